@@ -81,7 +81,7 @@ def test_a_ring_that_cannot_be_shared_is_kept_in_memory_and_told(
 def test_what_is_no_ring_is_told_and_left_out(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rank-00000.calls"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is no ring of calls"):
+    with pytest.raises(ValueError, match="is not a ring of calls"):
         collective_log.read_ring(path)
     assert collective_log.read_rings(tmp_path) == {}
 

@@ -58,7 +58,7 @@ def test_a_variable_that_was_left_over_ends_no_run(tmp_path: Path, monkeypatch: 
     words += ["layout.device=cpu", "observe.progress=false", "launch.monitor=false"]
     monkeypatch.setenv(fault_injection.VARIABLE, SPEC)
     assert main.main([*words, "run.name=a"]) == 0
-    with pytest.raises(RuntimeError, match="a fault was asked for"):
+    with pytest.raises(RuntimeError, match="fault injected by --harm"):
         main.main([*words, "run.name=b", "--harm", SPEC])
 
 

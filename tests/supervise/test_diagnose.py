@@ -54,7 +54,7 @@ def test_what_is_made_saved_and_lost_is_told(run: Path):
     assert lines[0] == f"{run}: 6 of 8 steps done; loss of the last step: 3"
     assert "  step-00000004 is the newest good checkpoint: the hashes of all its files match" in lines
     assert "  step-00000002 is good" in lines
-    assert "  Steps 5 to 6 are not saved, and would be repeated" in lines
+    assert "  Steps 5 to 6 are not saved and would be repeated" in lines
     assert "  1: from step 2, after: rank 1 died." in lines
     assert any(line.startswith("  No error is recorded: it is still running, was interrupted, or") for line in lines)
 

@@ -170,7 +170,7 @@ def test_a_frozen_rank_is_told_with_how_long_it_has_been_so():
     found = hang_detection.describe_stuck(
         ranks(seen(0, "wait", 30, "x"), seen(1, "save", 60, state="T", stopped=22)), {}, LIMITS, "h"
     )
-    assert "is frozen (stopped by a signal, as SIGSTOP does) after step 3, save, for 22 s (limit 20 s" in found.text
+    assert "is frozen (stopped by a signal such as SIGSTOP) after step 3, save, for 22 s (limit 20 s" in found.text
 
 
 def test_ranks_that_wait_for_different_things_are_told_so():
@@ -193,10 +193,10 @@ def test_ranks_that_wait_for_the_same_blame_what_is_between_them():
         (-9, True, "out of memory"),
         (137, True, "out of memory"),
         (-11, True, "killed by signal 11 (SIGSEGV)"),
-        (-7, False, "killed by signal 7 (SIGBUS), e.g. for reading past the end of a file"),
-        (0, False, "exit code 0 before the run was over"),
+        (-7, False, "killed by signal 7 (SIGBUS), e.g. for reading past the end of a truncated file"),
+        (0, False, "exit code 0 before the run was complete"),
         (3, False, "exit code 3"),
-        (None, False, "its launcher knows the exit code"),
+        (None, False, "see its launcher's output for the exit code"),
     ],
 )
 def test_a_rank_that_died_is_told_with_how(code: int | None, memory: bool, told: str):

@@ -1,4 +1,4 @@
-"""Which process this is, from the environment variables of its launcher: torchrun, srun, or none."""
+"""Determines which process this is from the environment variables of its launcher: torchrun, srun, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_ID_VARIABLE = "UNISONO_RUN_ID"  # what our launcher gives the processes that
 
 
 def launcher_pid(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The process id of the launcher that started this process, if it is one of ours."""
+    """Return the process id of our launcher, if it started this process."""
     run_id = environment.get(RUN_ID_VARIABLE)
     if run_id is None or run_id != environment.get("TORCHELASTIC_RUN_ID"):
         return None
@@ -22,10 +22,10 @@ def launcher_pid(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo | None:
-    """Which process this is, as its launcher says; None if no launcher has started it.
+    """Return which process this is according to its launcher; None without a launcher.
 
     Raises:
-        ConfigError: if a launcher's variables are there only in part.
+        ConfigError: If only some of a launcher's variables are set.
     """
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
         wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,7 +35,7 @@ def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo | N
                 f"RANK and WORLD_SIZE are set, as torchrun does, but not {', '.join(missing)}; set all of them or none"
             )
         rank, world, local, local_world = (int(environment[name]) for name in wanted[:4])
-        run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the nearest launcher, which may be inside of ours
+        run_id = environment.get("TORCHELASTIC_RUN_ID")  # of the innermost launcher, which may run inside ours
         launcher = "unisono" if run_id is not None and run_id == environment.get(RUN_ID_VARIABLE) else "torchrun"
         return ProcessInfo(rank, world, local, local_world, launcher)
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
@@ -46,10 +46,10 @@ def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo | N
 
 
 def set_rendezvous_variables(process: ProcessInfo, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torch's rendezvous reads where the launcher is srun, which sets names of its own.
+    """Set the variables of torch's rendezvous under srun, which uses names of its own.
 
-    The first host of the step is the meeting point; the port follows from the number of the
-    step and from `UNISONO_TOKEN`, so all processes know it, and with a token nobody else does.
+    The first host of the step is the meeting point. The port is derived from the step's number and `UNISONO_TOKEN`, so
+    all processes know it, and with a token nobody else does.
     """
     if process.launcher == "slurm":
         environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
@@ -59,7 +59,7 @@ def set_rendezvous_variables(process: ProcessInfo, environment: MutableMapping[s
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> _first_host("gpu[003-005,9],login1"), _first_host("n1"), _first_host("a-[1,3]-x")
     ('gpu003', 'n1', 'a-1-x')
@@ -69,7 +69,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _tasks_on_host(environment: Mapping[str, str], world: int) -> int:
-    """How many tasks of the step run on this host: Slurm writes `2(x3),1` for 2, 2, 2, 1."""
+    """Return how many tasks of the step run on this host: Slurm writes `2(x3),1` for 2, 2, 2, 1."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -1,6 +1,6 @@
-"""What a run says when it ends early: what is saved, and the exact command that resumes it.
+"""Explains what is saved when a run ends early, and gives the exact command that resumes it.
 
-Nothing is promised that was not looked at: where there is no checkpoint, that is said.
+Nothing is promised unchecked: if there is no checkpoint, the message says so.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from unisono.runtime.errors import (
 
 @contextmanager
 def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
-    """Context in which any error that ends the run also says what is saved and how to resume.
+    """Extend any error that ends the run with what is saved and how to resume.
 
     A run that is refused before its first step only gives the reason: the same command would be refused again.
 
     Args:
-        run: as it was resolved.
-        launcher: who started the processes.
+        run: As resolved.
+        launcher: What started the processes.
 
     Raises:
-        Interrupted: in place of a KeyboardInterrupt.
+        Interrupted: Instead of a KeyboardInterrupt.
     """
     try:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted. {resume_advice(run, launcher)}") from error
     except UnisonoError as error:
-        if error.exit_code == Preempted.exit_code:  # it says itself what is saved
+        if error.exit_code == Preempted.exit_code:  # its own message says what is saved
             verb = "Resume" if _newest_checkpoint(run) is not None else "Start over"
             error.args = (f"{error}. {_format_command(verb, run, launcher)}",)
         elif isinstance(error, MemoryExhaustedError):
@@ -55,11 +55,11 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
 
 
 def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
-    """Which checkpoint is the newest, and the command that resumes from it.
+    """Name the newest checkpoint and the command that resumes from it.
 
     Args:
-        run: as it was resolved.
-        launcher: who started the processes.
+        run: As resolved.
+        launcher: What started the processes.
     """
     newest = _newest_checkpoint(run)
     if newest is None:
@@ -70,12 +70,12 @@ def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
 
 
 def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = "unisono") -> str:
-    """What to type after a run has run out of memory.
+    """Say what to do after a run has run out of memory.
 
     Args:
-        run: as it was resolved.
-        random: whether its forward passes draw random numbers; None where that is not known.
-        launcher: who started the processes.
+        run: As resolved.
+        random: Whether its forward passes draw random numbers; None if unknown.
+        launcher: What started the processes.
     """
     size = resolve.next_smaller_micro_batch(run)
     if size is None:
@@ -94,7 +94,7 @@ def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = 
 
 
 def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
-    """The newest checkpoint whose manifest can be read."""
+    """Return the newest checkpoint whose manifest is readable."""
     try:
         return resume_point.newest_readable(run.directory / "checkpoints").checkpoint
     except (CheckpointError, OSError):
@@ -102,7 +102,7 @@ def _newest_checkpoint(run: ResolvedRun) -> Checkpoint | None:
 
 
 def _has_progressed(run: ResolvedRun) -> bool:
-    """Whether this start has run a step, as far as its record says."""
+    """Whether this start has completed a step, according to the event log."""
     try:
         steps = events.step_events(events.read_events(run.directory / "events.jsonl"))
     except (OSError, ValueError):
@@ -111,6 +111,6 @@ def _has_progressed(run: ResolvedRun) -> bool:
 
 
 def _format_command(verb: str, run: ResolvedRun, launcher: str, changes: Mapping[str, str | None] | None = None) -> str:
-    """`Resume with:` and the command, on a line of its own."""
+    """Format `Resume with:` followed by the command on a line of its own."""
     under = f" (under {launcher}, as before)" if launcher not in ("unisono", "none") and run.command else ""
     return f"{verb}{under} with:\n  {run.with_changes(changes or {})}"

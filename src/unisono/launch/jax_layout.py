@@ -1,4 +1,4 @@
-"""The layout of a JAX run with every `auto` decided: processes, devices of each, and how they share the state."""
+"""Resolves the layout of a JAX run: number of processes, devices of each, and how they share the state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unisono.runtime.errors import ConfigError
 
 
 def resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
-    """The configuration with a concrete layout.
+    """Return the configuration with a concrete layout.
 
     Args:
-        config: whose engine is JAX.
-        process: of this process, as its launcher numbered it; None without a launcher.
+        config: With JAX as its engine.
+        process: This process as numbered by its launcher; None without a launcher.
 
     Raises:
-        ConfigError: for a layout that this host or its launcher cannot give.
+        ConfigError: For a layout that this host or its launcher cannot provide.
     """
     devices, layout, nodes = device_modules.device_module("jax"), config.layout, config.launch.nodes
     if process is not None:
@@ -29,7 +29,7 @@ def resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunCon
         here = max(1, world // nodes)
     kind = devices.resolve(layout, here, config.train.precision)
     each: int = layout.devices if layout.devices != "auto" else 1
-    if layout.devices == "auto":  # one process has all accelerators of its host, several share them
+    if layout.devices == "auto":  # a single process on a host gets all its accelerators, several share them
         found = devices.accelerators()[1]
         each = 1 if kind == "cpu" or layout.strategy == "single" else max(1, found // here)
     count = world * each

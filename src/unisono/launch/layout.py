@@ -1,7 +1,7 @@
-"""The layout with every `auto` resolved: how many processes, which strategy, which device.
+"""Resolves every `auto` of the layout: how many processes, which strategy, which device.
 
-Decided once, from what the user asked for, what this host has, and what a launcher has started already. The micro-batch
-comes later (`unisono.launch.resolve`), since it may depend on what an earlier start of the run used.
+This is decided once, from the user's settings, this host, and what a launcher has already started. The micro-batch is
+resolved later (`unisono.launch.resolve`), since it may depend on what an earlier start of the run used.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from unisono.task_config import find_task
 
 
 def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
-    """The configuration with every `auto` of the layout decided, but for the micro-batch.
+    """Return the configuration with every `auto` of the layout resolved, except for the micro-batch.
 
     Args:
-        config: as the user gave it.
-        process: this one, where a launcher has started it; None where the run starts its own processes.
+        config: As given by the user.
+        process: This process, if a launcher started it; None if the run starts its own processes.
 
     Raises:
-        ConfigError: for a layout that this host or its launcher cannot give.
+        ConfigError: For a layout that this host or its launcher cannot provide.
     """
     config = _resolve_engine(config)
     if process is not None:
@@ -47,7 +47,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
                 "layout.strategy=hsdp needs layout.shards: how many processes share one copy of the model (the "
                 "default, the processes of one node, exists only with several nodes of several processes each)"
             )
-        update["shards"] = local_world  # whole parameters are gathered inside a node, gradients alone cross
+        update["shards"] = local_world  # parameters are gathered within a node; only gradients cross nodes
     update["device"] = devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
     if layout.reduction == "ordered":
         if world & (world - 1):
@@ -56,7 +56,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
                 f"layout.reduction=ordered: the number of processes must be a power of two, not {world}; use {below} "
                 f"or {2 * below}"
             )
-        update["threads"] = layout.threads or 1  # the number of threads changes the order of sums inside an operation
+        update["threads"] = layout.threads or 1  # the number of threads affects the order of sums within an operation
     try:
         checked = type(layout).model_validate({**layout.model_dump(), **update})
     except ValueError as error:
@@ -67,7 +67,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
 
 
 def _resolve_engine(config: RunConfig) -> RunConfig:
-    """The configuration with its task's engine; of a recipe's tasks the one that was asked for."""
+    """Return the configuration with the task's engine; of a recipe's tasks, the one for the requested engine."""
     written = find_task(config.recipe, config.layout.engine).engine
     if config.layout.engine not in ("auto", written):
         raise ConfigError(
@@ -78,22 +78,22 @@ def _resolve_engine(config: RunConfig) -> RunConfig:
 
 
 def is_single(config: RunConfig) -> bool:
-    """Whether the run is one process, which needs no other; in JAX it may have several devices."""
+    """Whether the run is a single process; in JAX it may have several devices."""
     layout = config.layout
     return layout.strategy in ("single", "dp") or (layout.engine == "jax" and layout.world_size == 1)
 
 
 def threads_per_process(processes: int) -> int:
-    """This host's cores, divided among its processes."""
+    """Divide this host's cores among its processes."""
     return max(1, usable_cores() // processes)
 
 
 def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
-    """Warn about accelerators that a run leaves idle, and about settings that have no effect.
+    """Warn about accelerators that stay idle and about settings without effect.
 
     Args:
-        asked: as the user gave it.
-        config: the same with a concrete layout.
+        asked: As given by the user.
+        config: The same with a concrete layout.
     """
     layout, devices = config.layout, device_modules.device_module(config.layout.engine)
     kind, count = devices.accelerators()
@@ -120,7 +120,7 @@ def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
 
 
 def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple[int, int]:
-    """Processes of the run, and of this host."""
+    """Return the number of processes of the run, and of this host."""
     layout, nodes = config.layout, config.launch.nodes
     if process is not None:
         return process.world_size, process.local_world_size

@@ -1,4 +1,4 @@
-"""A finished or interrupted run, used again: its weights, and its evaluation."""
+"""Loads the model of a finished or interrupted run, and evaluates it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, ste
 @overload
 def load_weights(folder: Path | str, model: T, *, ema: bool = False, step: int | None = None) -> T: ...
 def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int | None = None) -> Any:
-    """Fill a model with the weights of a run's newest checkpoint, whatever layout it was trained on.
+    """Fill a model with the weights of a run's newest checkpoint, whatever layout it was trained with.
 
-    A torch module is filled in place, and adapters (`adapter=lora`) are merged into the weights of their layers. A
-    pytree of JAX is left as it is, and one with the weights is returned.
+    A torch module is filled in place, and adapters (`adapter=lora`) are merged into the weights of their layers. A JAX
+    pytree stays unchanged, and one with the weights is returned.
 
     Args:
-        folder: of the run.
-        model: as the task's `build` makes it; for a run with adapters, with the weights of its base.
-        ema: whether to take the moving average of the weights; buffers are always the model's.
-        step: updates that made the weights; None for the newest checkpoint.
+        folder: The run's directory.
+        model: As returned by the task's `build`; for a run with adapters, with the weights of its base.
+        ema: Whether to use the exponential moving average of the weights; buffers are always the model's.
+        step: Step of the checkpoint; None for the newest.
 
     Returns:
-        Of a torch module, the number of updates that made these weights; of a pytree, the pytree with the weights.
+        For a torch module, the step of the checkpoint; for a pytree, the pytree with the weights.
 
     Raises:
-        RunError: if there is no run or no checkpoint, or no average that could be taken.
-        CheckpointError: if it is damaged, does not fit the model, or has adapters of another base.
+        RunError: If there is no run, no checkpoint, or no moving average to use.
+        CheckpointError: If the checkpoint is damaged, does not fit the model, or has adapters of another base.
     """
     checkpoint = commit.open_checkpoint(newest(Path(folder), step))
     reader = checkpoint.reader()
@@ -75,27 +75,27 @@ def load_model(
     task: str | type[Task] | None = None,
     trust: bool = False,
 ) -> Any:
-    """The model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a pytree of JAX.
+    """Return the model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a JAX pytree.
 
-    The task builds it, from the assets that it saved with the run where it can do without its data.
+    The task builds the model from the assets saved with the run, without its data if possible.
 
     Args:
-        folder: of the run.
-        ema: as for `load_weights`.
-        step: as for `load_weights`.
-        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
+        folder: The run's directory.
+        ema: As for `load_weights`.
+        step: As for `load_weights`.
+        task: Of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
             if it is a recipe or this process has already imported it.
-        trust: import the task that the run names, wherever it lies. That runs its author's code.
+        trust: Import the task that the run names, wherever it is. That runs its author's code.
 
     Raises:
-        TrustError: if the run names a task that nobody has vouched for.
-        UnisonoError: as `load_weights`, and where the task or its base cannot be made again.
+        TrustError: If the run names a task that is not trusted.
+        UnisonoError: As for `load_weights`, and if the task or its base cannot be rebuilt.
     """
     return open_run(folder, task=task, trust=trust).load_model(ema=ema, step=step)
 
 
 def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
-    """Loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
+    """Return loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
     from unisono.launch import resolve
     from unisono.launch.processes import rank_process
     from unisono.training import loop

@@ -1,7 +1,7 @@
-"""The verb `predict`, which every task has: rows in, a table out, with what is known of the rows beside it.
+"""The verb `predict`, which every task has: rows in, and a table with predictions and known values out.
 
-A task says what the columns are by `predictions` (the protocol `Predictive`). Where it does not, they are the tensors
-that `outputs` returns, row by row, and the numbers of the batch, targets among them.
+A task defines the columns by `predictions` (the protocol `Predictive`). Without it, they are the tensors that `outputs`
+returns, row by row, and the numbers in the batch, including targets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RowSelection = Literal["held_out", "training", "all"]
-_MAX_COLUMN_WIDTH = 64  # numbers per row of an output that becomes a column without being asked for
+_MAX_COLUMN_WIDTH = 64  # maximum numbers per row for an output to become a column by default
 
 
 def predict(
@@ -44,16 +44,16 @@ def predict(
     micro_batch: int = 32,
     device: str = "auto",
 ) -> Iterator[str]:
-    """Predict rows by a run's newest checkpoint: a table with a line per row, and what is known of it beside.
+    """Predict rows with a run's newest checkpoint: a table with one line per row, including what is known of it.
 
     Args:
-        run: its folder; settings of `data` may be replaced, e.g. data.path=FILE.
-        rows: which rows of the data; held_out, training or all.
-        out: table to write, .csv, .tsv, .jsonl or .parquet; by default RUN/predictions.csv.
-        ema: use the moving average of the weights.
-        step: use the checkpoint after this step, in place of the newest.
-        micro_batch: rows that are computed at the same time.
-        device: cpu, cuda, …; auto takes an accelerator where there is one.
+        run: The run's folder; settings of `data` may be overridden, e.g. data.path=FILE.
+        rows: Which rows of the data: held_out, training or all.
+        out: Table to write: .csv, .tsv, .jsonl or .parquet; by default RUN/predictions.csv.
+        ema: Use the exponential moving average of the weights.
+        step: Use the checkpoint of this step instead of the newest.
+        micro_batch: Rows to compute at a time.
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
     if run.task.engine != "torch":
         raise ConfigError(
@@ -70,10 +70,10 @@ def predict(
 
 
 def select_sources(task: Task, rows: RowSelection) -> dict[str, Source]:
-    """The rows that are asked for, by where they come from: `held_out`, or the names of the sources to train on.
+    """Return the requested rows by origin: `held_out`, or the names of the training sources.
 
     Raises:
-        DataError: where there is none.
+        DataError: If there are none.
     """
     run_setup(task)
     found: dict[str, Source] = {}
@@ -91,7 +91,7 @@ def select_sources(task: Task, rows: RowSelection) -> dict[str, Source]:
 def build_table(
     run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """The predictions of rows as columns, and the loss and metrics of these rows; arguments as of `predict`."""
+    """Return the predictions as columns, and loss and metrics over these rows; arguments as for `predict`."""
     import torch
 
     from unisono.engines.torch.devices import accelerators
@@ -127,7 +127,7 @@ def build_table(
 
 
 def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
-    """All rows, in order, made as those of an evaluation are."""
+    """Return all rows in order, built as for an evaluation."""
     size = min(micro_batch, len(source))
     plan = StreamPlan(Order(len(source), seed=0, shuffle=False), size, len(source))
     loader = Loader.from_config(
@@ -141,7 +141,7 @@ def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]
 
 
 def _columns(task: Task, outputs: Any, arrays: Batch) -> dict[str, Any]:
-    """What the task says of the rows of a micro-batch; else its outputs, and the numbers in the batch."""
+    """Return the task's predictions for a micro-batch; by default its outputs and the numbers in the batch."""
     if isinstance(task, protocols.Predictive):
         return dict(task.predictions(outputs, arrays))
     from unisono.engines.nested import leaves
@@ -164,7 +164,7 @@ def _is_per_row(value: Any, rows: int, widest: int) -> bool:
 
 
 def _to_list(values: Any) -> list[Any]:
-    """A column as a list: numbers, texts, or lists of numbers."""
+    """Convert a column to a list of numbers, texts, or lists of numbers."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
     values = np.asarray(values) if hasattr(values, "dtype") else values
@@ -174,7 +174,7 @@ def _to_list(values: Any) -> list[Any]:
 
 
 class _Scores:
-    """Loss and metrics of all rows, as of an evaluation; none where a loss looks across rows."""
+    """Loss and metrics over all rows, as in an evaluation; none if a loss compares rows with each other."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._crosses = task, protocols.cross_sample_mode(task) is not None
@@ -183,7 +183,7 @@ class _Scores:
         self._weights: dict[str, float] = {}
 
     def add(self, micro: MicroBatch, outputs: Any, batch: Batch, context: Context) -> None:
-        """Add what the task makes of a micro-batch."""
+        """Add the task's loss and metrics of a micro-batch."""
         if self._crosses:
             return
         loss: Loss = self._task.loss(outputs, batch, context)
@@ -194,7 +194,7 @@ class _Scores:
             _add_to_sums(self._metrics, name, above, below)
 
     def summary(self) -> dict[str, float]:
-        """Values by name, as `Task.summary` reports them."""
+        """Return the values by name, as reported by `Task.summary`."""
         if not self._terms:
             return {}
         terms = {name: total / count if count else 0.0 for name, (total, count) in self._terms.items()}

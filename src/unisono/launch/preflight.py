@@ -1,4 +1,4 @@
-"""Everything about this host, the numbers and the data that can be refused before processes start."""
+"""Checks of the host, the settings and the data that can refuse a run before its processes start."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class DataFacts:
     """What is known of a run's data before it starts.
 
     Attributes:
-        facts: for the console and for the run's directory.
-        files: of each source that lists them.
-        watched: the sources that can say which of their files has changed since.
-        steps: of the whole run.
+        facts: For the console and the run's directory.
+        files: The files of each source that lists them.
+        watched: Sources that can tell which of their files have changed since.
+        steps: Of the whole run.
     """
 
     facts: dict[str, Any]
@@ -40,11 +40,11 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     """Refuse what this host, the settings or the data do not allow.
 
     Args:
-        task: that is trained.
-        config: with a concrete layout; its micro-batch may be open.
+        task: The task to train.
+        config: With a concrete layout; its micro-batch may be undecided.
 
     Raises:
-        UnisonoError: for the first thing that cannot be.
+        UnisonoError: For the first problem found.
     """
     from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts, source_files
     from unisono.observe import trackers
@@ -71,7 +71,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
 
 
 def _check_adapter(config: RunConfig) -> None:
-    """Refuse adapters where they cannot be had."""
+    """Refuse adapters where they are not supported."""
     if config.adapter is None:
         return
     if config.layout.engine == "jax":
@@ -85,7 +85,7 @@ def _check_adapter(config: RunConfig) -> None:
 
 @contextmanager
 def report_changed_files(sources: Sequence[CheckableSource]) -> Iterator[None]:
-    """Name the file that has changed where a process died by reading it: one that became shorter kills its reader."""
+    """If a process died, name a data file that has changed: reading a truncated memory-mapped file kills the reader."""
     try:
         yield
     except LostError as error:

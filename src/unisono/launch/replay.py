@@ -1,8 +1,8 @@
-"""Steps of a run made again, and held against what they were: whether this hardware computes the same twice.
+"""Repeats steps of a run and compares the results: does this hardware compute the same thing twice?
 
-What a device computes wrong before a reduction, every process receives alike, and no comparison of processes can see
-it. The same steps made again can: from a checkpoint, with the configuration, layout and samples of the run, in a folder
-of their own. The run itself is only read.
+An error that a device makes before a reduction reaches every process alike, so no comparison between processes can see
+it. Repeating the same steps can: from a checkpoint, with the run's configuration, layout and samples, in a separate
+folder. The run itself is only read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from unisono.task_config import read_run
 if TYPE_CHECKING:
     from unisono.task import Task
 
-REPLAYS = "replays"  # in the run's
-_STEP_VALUES = ("loss", "grad_norm")  # of each step
-_STATE_KEYS = ("step", "plan", "random")  # of a checkpoint's state
+REPLAYS = "replays"  # folder inside the run's
+
+_STEP_VALUES = ("loss", "grad_norm")  # compared for each step
+_STATE_KEYS = ("step", "plan", "random")  # compared in the checkpoints' state
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class ReplayResult:
     """The result of repeating steps of a run.
 
     Attributes:
-        first: updates made before the first of them.
-        last: updates made after the last of them.
-        steps: the steps that both runs tell of, by number from 1.
-        differing_values: values of the first step that is not what it was, as `name: (then, now)`; empty if all are.
-        step: that step; None if there is none.
-        arrays: names of those of the last checkpoint that are not what they were.
-        array_count: how many arrays there are.
-        state: parts of its state that are not what they were.
-        folder: of the steps that were made again; None where nothing differs, and it is gone.
+        first: Step after which the replay starts.
+        last: Last repeated step.
+        steps: Steps recorded by both runs, from 1.
+        differing_values: Values of the first step that differs, as `name: (then, now)`; empty if none does.
+        step: That step; None if there is none.
+        arrays: Names of the arrays in the last checkpoint that differ.
+        array_count: Total number of arrays.
+        state: Parts of the saved state that differ.
+        folder: Of the repeated steps; None if nothing differs, and it was removed.
     """
 
     first: int
@@ -66,11 +67,11 @@ class ReplayResult:
 
     @property
     def is_same(self) -> bool:
-        """Whether everything is, bit for bit, what it was."""
+        """Whether everything is bitwise identical."""
         return self.step is None and not self.arrays and not self.state
 
     def lines(self, run: Path) -> list[str]:
-        """The report, line by line."""
+        """Return the report, line by line."""
         what = f"steps {self.first + 1} to {self.last} of {run}"
         if self.is_same:
             shown = (
@@ -108,16 +109,16 @@ def replay(
     """Repeat the steps between two checkpoints of a run, with its layout, and compare.
 
     Args:
-        run: its folder.
-        first: updates of the checkpoint from which to go on; 0 begins anew. None: the last but one, or 0.
-        last: updates of the checkpoint to come to. None: the next one after `first`, or the newest.
-        task: of the run, as `unisono.task_config.read_run` takes it.
-        trust: import the task that the run names, wherever it lies.
+        run: The run's folder.
+        first: Step of the checkpoint to start from; 0 starts from scratch. None: the last but one, or 0.
+        last: Step of the checkpoint to end at. None: the next one after `first`, or the newest.
+        task: Of the run, as for `unisono.task_config.read_run`.
+        trust: Import the task that the run names, wherever it is.
 
     Raises:
-        TrustError: if the run names a task that nobody has vouched for.
-        RunError: if there are no such checkpoints, or none from which a run can go on.
-        CheckpointError: if one of them is damaged.
+        TrustError: If the run names a task that is not trusted.
+        RunError: If there are no such checkpoints, or none that a run can be resumed from.
+        CheckpointError: If one of them is damaged.
     """
     place = cluster.process_info()
     if place is not None and place.world_size > 1:
@@ -148,12 +149,12 @@ def replay(
         return result
     shutil.rmtree(folder)
     with suppress(OSError):
-        (run / REPLAYS).rmdir()  # unless another one lies there
+        (run / REPLAYS).rmdir()  # unless it holds another replay
     return ReplayResult(**{**vars(result), "folder": None})
 
 
 def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
-    """The two checkpoints, of which every byte is what was written."""
+    """Return the two checkpoints, whose hashes are verified."""
     find_checkpoint(run)
     steps = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(run / "checkpoints")]
     if last is None:
@@ -172,11 +173,11 @@ def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple
 
 
 def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after: Checkpoint) -> tuple[Path, RunConfig]:
-    """A run of its own that is as far as the first checkpoint, and its configuration."""
+    """Create a separate run that starts at the first checkpoint, and its configuration."""
     made = before.step if before else 0
     name = f"{made}-to-{after.step}-{uuid.uuid4().hex[:8]}"
     folder = run / REPLAYS / name
-    layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was then
+    layout = {**config.layout.model_dump(), **after.about["config"]["layout"]}  # as it was at that time
     changes: dict[str, Any] = {
         "layout": type(config.layout).model_validate(layout),
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},
@@ -206,7 +207,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """The same checkpoint under another name, without its bytes a second time where the file system can do that."""
+    """Copy a checkpoint, by hard links where the file system supports them."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         try:
@@ -216,13 +217,13 @@ def _link_checkpoint(source: Path, target: Path) -> None:
 
 
 def _read_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """What a run's events say of each of some steps."""
+    """Return the compared values of a range of steps from a run's events."""
     shown = events.step_events(events.read_events(run / "events.jsonl"))
     return {e["step"]: {name: e.get(name) for name in _STEP_VALUES} for e in shown if first < e["step"] <= last}
 
 
 def _array_content(array: Mapping[str, Any] | None) -> Any:
-    """What a manifest says of an array's content, wherever it lies; of equal layouts the pieces are equal."""
+    """Return what a manifest records of an array's content, independent of its location; layouts must be equal."""
     if array is None:
         return None
     pieces = sorted((piece["offset"], piece["shape"], piece["sha256"]) for piece in array["pieces"])

@@ -1,7 +1,7 @@
-"""A run, resolved once: from a typed configuration to layout, micro-batch, directory and resume point.
+"""Resolves a run once: from a typed configuration to layout, micro-batch, directory and resume point.
 
-One process does this (the launcher, or rank 0 of another launcher), refuses here whatever can be refused without
-starting processes, and holds the directory while the run lives. All others get the result as data
+One process does this (the launcher, or rank 0 under another launcher), refuses whatever can be refused without starting
+processes, and locks the directory while the run lasts. All others receive the result as data
 (`unisono.config.resolved_run`).
 """
 
@@ -38,7 +38,7 @@ from unisono.supervise import disk_space
 from unisono.task import Task
 from unisono.task_config import validate_config
 
-# Refuses a run: asked before anything is read, and again once the facts of its data are known.
+# May refuse a run; called before anything is read, and again once the facts of its data are known.
 StartCheck = Callable[[RunConfig, Mapping[str, Any] | None], None]
 
 
@@ -47,11 +47,11 @@ class Request:
     """What a start was asked for.
 
     Attributes:
-        config: typed, with a concrete layout but for the micro-batch.
-        allow: has to allow the start, if there is one.
-        origins: of the configuration's values.
-        command: the words of the command; empty where there was none.
-        job: after which a run without a name is called.
+        config: Typed, with a concrete layout except for the micro-batch.
+        allow: May refuse the start.
+        origins: Origin of each configuration value.
+        command: The words of the command; empty if there was none.
+        job: Id of the job after which an unnamed run is named.
     """
 
     config: RunConfig
@@ -63,12 +63,12 @@ class Request:
 
 @contextmanager
 def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
-    """Resolve a run, write its directory, and hold that against other starts while the context lasts.
+    """Resolve a run, write its directory, and lock it against other starts while the context lasts.
 
-    Everything that can be refused without touching anything is refused first.
+    Everything that can be refused without side effects is refused first.
 
     Raises:
-        UnisonoError: for the first thing that cannot be.
+        UnisonoError: For the first problem found.
     """
     new = request.config.run.name is None and request.job is None
     config, allow = run_directory.with_name(request.config, request.job), request.allow
@@ -89,7 +89,7 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
         fetching = restore.Restore.of(config, run_directory.run_path(config))
     with run_directory.hold_directory(run_directory.run_path(config)):
         fetching.finish()
-        run = plan_run(config, data, micro_batch=measured, held=True)  # another start may have been here since
+        run = plan_run(config, data, micro_batch=measured, held=True)  # another start may have changed it meanwhile
         run = replace(run, origins=request.origins, command=_resume_words(request.command, run.config))
         run_directory.write_run(run, data, task)
         fetching.claim()
@@ -100,20 +100,20 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
 def plan_run(
     config: RunConfig, data: DataFacts | None = None, *, micro_batch: int | None = None, held: bool = False
 ) -> ResolvedRun:
-    """What a run comes to, with nothing touched: its micro-batch, and from which checkpoint it may resume.
+    """Determine the micro-batch of a run and the checkpoint it may resume from, without side effects.
 
     Args:
-        config: named, with a concrete layout but for the micro-batch.
-        data: of the run; None where they are not known yet.
-        micro_batch: that was measured, for `layout.micro_batch=auto`.
-        held: whether this process holds the directory, so that a damaged checkpoint may be fetched again.
+        config: Named, with a concrete layout except for the micro-batch.
+        data: Of the run; None if not known yet.
+        micro_batch: The measured one, for `layout.micro_batch=auto`.
+        held: Whether this process holds the directory's lock, so that a damaged checkpoint may be fetched again.
 
     Returns:
-        The run; its micro-batch is `auto` where it was not measured and has to be.
+        The run; its micro-batch is `auto` if it still has to be measured.
 
     Raises:
-        RunError: if the directory cannot be used, or holds another run.
-        CheckpointError: where no checkpoint is whole, or one is of another version.
+        RunError: If the directory cannot be used, or holds another run.
+        CheckpointError: If no checkpoint is intact, or one has another version.
     """
     directory = run_directory.run_path(config)
     if config.launch.nodes > 1:  # each may have another working directory
@@ -138,14 +138,14 @@ def plan_run(
 
 
 def with_smaller_micro_batch(run: ResolvedRun, random: bool | None) -> ResolvedRun:
-    """The run once more, with the next smaller micro-batch, after it has run out of memory; its directory is held.
+    """Resolve the run again with the next smaller micro-batch, after it ran out of memory; its lock is held.
 
     Args:
-        run: that ran out of memory.
-        random: whether its forward passes draw random numbers; None where that is not known.
+        run: The run that ran out of memory.
+        random: Whether its forward passes draw random numbers; None if unknown.
 
     Raises:
-        MemoryExhaustedError: if there is no smaller one, or it would be another run.
+        MemoryExhaustedError: If there is no smaller one, or it would change the results.
     """
     size = next_smaller_micro_batch(run)
     if size is None:
@@ -159,16 +159,16 @@ def with_smaller_micro_batch(run: ResolvedRun, random: bool | None) -> ResolvedR
 
 
 def draws_random_numbers(run: ResolvedRun, reported: bool | None) -> bool:
-    """Whether the micro-batch of a run is part of its mathematics, by what its processes or its checkpoint say."""
+    """Whether a run's micro-batch affects its results, according to its processes or its checkpoint."""
     return reported if reported is not None else run.resume is not None and run.resume.random
 
 
 def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
-    """The run once more, from what is its newest checkpoint by now; its directory is held.
+    """Resolve the run again, from the checkpoint that is newest by now; its lock is held.
 
     Args:
-        run: whose processes have ended.
-        micro_batch: another one, if it is to have that.
+        run: Whose processes have ended.
+        micro_batch: A new micro-batch, if it should change.
     """
     config = run.config
     if micro_batch is not None:
@@ -179,14 +179,14 @@ def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRu
 
 
 def next_smaller_micro_batch(run: ResolvedRun) -> int | None:
-    """The next smaller micro-batch; None if there is none."""
+    """Return the next smaller micro-batch; None if there is none."""
     split = run.split
     sizes = batch_split.divisors(split.passes * split.micro_batch // split.devices)
     return max((size for size in sizes if size < split.micro_batch), default=None)
 
 
 def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
-    """A run that is only read, by one process of this host, whatever layout it was trained on."""
+    """Resolve a run that is only read, by one process of this host, whatever layout it was trained with."""
     one = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "device": "auto"}
     alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
@@ -197,13 +197,13 @@ def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
 
 
 def refuse_other_run(config: RunConfig) -> None:
-    """Refuse a directory that holds another run, for what is no start of this one, as a proof.
+    """Refuse a directory that holds another run, for operations other than a start, such as a proof.
 
     Args:
-        config: named; its layout need not be possible here.
+        config: Named; its layout need not be possible here.
 
     Raises:
-        RunError: if the directory cannot be used, or holds another run.
+        RunError: If the directory cannot be used, or holds another run.
     """
     directory = run_directory.run_path(config)
     run_directory.refuse_unusable(config)
@@ -222,7 +222,7 @@ def refuse_other_run(config: RunConfig) -> None:
 
 
 def check_run(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
-    """What a start would come to, with nothing touched; see `unisono check`."""
+    """Resolve what a start would do, without side effects; see `unisono check`."""
     config = run_directory.with_name(layout.resolve_layout(config, cluster.process_info()))
     run = plan_run(config)
     data = preflight.preflight(task, run.config)
@@ -230,21 +230,21 @@ def check_run(config: RunConfig, task: Task) -> tuple[ResolvedRun, DataFacts]:
 
 
 def from_json(values: Mapping[str, Any]) -> ResolvedRun:
-    """A resolved run from its JSON values, in another process."""
+    """Rebuild a resolved run from its JSON values, in another process."""
     config = validate_config(ComposedConfig(dict(values["config"]), {}))
     point = ResumePoint.from_json(values["resume"])
     return ResolvedRun(config, Path(values["directory"]), point, values["origins"], tuple(values["command"]))
 
 
 def accept_resolved_run(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
-    """A resolved run that another process has sent: what it imports is what this process was asked for.
+    """Accept a resolved run from another process, provided that it imports only what this process was asked to import.
 
     Args:
-        values: as they came.
-        asked: the configuration that this process was given.
+        values: As received.
+        asked: The configuration that this process was given.
 
     Raises:
-        ConfigError: if it names another task or other callbacks; nothing of it was imported.
+        ConfigError: If it names another task or other callbacks; nothing of it was imported.
     """
     own = absolute_references(asked)
     for name, value in own.items():
@@ -257,15 +257,15 @@ def accept_resolved_run(values: Mapping[str, Any], asked: RunConfig) -> Resolved
 
 
 def read_resolved_run(directory: Path, digest: str) -> ResolvedRun:
-    """The resolved run that its launcher has written.
+    """Read the resolved run that the launcher has written.
 
     Raises:
-        RunError: if it is another one.
-        OSError: if it cannot be read.
+        RunError: If it is a different one.
+        OSError: If it cannot be read.
     """
     path = directory / RESOLVED_FILE
     values = safe_paths.read_json(directory, RESOLVED_FILE)
-    if digest_values(values) != digest:  # before anything that it names is imported
+    if digest_values(values) != digest:  # checked before importing anything that it names
         raise RunError(f"{path} was replaced by another start of this run; start the run again")
     run = from_json(values)
     if run.digest != digest:
@@ -273,11 +273,11 @@ def read_resolved_run(directory: Path, digest: str) -> ResolvedRun:
     return run
 
 
-# what an earlier start has left --------------------------------------------------------------------------------------
+# what an earlier start left behind ----------------------------------------------------------------------------------
 
 
 def _newest_checkpoint(config: RunConfig, directory: Path, held: bool) -> NewestCheckpoint:
-    """The newest checkpoint whose manifest can be read, of the directory or about to be fetched from the store."""
+    """Return the newest checkpoint with a readable manifest, in the directory or being fetched from the store."""
     store = upload.open_store(config) if held else None
     newest = resume_point.newest_readable(
         directory / "checkpoints", None if store is None else partial(restore.refetch, store)
@@ -288,20 +288,20 @@ def _newest_checkpoint(config: RunConfig, directory: Path, held: bool) -> Newest
 
 
 def _past_provenance(config: RunConfig, directory: Path, newest: NewestCheckpoint) -> provenance.Provenance | None:
-    """What the run is made of: by its newest checkpoint, else by its configuration; None if there is no run yet."""
+    """Return the provenance of the run from its newest checkpoint, else from its configuration; None for a new run."""
     if not (directory / "config.yaml").is_file():
         return None
     if newest.checkpoint is not None:
         return newest.checkpoint.about
-    return {"config": foreign_run.read_values(directory / "config.yaml")}  # it ended before its first checkpoint
+    return {"config": foreign_run.read_values(directory / "config.yaml")}  # ended before its first checkpoint
 
 
 def _resolve_micro_batch(
     config: RunConfig, directory: Path, past: provenance.Provenance | None, random: bool, measured: int | None
 ) -> RunConfig:
-    """The configuration with its micro-batch as a number, unless it is `auto` and has to be measured.
+    """Return the configuration with a concrete micro-batch, unless it is `auto` and has to be measured.
 
-    A run that is resumed keeps its micro-batch where it fits, and always where a forward pass draws random numbers.
+    A resumed run keeps its micro-batch if it still divides the batch, and always if forward passes draw random numbers.
     """
     asked, size = config.layout.micro_batch, measured
     assert isinstance(config.layout.world_size, int)
@@ -310,7 +310,7 @@ def _resolve_micro_batch(
     elif past is not None:
         before = provenance.fill_defaults(past["config"], config)
         kept = before["layout"]["micro_batch"]
-        if not random:  # a start that ran out of memory since then has left a smaller one
+        if not random:  # a start that has since run out of memory left a smaller one
             since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
             kept = min(kept, since) if isinstance(since, int) and isinstance(kept, int) else kept
         whole = config.layout.sync_batch_norm and fingerprint.batch_norm_rows(before) is None
@@ -332,7 +332,7 @@ def _divides(micro_batch: int | str | None, config: RunConfig) -> bool:
 
 
 def _measure_micro_batch(config: RunConfig, task: Task) -> int:
-    """The largest micro-batch that fits all processes."""
+    """Measure the largest micro-batch that fits all processes."""
     from unisono.launch.autobatch import search
     from unisono.launch.task_objects import refuse_state
 
@@ -344,10 +344,10 @@ def _measure_micro_batch(config: RunConfig, task: Task) -> int:
 
 
 def _refuse_other_statistics(directory: Path, there: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse to normalise other rows together than the run has done, where batch statistics are synchronised.
+    """Refuse a change of which rows are normalised together, if batch statistics are synchronised.
 
     Raises:
-        RunError: with the rows there and here.
+        RunError: With the rows there and here.
     """
     before = fingerprint.batch_norm_rows(provenance.fill_defaults(there, config))
     now = fingerprint.batch_norm_rows(config)
@@ -364,7 +364,7 @@ def _describe_rows(together: tuple[int, int] | None) -> str:
 
 
 def _resume_words(command: tuple[str, ...], config: RunConfig) -> tuple[str, ...]:
-    """The words of a command that resumes the run: with its name, and without what holds for one start."""
+    """Return the words of a command that resumes the run: with its name, and without settings for one start."""
     if not command:
         return ()
     changes = {"run.stop_after": None, "run.name": config.run.name}

@@ -1,4 +1,4 @@
-"""A run's folder, opened to use what was trained: its configuration, its task, its model."""
+"""A run's folder, opened for using what was trained: its configuration, its task, its model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ASSETS = "assets"
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is used: evaluated, asked for predictions, exported.
+    """An opened run, for evaluation, prediction or export.
 
     Attributes:
-        folder: of the run.
-        config: its configuration, with the settings that were replaced.
-        task: its task, which has taken over the run's assets. It builds the run's model without the run's data.
+        folder: The run's directory.
+        config: Its configuration, with overrides applied.
+        task: Its task, which has loaded the run's assets. It builds the run's model without the run's data.
     """
 
     folder: Path
@@ -33,16 +33,16 @@ class Run:
     task: Task
 
     def load_model(self, *, ema: bool = False, step: int | None = None) -> Any:
-        """The model with the weights of the newest checkpoint: a torch module on the CPU, or a pytree of JAX.
+        """Return the model with the weights of the newest checkpoint: a torch module on the CPU, or a JAX pytree.
 
         The module is in evaluation mode, and adapters are merged.
 
         Args:
-            ema: whether to take the moving average of the weights; buffers are always the model's.
-            step: updates that made the weights; None for the newest checkpoint.
+            ema: Whether to use the exponential moving average of the weights; buffers are always the model's.
+            step: Step of the checkpoint; None for the newest.
 
         Raises:
-            UnisonoError: as `unisono.load_weights`, and where the model or its base cannot be built.
+            UnisonoError: As for `unisono.load_weights`, and if the model or its base cannot be built.
         """
         from unisono.launch.load import load_weights
 
@@ -59,11 +59,11 @@ class Run:
 
     @property
     def newest_step(self) -> int:
-        """Updates that made the weights of the newest checkpoint."""
+        """Step of the newest checkpoint."""
         return int(find_checkpoint(self.folder).name.rpartition("-")[2])
 
     def show(self, figures: Mapping[str, Path]) -> None:
-        """Show image files in the run's trackers, where it has any, by the names they are to have there."""
+        """Show image files in the run's trackers, if it has any, under the given names."""
         from unisono.observe import figures as shown
 
         shown.show_figures(self.folder, figures)
@@ -75,16 +75,16 @@ def open_run(
     """Open a run.
 
     Args:
-        folder: of the run.
-        overrides: settings that replace those of the run, e.g. `data.path=FILE`.
-        task: of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
+        folder: The run's directory.
+        overrides: Settings that replace those of the run, e.g. `data.path=FILE`.
+        task: Of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
             if it is a recipe or this process has already imported it.
-        trust: import the task that the run names, wherever it lies. That runs its author's code.
+        trust: Import the task that the run names, wherever it is. That runs its author's code.
 
     Raises:
-        RunError: for a folder that is not a run's.
-        TrustError: if the run names a task that nobody has vouched for.
-        ConfigError: for an override that does not fit.
+        RunError: If the folder is not a run directory.
+        TrustError: If the run names a task that is not trusted.
+        ConfigError: For an invalid override.
     """
     folder = Path(folder)
     config = read_run(folder, task, overrides, trust=trust)
@@ -97,14 +97,14 @@ def open_run(
 
 
 def read_asset(directory: Path, name: str) -> Any:
-    """A JSON file that `Task.save_assets` wrote.
+    """Read a JSON file that `Task.save_assets` wrote.
 
     Args:
-        directory: the assets of a run.
-        name: of the file.
+        directory: The assets of a run.
+        name: Of the file.
 
     Raises:
-        RunError: where it is missing or damaged, or a link or anything else than a file of that folder.
+        RunError: If it is missing or damaged, or not a regular file in that folder.
     """
     try:
         return safe_paths.read_json(directory, name)

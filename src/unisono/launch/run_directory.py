@@ -1,7 +1,7 @@
-"""The run directory: made, checked and described before anything expensive starts.
+"""The run directory: created, checked and described before anything expensive starts.
 
-A directory belongs to one run. It is continued only by a configuration with the same mathematics, and nothing in it is
-ever overwritten by another run, nor by the same one started twice: it is locked as long as the run lives.
+A directory belongs to one run. Only a configuration with the same mathematics may continue it, and another run never
+overwrites anything in it, nor does a second start of the same one: it is locked while the run lasts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from unisono.task import Task
 from unisono.task_config import resolve_engine
 
 FINGERPRINT = "fingerprint.json"
-CERTIFICATE = "certificate.json"  # of a proof, which may come before the run and leave half a file if it is killed
-FILES = "files.json"  # of the sources; beside the facts, which trackers are given, for there can be many
+CERTIFICATE = "certificate.json"  # of a proof, which may precede the run and leave half a file if it is killed
+FILES = "files.json"  # files of the sources; separate from the facts, which go to trackers, since there can be many
 
 
 def with_name(config: RunConfig, job: str | None = None) -> RunConfig:
-    """The configuration with a name for its run: its own, or one from the recipe and the job or the time."""
+    """Return the configuration with a run name: its own, or one made from the recipe and the job id or the time."""
     if config.run.name is not None:
         return config
     stem = Path(config.recipe.split(":")[0]).stem
@@ -48,12 +48,12 @@ def refuse_unusable(config: RunConfig) -> None:
     """Refuse a directory that cannot be used, without touching it.
 
     Raises:
-        RunError: if it is not writable, holds something else, or a run that must not be resumed.
+        RunError: If it is not writable, holds something else, or holds a run that must not be resumed.
     """
     folder = run_path(config)
     try:
         existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a loop of links
         reason = error.strerror if isinstance(error, OSError) else "its symbolic links form a loop"
         raise RunError(f"{folder} cannot be a directory: {reason}; choose another run.dir or run.name") from error
     try:
@@ -75,10 +75,10 @@ def refuse_unusable(config: RunConfig) -> None:
 
 
 def _refuse_case_collision(config: RunConfig) -> None:
-    """Refuse the folder of `Run` for `run`, where the file system takes both names for one.
+    """Refuse the folder `Run` for the run `run` if the file system does not distinguish them.
 
     Raises:
-        RunError: naming the run that lies there.
+        RunError: Naming the existing run.
     """
     folder = run_path(config)
     if not (folder / "config.yaml").is_file() or not ignores_case(folder):
@@ -92,20 +92,20 @@ def _refuse_case_collision(config: RunConfig) -> None:
 
 
 def ignores_case(path: Path) -> bool:
-    """Whether the file system knows a path by another name too, which differs in large and small letters alone.
+    """Whether the file system ignores case: the path also exists with its case swapped, but is listed only once.
 
-    Where it does, what is there is listed once. The number of a file says nothing: FUSE gives one to each of its names.
+    Inode numbers prove nothing: FUSE gives one to each of the names.
     """
     other = path.with_name(path.name.swapcase())
     return other.exists() and other.name not in {name.name for name in path.parent.iterdir()}
 
 
 def claim_directory(config: RunConfig) -> RunConfig:
-    """The same configuration with a name that no other start can have taken: the folder is made here."""
+    """Return the configuration with a name that no other start can have taken; the folder is created here."""
     while True:
         try:
             run_path(config).mkdir(parents=True)
-        except FileExistsError:  # a start in the same second
+        except FileExistsError:  # another start in the same second
             config = with_name(config.model_copy(update={"run": config.run.model_copy(update={"name": None})}))
         except OSError as error:
             raise _unwritable_error(run_path(config), error) from error
@@ -115,16 +115,16 @@ def claim_directory(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def hold_directory(folder: Path) -> Iterator[None]:
-    """Make a folder and hold it against other starts, on this host and on others.
+    """Create a folder and lock it against other starts, on this host and on others.
 
     Raises:
-        RunError: naming the process that holds it.
+        RunError: Naming the process that holds it.
     """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             taken = stack.enter_context(run_lock.hold_lock(folder))
-            if taken.seized:  # what its last owner was writing can be finished by nobody, not even if it wakes up
+            if taken.seized:  # the last owner can no longer finish what it was writing, even if it wakes up
                 commit.remove_leftovers(folder / "checkpoints")
         except OSError as error:
             raise _unwritable_error(folder, error) from error
@@ -132,13 +132,13 @@ def hold_directory(folder: Path) -> Iterator[None]:
 
 
 def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
-    """Write what the run is: its configuration, facts and files of its data, the task's assets, what was resolved.
+    """Write the run's configuration, the facts and files of its data, the task's assets, and the resolved run.
 
     Raises:
-        RunError: if it cannot be written.
+        RunError: If they cannot be written.
     """
     folder, config = run.directory, run.config
-    write_config(run)  # first, as it makes the directory a run
+    write_config(run)  # first, since it makes the directory a run
     try:
         (folder / "assets").mkdir(exist_ok=True)
         task.save_assets(folder / "assets")
@@ -148,7 +148,7 @@ def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
             "versions": environment.library_versions(resolve_engine(config)),
             "host": platform.node(),
         }
-        # The files first, as the other one is looked for.
+        # The files come first, because the fingerprint's presence implies them.
         write_whole(folder / FILES, json.dumps(data.files, indent=1) + "\n")
         write_whole(folder / FINGERPRINT, json.dumps(described, indent=1) + "\n")
     except OSError as error:
@@ -156,10 +156,10 @@ def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
 
 
 def write_config(run: ResolvedRun) -> None:
-    """Write the configuration of a run, for people and the next start, and what was resolved, for its processes.
+    """Write the run's configuration, for people and the next start, and the resolved run, for its processes.
 
     Raises:
-        RunError: if it cannot be written.
+        RunError: If they cannot be written.
     """
     values = run.plain()
     try:
@@ -170,10 +170,10 @@ def write_config(run: ResolvedRun) -> None:
 
 
 def refuse_other_data(folder: Path, data: DataFacts) -> None:
-    """Refuse data that are not those of the run that lies there.
+    """Refuse data that differ from those of the existing run.
 
     Raises:
-        RunError: naming the files that have changed, and the facts that differ.
+        RunError: Naming the files that have changed, and the facts that differ.
     """
     from unisono.data.sources.change_detection import find_change
 
@@ -182,7 +182,7 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
         return
     before = safe_paths.read_json(folder, FINGERPRINT)["data"]
     known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
-    if all(before[name] == facts[name] for name in known):  # another number of rows is another order
+    if all(before[name] == facts[name] for name in known):  # a different number of rows means a different order
         return
     differing = "; ".join(
         f"{name} was {before.get(name)} and is {value}" for name, value in facts.items() if before.get(name) != value
@@ -200,7 +200,7 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
 
 
 def run_path(config: RunConfig) -> Path:
-    """Where a named run lies."""
+    """Return the directory of a named run."""
     assert config.run.name is not None
     return config.run.dir / config.run.name
 

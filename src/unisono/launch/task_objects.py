@@ -1,6 +1,6 @@
-"""Tasks and callbacks given as Python objects: how other processes find their class, and what they would not get.
+"""Tasks and callbacks given as Python objects: how other processes find their class, and what they would miss.
 
-Other processes import the class from its file and build the object of its settings, so an object must be nothing more.
+Other processes import the class from its file and build the object from its settings, so it must have no other state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from unisono.task_config import composed_engine
 
 
 def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
-    """`path/to/file.py:name` for a class or function, or `module:name` where only that makes its imports work.
+    """Return `path/to/file.py:name` for a class or function, or `module:name` if only that makes its imports work.
 
     Raises:
-        ConfigError: for something that another process could not import.
+        ConfigError: For something that another process could not import.
     """
     name = getattr(kind, "__qualname__", type(kind).__name__)
     try:
@@ -48,10 +48,10 @@ def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
 
 
 def refuse_state(task: Task, why: str) -> None:
-    """Refuse a task object that has more than its settings where another one takes its place.
+    """Refuse a task object with state beyond its settings, where a new object takes its place.
 
     Raises:
-        ConfigError: naming the attributes; what a `cached_property` keeps or `setup` makes is no state.
+        ConfigError: Naming the attributes, not counting those kept by a `cached_property` or created by `setup`.
     """
     kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
     own = sorted(vars(task).keys() - kept - setup_attributes(task) - {"config", "model_config", "data_config"})
@@ -64,10 +64,10 @@ def refuse_state(task: Task, why: str) -> None:
 
 
 def callback_entry(callback: Callback | type[Callback] | str) -> str | dict[str, Any]:
-    """What a configuration says of a callback, so that other processes can build it.
+    """Return the configuration entry of a callback, from which other processes can build it.
 
     Raises:
-        ConfigError: for an object that has more than its settings, or that no other process could import.
+        ConfigError: For an object with state beyond its settings, or that no other process could import.
     """
     if isinstance(callback, str):
         return callback
@@ -85,7 +85,7 @@ def callback_entry(callback: Callback | type[Callback] | str) -> str | dict[str,
 
 
 def settings_of(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
-    """The settings of the three groups that belong to a task, as JSON values."""
+    """Return the settings of the three groups that belong to a task, as JSON values."""
     task, model, data = (of.config, of.model_config, of.data_config) if isinstance(of, Task) else (
         of.task, of.model, of.data
     )  # fmt: skip
@@ -93,7 +93,7 @@ def settings_of(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def merge_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a task object by group, with what is given of them; another `kind` has nothing of the first."""
+    """Override the settings of a task object by group; a group with another `kind` keeps none of its settings."""
     made = {}
     for group, own in settings.items():
         changes = given.get(group) or {}
@@ -102,10 +102,10 @@ def merge_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 
 
 def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
-    """A configuration with a class's engine: its recipe may have another class, for another engine.
+    """Return a configuration with a class's engine; the recipe may have another class, for another engine.
 
     Raises:
-        ConfigError: if the configuration asks for another engine.
+        ConfigError: If the configuration asks for another engine.
     """
     asked = composed_engine(composed.values)
     if asked not in ("auto", kind.engine):
@@ -117,7 +117,7 @@ def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
 
 
 def format_override(value: Any) -> str:
-    """A Python value in the grammar of overrides."""
+    """Format a Python value in the grammar of overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -138,7 +138,7 @@ def format_override(value: Any) -> str:
 
 
 def _in_folder_without_init(module: str, path: Path) -> bool:
-    """Whether a file is a part of a package that its place does not show, but that can be imported by name."""
+    """Whether a file is in a package that its location does not show, but can be imported by module name."""
     if "." not in module or references.find_package(path.resolve())[1]:
         return False
     spec = find_spec(module)

@@ -1,4 +1,4 @@
-"""From a configuration to a running job: resolve it, start its processes, and say what came of it."""
+"""From a configuration to a running job: resolves it, starts its processes, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -47,18 +47,19 @@ def train(
     """Train a task, as `unisono train` does.
 
     Args:
-        task: a `Task`, its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`. With
-            several processes the others import the task from its file, so it has to be defined at the top level of one,
-            and build it of its settings, so an object must have no other state.
-        config: a `RunConfig`; or overrides, as `key=value` texts or as a dictionary of dotted keys.
-        callbacks: called after steps, evaluations and saves, and at the end, besides those of the configuration and the
-            task. With several processes the others build them as they do the task.
+        task: A `Task`, its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`. With
+            several processes the others import the class from its file, so it must be defined at the top level of one,
+            and build the object from its settings, so it must have no other state.
+        config: A `RunConfig`; or overrides, as `key=value` strings or as a dictionary of dotted keys.
+        callbacks: Called after steps, evaluations and saves, and at the end, in addition to those of the configuration
+            and the task. With several processes the others build them in the same way as the task.
 
     Returns:
-        The `unisono.training.loop.Result`; with several processes, one that has only the directory and the evaluation.
+        The `unisono.training.loop.Result`; with several processes, one with only the directory, the step, the loss and
+        the evaluation.
 
     Raises:
-        UnisonoError: for anything the caller can fix.
+        UnisonoError: For anything the caller can fix.
 
     Example:
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
@@ -73,7 +74,7 @@ def train(
     kind = type(task) if isinstance(task, Task) else task
     reference = kind if isinstance(kind, str) else reference_to(kind)
     settings = settings_of(instance) if instance is not None else {}
-    if isinstance(config, RunConfig):  # its task's groups may be of no type yet, or not those of the task object
+    if isinstance(config, RunConfig):  # its task groups may be untyped, or differ from those of the task object
         given = config.model_dump(mode="json", exclude_unset=True)
         composed = ComposedConfig({**given, **merge_settings(settings, given), "recipe": reference}, {})
     else:
@@ -89,16 +90,16 @@ def train(
         typed = validate_config(composed)
         if instance is not None and settings_of(instance) != settings_of(typed):
             refuse_state(instance, "the configuration changes its settings, so a new object is built")
-            instance = None  # here as in other processes
+            instance = None  # all processes build their own
         return start_run(typed, instance, origins=composed.origins, callbacks=callbacks, server=server)
 
 
 @contextmanager
 def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
-    """A fork server for the processes that a configuration asks for, importing beside what is prepared here.
+    """Start a fork server for the processes that a configuration asks for; it imports while the run is prepared.
 
     Args:
-        composed: not validated yet; what is wrong with it is said later.
+        composed: Not validated yet; errors in it are reported later.
     """
     values = composed.values
     given, nodes = values.get("layout") or {}, (values.get("launch") or {}).get("nodes") or 1
@@ -119,7 +120,7 @@ def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
 
 
 def _guess_process_count(given: Mapping[str, Any]) -> int:
-    """How many processes `auto` will come to, without a library that counts devices: 0 where that is not plain."""
+    """Guess how many processes `auto` resolves to, without importing a library that counts devices; 0 if unclear."""
     if given.get("device") == "cpu":
         return 0
     return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
@@ -135,19 +136,19 @@ def start_run(
     callbacks: Sequence[Callback | type[Callback] | str] = (),
     server: ForkServer | None = None,
 ) -> Any:
-    """Resolve a typed configuration and run it, here or on processes of its own, if it is allowed.
+    """Resolve a typed configuration and run it, here or on processes of its own.
 
     Args:
-        config: as the user gave it.
-        task: that is trained; None for the one that the configuration names.
-        allow: has to allow the start, if there is one.
-        origins: of the configuration's values.
-        command: the words of the command that the user typed, if there was one.
-        callbacks: of the user, besides those of the configuration and the task.
-        server: forks the processes, if there are to be several; None: they are new ones.
+        config: As given by the user.
+        task: The task to train; None for the one that the configuration names.
+        allow: May refuse the start.
+        origins: Origin of each configuration value.
+        command: The words of the user's command, if there was one.
+        callbacks: Of the user, in addition to those of the configuration and the task.
+        server: Forks the processes, if there are several; None starts new ones.
 
     Raises:
-        Preempted: if SIGTERM or SIGUSR1 has asked for an end.
+        Preempted: If the run was ended by SIGTERM or SIGUSR1.
     """
     with preemption.handle_signals():
         malloc_arenas.use_single_arena()
@@ -156,13 +157,13 @@ def start_run(
         if process is None or process.is_first:
             layout.warn_about_layout(asked, config)
         launched = process is not None and process.launcher != "unisono" and not layout.is_single(config)
-        # Objects are used as they are where each process has its own; elsewhere they go into the configuration.
+        # Objects are used as they are if each process has its own; otherwise they are added to the configuration.
         here = [one for one in callbacks if isinstance(one, Callback) and (launched or layout.is_single(config))]
         named = [callback_entry(one) for one in callbacks if not any(one is other for other in here)]
         for one in here:
             one.check(config)
         config = config.model_copy(update={"callbacks": [*config.callbacks, *named]})
-        if config.layout.engine == "jax" and server is not None:  # its forks have torch, and JAX has threads
+        if config.layout.engine == "jax" and server is not None:  # its forks have imported torch, and JAX uses threads
             server.close()
             server = None
         request = Request(config, allow, origins or {}, tuple(command), _job_id(process))
@@ -173,7 +174,7 @@ def start_run(
 
 
 def read_outcome(path: Path) -> Any:
-    """What the processes of a run have left behind, read from its events."""
+    """Read the outcome of a run from its events."""
     from unisono.observe import events
     from unisono.training.loop import Result
 
@@ -186,7 +187,7 @@ def read_outcome(path: Path) -> Any:
 def _run_as_launcher(
     request: Request, task: Task | None, callbacks: Sequence[Callback], server: ForkServer | None
 ) -> Any:
-    """Run a single process here, or start the processes of this host, or of this node."""
+    """Run a single process here, or start the processes of this host or node."""
     config = request.config
     if task is not None and not layout.is_single(config):
         refuse_state(task, "other processes build their own")
@@ -213,7 +214,7 @@ def _run_as_single(run: ResolvedRun, task: Task, callbacks: Sequence[Callback]) 
 
 
 def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, callbacks: Sequence[Callback]) -> Any:
-    """Run as one of the processes that torchrun or srun started: rank 0 resolves the run, all train."""
+    """Run as one of the processes that torchrun or srun started: rank 0 resolves the run, and all train."""
     from unisono.training import loop
 
     config, allow = request.config, request.allow
@@ -221,7 +222,7 @@ def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, call
     communicator = rank_process.join_processes(config, process)
     with ExitStack() as stack:
         try:
-            if allow is not None:  # on every process, since each has the code and the versions of its host
+            if allow is not None:  # on every process, since each has the code and versions of its own host
                 raise_everywhere(communicator, lambda: allow(config, None), "all ranks to be allowed to start")
 
             def resolved() -> dict[str, Any]:
@@ -249,7 +250,7 @@ def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, call
 
 
 def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
-    """Run this node's processes of a run, once all nodes agree on what it is; node 0 resolves it."""
+    """Run this node's processes once all nodes agree on the run; node 0 resolves it."""
     config, allow = request.config, request.allow
     launch = config.launch
     assert launch.node_rank is not None and launch.rendezvous is not None
@@ -278,7 +279,7 @@ def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any
 
         def sees() -> dict[str, Any]:
             agreement.check_shared_directory(path, token)
-            return preflight.preflight(task, config).facts  # with the files and caches of this host
+            return preflight.preflight(task, config).facts  # with this host's files and caches
 
         facts = raise_everywhere(nodes, sees, "all nodes to prepare the data", member="node")
         provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
@@ -298,5 +299,5 @@ def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any
 
 
 def _job_id(process: ProcessInfo | None) -> str | None:
-    """The job after which a run is named, so that it is found again when the job is; a shell in a job starts many."""
+    """Return the job id that names the run, so that a requeued job finds it; not in an interactive shell of a job."""
     return None if process is None or "SLURM_PTY_PORT" in os.environ else os.environ.get("SLURM_JOB_ID")

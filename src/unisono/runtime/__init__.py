@@ -1,1 +1,1 @@
-"""The ground floor: who a process is, how processes talk, where randomness, files and errors come from."""
+"""The lowest layer: process identity, communication between processes, randomness, files and errors."""

@@ -1,11 +1,11 @@
-"""JSON messages over one TCP connection between two ends that prove to each other that they know the same token.
+"""Authenticated JSON messages over one TCP connection: both ends prove that they know the same token.
 
-The ends are two nodes of a run, or two processes of a run in JAX, where the one with number 0 is called node 0 below.
+The ends are two nodes of a run, or two processes of a JAX run, where the process with rank 0 acts as node 0.
 
-Anybody can connect to the port where nodes meet, and anybody can listen there before node 0 does. Until both sides have
-proved themselves a message is at most 4 KB, has one deadline for all of it, and whatever is wrong with it is one error.
-Afterwards every message carries an HMAC with a key of this connection, a direction and a number, so nobody on the way
-can change, repeat or invent one. Nothing is encrypted: configurations and paths can be read on the way.
+Anybody can connect to the rendezvous port, and anybody can listen there before node 0 does. Until both sides are
+authenticated, a message is at most 4 KB, has one overall deadline, and any defect in it raises the same error.
+Afterwards every message carries an HMAC keyed by connection, direction and sequence number, so nobody on the network
+can change, replay or forge one. Nothing is encrypted: configurations and paths can be read on the network.
 
     node 0 -> node   {"unisono": 2, "token": which, "nonce": a}
     node -> node 0   {"nonce": b, "proof": HMAC(token, "node", a, b, who), "who": {...}}
@@ -28,58 +28,58 @@ from unisono.runtime.errors import DeadlineError
 from unisono.runtime.safe_paths import parse_json
 from unisono.runtime.text import one_line
 
-TOKEN = "UNISONO_TOKEN"  # in the environment of all nodes or processes; it is never sent
+TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
 VERSION = 2
 MAX_GREETING_BYTES, MAX_MESSAGE_BYTES = (
     4096,
     64 << 20,
-)  # bytes of a message before and after both sides have proved themselves
+)  # bytes of a message, before and after both sides are authenticated
 _MAC = 64  # characters of an HMAC-SHA256 in hex
 _NONCE = 32  # characters
 
 
 class GreetingError(Exception):
-    """Whoever is at the other end is no node of this job, or does not show it."""
+    """The other end is not a node of this job, or cannot prove that it is."""
 
 
 class TokenError(GreetingError):
-    """The other end speaks as a node does, and does not know the token."""
+    """The other end speaks the protocol but does not know the token."""
 
 
 class AuthenticatedLine:
-    """A connected socket; `name` is that of the peer.
+    """A connected socket that sends and receives authenticated messages.
 
     Args:
-        link: connected.
-        name: of the other end, as far as it is known.
+        link: A connected socket.
+        name: Name of the peer for error messages, as far as it is known.
     """
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
         with suppress(OSError):
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send small messages at once
         self._link = link
         self._write_socket = (
             link.dup()
-        )  # a timeout belongs to a socket object, and one thread writes while another reads
+        )  # a timeout belongs to the socket object, and one thread writes while another reads
         self._buffer = bytearray()
         self._key: bytes | None = None
-        self._directions = (b"", b"")  # of what is sent, of what is received
+        self._directions = (b"", b"")  # sent, received
         self._sent = self._received = 0
 
     # greetings ------------------------------------------------------------------------------------------------------
 
     def admit(self, token: bytes, which: str, deadline: float) -> dict[str, Any]:
-        """Node 0: let the other end prove itself, prove this one, and return what the other says of itself.
+        """Run node 0's side of the handshake and return what the peer says about itself.
 
         Args:
-            token: that all nodes know.
-            which: how they know it, a public name.
-            deadline: of the whole greeting.
+            token: The secret that all nodes share.
+            which: Public name of the token's source, so that the peer picks the right one.
+            deadline: For the whole handshake.
 
         Raises:
-            TokenError: if it does not know the token; it was sent a refusal.
-            GreetingError: for anything else than a greeting.
+            TokenError: If the peer does not know the token; it has been sent a refusal.
+            GreetingError: If the peer sends anything but a valid greeting.
         """
         mine = secrets.token_hex(_NONCE // 2)
         self._send_greeting({"unisono": VERSION, "token": which, "nonce": mine}, deadline)
@@ -97,10 +97,10 @@ class AuthenticatedLine:
         return who
 
     def offer(self, deadline: float) -> tuple[str, str]:
-        """Another node: what node 0 says first, which token it asks for and its nonce.
+        """Receive node 0's first message on another node: which token it asks for, and its nonce.
 
         Raises:
-            GreetingError: if nobody answers as node 0 does.
+            GreetingError: If the answer is not node 0's greeting.
         """
         message = self._receive_greeting(deadline)
         if message.get("unisono") != VERSION:
@@ -111,11 +111,11 @@ class AuthenticatedLine:
         return which, _hex_field(message, "nonce", _NONCE)
 
     def introduce(self, who: dict[str, Any], token: bytes, theirs: str, deadline: float) -> None:
-        """Another node: prove this one to node 0, and let node 0 prove itself.
+        """Authenticate this node to node 0, and node 0 to this node.
 
         Raises:
-            TokenError: if node 0 says that the token is another, or cannot show that it knows it.
-            GreetingError: for anything else than an answer.
+            TokenError: If node 0 rejects the token, or cannot prove that it knows it.
+            GreetingError: If the answer is malformed.
         """
         mine = secrets.token_hex(_NONCE // 2)
         proof = _mac(token, b"node", theirs, mine, _canonical_json(who))
@@ -130,7 +130,11 @@ class AuthenticatedLine:
     # messages -------------------------------------------------------------------------------------------------------
 
     def send(self, message: Json, deadline: float) -> None:
-        """Send a message, or raise an OSError."""
+        """Send a message.
+
+        Raises:
+            OSError: If the connection fails.
+        """
         text = json.dumps(message)
         if self._key is not None:
             text = f"{_mac(self._key, self._directions[0], str(self._sent), text)} {text}"
@@ -139,7 +143,11 @@ class AuthenticatedLine:
         self._write_socket.sendall(text.encode() + b"\n")
 
     def receive(self, deadline: float, what: str) -> dict[str, Any]:
-        """The next message; a DeadlineError if it does not come, or is not what the other end has sent."""
+        """Return the next message.
+
+        Raises:
+            DeadlineError: If none arrives in time, or its authentication fails.
+        """
         assert self._key is not None
         mac, _, text = self._line(deadline, what, MAX_MESSAGE_BYTES).partition(b" ")
         expected = _mac(self._key, self._directions[1], str(self._received), text.decode("utf-8", "replace"))
@@ -150,10 +158,10 @@ class AuthenticatedLine:
             message = parse_json(text)
             if isinstance(message, dict):
                 return message
-        raise DeadlineError(f"{self.name} sent something that is no message of Unisono, while waiting for {what}")
+        raise DeadlineError(f"{self.name} sent something that is not a Unisono message, while waiting for {what}")
 
     def exchange(self, message: Json, timeout: float, what: str) -> dict[str, Any]:
-        """Send a message and return the next one that comes."""
+        """Send a message and return the reply."""
         deadline = time.monotonic() + timeout
         try:
             self.send(message, deadline)
@@ -166,7 +174,7 @@ class AuthenticatedLine:
         self._write_socket.close()
         self._link.close()
 
-    # below ----------------------------------------------------------------------------------------------------------
+    # internals ------------------------------------------------------------------------------------------------------
 
     def _start_session(self, token: bytes, first: str, second: str, directions: tuple[bytes, bytes]) -> None:
         self._key = bytes.fromhex(_mac(token, b"key", first, second))
@@ -179,17 +187,17 @@ class AuthenticatedLine:
             raise GreetingError(f"it disconnected ({error.strerror or error})") from error
 
     def _receive_greeting(self, deadline: float) -> dict[str, Any]:
-        """A message of a greeting; from a stranger, so that anything may be wrong with it."""
+        """Receive one handshake message. The sender is not authenticated yet, so every defect is a `GreetingError`."""
         try:
             message = parse_json(self._line(deadline, "a greeting", MAX_GREETING_BYTES))
         except (DeadlineError, ValueError) as error:
             raise GreetingError(one_line(error)) from error
         if not isinstance(message, dict):
-            raise GreetingError("it sent something that is no message of Unisono")
+            raise GreetingError("it sent something that is not a Unisono message")
         return message
 
     def _line(self, deadline: float, what: str, limit: int) -> bytes:
-        """Bytes up to the end of a line, all of them before the deadline."""
+        """Return the bytes up to the next newline, all of which must arrive before the deadline."""
         began, seen = time.monotonic(), 0
         while (end := self._buffer.find(b"\n", seen)) < 0:
             if len(self._buffer) > limit:
@@ -199,7 +207,7 @@ class AuthenticatedLine:
             seen = len(self._buffer)
             left = deadline - time.monotonic()
             try:
-                if left <= 0 and seen:  # a byte now and then is no message
+                if left <= 0 and seen:  # a trickle of bytes does not extend the deadline
                     raise TimeoutError
                 self._link.settimeout(max(0.01, left))
                 part = self._link.recv(1 << 16)
@@ -223,7 +231,7 @@ class AuthenticatedLine:
 
 
 def _hex_field(message: dict[str, Any], name: str, length: int) -> str:
-    """A text of a greeting that must have so many hexadecimal digits."""
+    """Return a field of a greeting that must consist of exactly `length` hexadecimal digits."""
     value = message.get(name)
     if not isinstance(value, str) or len(value) != length or not set(value) <= set("0123456789abcdef"):
         raise GreetingError(f"its {name} is missing or malformed")
@@ -235,7 +243,7 @@ def _canonical_json(who: dict[str, Any]) -> str:
 
 
 def _mac(key: bytes, purpose: bytes, *parts: str) -> str:
-    """An HMAC over parts of which none can be taken for another."""
+    """Return an HMAC over length-prefixed parts, so that no two lists of parts encode to the same bytes."""
     content = purpose + b"".join(len(part.encode()).to_bytes(8, "big") + part.encode() for part in parts)
     return hmac.new(key, content, "sha256").hexdigest()
 

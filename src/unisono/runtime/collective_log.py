@@ -1,9 +1,9 @@
-"""The collectives of each process, in order: a ring of the last ones, and a digest of all of them.
+"""The collectives of each process, in order: a ring of the most recent calls, and a digest of all of them.
 
-Every collective has a fingerprint: operation, ReduceOp, dtype, shape, root, and the line that made it. Within a
-process group all members make the same ones in the same order, so their digests are equal; where they are not, the
-rings show the first call in which two ranks differ. A ring is a file in shared memory if `$UNISONO_PULSE` names a
-folder: it can be read while its process hangs, and after it has died. This module does not import torch.
+Every collective has a fingerprint: operation, ReduceOp, dtype, shape, root, and calling line. All members of a process
+group issue the same calls in the same order, so their digests are equal; if they are not, the rings show the first call
+at which two ranks differ. If `$UNISONO_PULSE` names a directory, the ring is a file in shared memory: it can be read
+while its process hangs and after it has died. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-RING_SIZE = 1024  # calls that a ring holds
-COMPARISON = "the comparison of collectives"  # the site of the calls that compare
-RING_DIR_VARIABLE = "UNISONO_PULSE"  # names the folder of rings, where there is one
+RING_SIZE = 1024  # calls kept in a ring
+COMPARISON = "the comparison of collectives"  # site of the calls that compare digests
+RING_DIR_VARIABLE = "UNISONO_PULSE"  # names the directory of the rings, if there is one
 
-_SLOT = 512  # bytes of a call
-_HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes of a slot
+_SLOT = 512  # bytes per call
+_HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes per slot
 _MAGIC = b"calls-2\n"
-# Number, number in its group, fingerprint, digest of the group after it, length of the text; text and checksum follow.
+# Number, turn in the group, fingerprint, group digest after the call, length of the text; text and checksum follow.
 _CALL = struct.Struct("<QQQQH")
 _CHECKSUM = 4  # bytes
 _MASK = 2**64 - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that no call is ever multiplied away
+_FACTOR = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2**64: no call is ever multiplied away
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of call, as often as it is made.
+    """One kind of call, however often it is issued.
 
     Attributes:
-        group: name of the process group, the same on all its members.
-        ranks: its members, as `0-3` or `0,2`; empty if they are too many to be written down.
-        operation: as users call it, e.g. `all_reduce`.
-        reduce: the ReduceOp, e.g. `SUM`; empty where nothing is reduced.
-        root: rank in the group that sends to, or takes from, all others; -1 where there is none.
-        dtype: of the tensors, e.g. `float32`.
-        shape: that has to be the same on all members, as text.
-        site: `path:line` that made the call, for people.
-        key: what of the site has to be the same on all members and hosts; empty where it may differ.
-        aside: whether its place in the order means nothing: between two processes alone, or from another thread.
+        group: Name of the process group, the same on all members.
+        ranks: Its members, as `0-3` or `0,2`; empty if the list would be too long.
+        operation: Name as users know it, e.g. `all_reduce`.
+        reduce: The ReduceOp, e.g. `SUM`; empty if nothing is reduced.
+        root: Rank in the group that sends to or receives from all others; -1 if there is none.
+        dtype: Of the tensors, e.g. `float32`.
+        shape: The part of the shape that must be the same on all members, as text.
+        site: `path:line` of the caller, for messages.
+        key: The part of the call site that must be the same on all members and hosts; empty if it may differ.
+        aside: Whether the call's position in the order is irrelevant: point-to-point, or from another thread.
     """
 
     group: str
@@ -69,7 +69,7 @@ class Collective:
 
     @property
     def fingerprint(self) -> int:
-        """64 bits that are equal on two members if they make the same call."""
+        """A 64-bit hash, equal on two members if they issue the same call."""
         parts = [self.operation, self.reduce, self.root, self.dtype, self.shape, self.key]
         return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "little")
 
@@ -80,14 +80,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a ring.
+    """One entry of a ring.
 
     Attributes:
-        number: among all of this process, from 1.
-        turn: among those of its group, from 1; 0 for calls that stand aside.
-        fingerprint: see `Collective`.
-        digest: of the group's calls up to this one.
-        what: it was.
+        number: Position among all calls of this process, from 1.
+        turn: Position among the calls of its group, from 1; 0 for calls that are `aside`.
+        fingerprint: See `Collective`.
+        digest: Of the group's calls up to and including this one.
+        what: The call.
     """
 
     number: int
@@ -98,7 +98,7 @@ class Call:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Call:
-        """What `dataclasses.asdict` has made of one, back again."""
+        """Rebuild a call from its `dataclasses.asdict`."""
         return cls(**{**values, "what": Collective(**values["what"])})
 
 
@@ -107,11 +107,11 @@ class GroupState:
     """The calls of a process in one group so far.
 
     Attributes:
-        name: of the group.
-        ranks: of the whole job, in the order of the group.
-        own: rank of this process in the group.
-        turn: calls made.
-        digest: of them, in their order.
+        name: Name of the group.
+        ranks: Global ranks of the members, in group order.
+        group_rank: Rank of this process in the group.
+        turn: Number of calls so far.
+        digest: Digest of these calls, in order.
     """
 
     name: str
@@ -126,11 +126,13 @@ class GroupState:
 
 
 class CollectiveLog:
-    """The calls of this process: `add` each; `check` is zero, summed over all processes, as long as nobody differs.
+    """The log of this process's collectives.
+
+    `add` records each call. The sum of `check` over all processes is zero as long as no rank's calls differ.
 
     Args:
-        rank: of this process.
-        folder: where the ring lies; None keeps it in memory, where only this process sees it.
+        rank: Of this process.
+        folder: Directory for the ring file; None keeps the ring in memory, where no other process can read it.
     """
 
     def __init__(self, rank: int, folder: Path | None = None) -> None:
@@ -140,7 +142,7 @@ class CollectiveLog:
             try:
                 self._ring = _create_ring(self.path, len(self._ring))
             except OSError as error:
-                log.warning("%s: the last collectives are kept in memory only, for nobody else to read", error)
+                log.warning("%s: the last collectives are kept in memory only, unreadable for other processes", error)
                 self.path = None
         self._ring[: _HEAD.size] = _HEAD.pack(_MAGIC, rank, RING_SIZE, _SLOT)
         self._call_count = 0
@@ -148,13 +150,13 @@ class CollectiveLog:
         self.groups: dict[str, GroupState] = {}
 
     def add(self, members: GroupState, fingerprint: int, text: bytes, aside: bool = False) -> None:
-        """Note a call before it is made.
+        """Record a call just before it is issued.
 
         Args:
-            members: of its group.
-            fingerprint: of what it is.
-            text: what it is, as `encode_call` makes it.
-            aside: whether its place in the order means nothing.
+            members: State of its group.
+            fingerprint: See `Collective`.
+            text: The call as returned by `encode_call`.
+            aside: Whether its position in the order is irrelevant.
         """
         with self._lock:
             made = self._call_count = self._call_count + 1
@@ -164,16 +166,16 @@ class CollectiveLog:
                 turn = members.turn = members.turn + 1
                 members.digest = (members.digest * _FACTOR + fingerprint) & _MASK
             call = _CALL.pack(made, turn, fingerprint, members.digest, len(text)) + text
-            # A reader in another process may come in the middle: what does not fit its checksum was not whole.
+            # Another process may read halfway through this write; the checksum lets it recognise a torn entry.
             call += zlib.crc32(call).to_bytes(_CHECKSUM, "little")
             at = _HEAD.size + (made - 1) % RING_SIZE * _SLOT
             self._ring[at : at + len(call)] = call
 
     def check(self) -> int:
-        """A number whose sum over all processes is 0 modulo 2**64, if in each group all members made the same calls.
+        """Return a number whose sum over all processes is 0 modulo 2**64 if the members of each group agree.
 
-        In each group every member multiplies its digest with a factor of its own, and the factors add up to zero. So
-        one sum of one number compares all groups, whoever is in them.
+        Every member multiplies its group digest by its own factor, and the factors of a group add up to zero. One sum
+        of one number therefore compares all groups, whatever their members.
         """
         with self._lock:
             return (
@@ -181,7 +183,7 @@ class CollectiveLog:
             )
 
     def calls(self) -> list[Call]:
-        """Those that the ring holds, in their order."""
+        """Return the calls in the ring, in order."""
         with self._lock:
             return _parse_ring(bytes(self._ring))
 
@@ -195,23 +197,23 @@ class CollectiveLog:
 def _create_ring(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(descriptor, 0)  # what an earlier attempt has left is no call of this one
+        os.ftruncate(descriptor, 0)  # discard the calls of an earlier attempt
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm ends the process at its first call
+            os.posix_fallocate(descriptor, 0, size)  # else a full /dev/shm kills the process at its first call
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
 
 def ring_dir() -> Path | None:
-    """Where the rings of this node lie, if whoever started this process reads them."""
+    """Return the directory of this node's rings if the parent process reads them, else None."""
     named = os.environ.get(RING_DIR_VARIABLE)
     return Path(named) if named and Path(named).is_dir() else None
 
 
 def encode_call(what: Collective) -> bytes:
-    """A call as a ring holds it; a long path loses its beginning, a long shape its end."""
+    """Encode a call for the ring; a long path loses its beginning, a long shape its end."""
     shape = what.shape if len(what.shape) <= 80 else what.shape[:79] + "…"
     about = [what.group[:64], what.ranks, what.operation[:40], what.reduce, what.root, what.dtype, shape, what.aside]
     site = what.site
@@ -221,7 +223,7 @@ def encode_call(what: Collective) -> bytes:
 
 
 def truncate_ring(content: bytes, calls: int) -> bytes:
-    """A ring's file with its last calls alone."""
+    """Return the content of a ring file reduced to its last `calls` calls."""
     magic, rank, slots, size = _HEAD.unpack_from(content)
     made = [content[at : at + size] for at in range(_HEAD.size, _HEAD.size + slots * size, size)]
     kept = sorted((one for one in made if _slot_number(one)), key=_slot_number)[-calls:]
@@ -233,19 +235,19 @@ def _slot_number(slot: bytes) -> int:
 
 
 def read_ring(path: Path) -> list[Call]:
-    """The calls of a ring's file, in their order; a call that is just being written is left out.
+    """Return the calls of a ring file, in order; a call that is being written is left out.
 
     Raises:
-        ValueError: if it is no ring.
+        ValueError: If the file is not a ring.
     """
     content = path.read_bytes()
     if len(content) < _HEAD.size or _HEAD.unpack_from(content)[0] != _MAGIC:
-        raise ValueError(f"{path} is no ring of calls, or its process has only begun to make it")
+        raise ValueError(f"{path} is not a ring of calls, or its process has only begun to create it")
     return _parse_ring(content)
 
 
 def read_rings(folder: Path) -> dict[int, list[Call]]:
-    """The rings in a folder, by rank; those that cannot be read are left out."""
+    """Return the rings in a directory by rank; unreadable ones are left out."""
     rings = {}
     for path in sorted(folder.glob("rank-*.calls")):
         try:
@@ -270,17 +272,17 @@ def _parse_ring(content: bytes) -> list[Call]:
     return sorted(found, key=lambda call: call.number)
 
 
-# which two calls differ ---------------------------------------------------------------------------------------------
+# where two rings differ ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CallMismatch:
-    """The first calls in which two ranks differ; None for a rank that did not make it.
+    """The first calls at which two ranks differ.
 
     Attributes:
-        turn: of the calls in their group; 0 where they are of two groups.
-        ranks: the two.
-        calls: what they did.
+        turn: Position of the calls in their group; 0 if they belong to two groups.
+        ranks: The two ranks.
+        calls: Their calls; None for a rank that did not issue it.
     """
 
     turn: int
@@ -302,19 +304,19 @@ def _describe_call(call: Call | None) -> str:
 def find_mismatch(
     rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call], *, ended: bool = False
 ) -> CallMismatch | None:
-    """Where two ranks differ, as far as both rings reach: another call at the same place.
+    """Return the first call at which two ranks differ, as far back as both rings reach.
 
     Args:
-        rank: one of the two.
-        mine: its ring, or what is left of it.
-        other: the other.
-        theirs: likewise.
-        ended: whether both have come to the same place of the program, so that one call more is a difference too; else
-            one of them is only further ahead.
+        rank: One of the two ranks.
+        mine: Its ring, or the part that is left.
+        other: The other rank.
+        theirs: Likewise.
+        ended: Whether both have reached the same point of the program, so that an additional call is a difference;
+            otherwise one of them may simply be ahead.
     """
     for name in _shared_groups(rank, mine, other, theirs):
         here, there = ({c.turn: c for c in ring if c.turn and c.what.group == name} for ring in (mine, theirs))
-        if not (here or there):  # calls of other threads alone
+        if not (here or there):  # only calls of other threads
             continue
         first = max((min(turns) for turns in (here, there) if turns), default=0)
         last = (max if ended else min)(max(here, default=0), max(there, default=0))
@@ -326,7 +328,7 @@ def find_mismatch(
 
 
 def find_deadlock(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> CallMismatch | None:
-    """Whether two ranks that stand still wait for each other: in calls of two groups, neither made by the other."""
+    """Return the calls of two stalled ranks that wait for each other: in two groups, neither joined by the other."""
     shared = _shared_groups(rank, mine, other, theirs)
     last = [next((c for c in reversed(ring) if c.turn and c.what.group in shared), None) for ring in (mine, theirs)]
     here, there = last
@@ -338,9 +340,9 @@ def find_deadlock(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[
 
 
 def explain_hang(rings: Mapping[int, Sequence[Call]]) -> CallMismatch | None:
-    """Of processes that stand still or are gone: two that made different calls, or that wait for each other.
+    """Find two stalled or dead processes that issued different calls or wait for each other.
 
-    One that is only further ahead than another has waited for it, or the other has died, and is no difference.
+    A rank that is merely ahead is not a mismatch: it waited for the other, or the other died.
     """
     for look in (find_mismatch, find_deadlock):
         for one, other in combinations(sorted(rings), 2):
@@ -350,7 +352,7 @@ def explain_hang(rings: Mapping[int, Sequence[Call]]) -> CallMismatch | None:
 
 
 def _shared_groups(rank: int, mine: Sequence[Call], other: int, theirs: Sequence[Call]) -> list[str]:
-    """Groups in which both are, the one used first before the others."""
+    """Return the groups that contain both ranks, in order of first use."""
     names: dict[str, None] = {}
     for call in [*mine, *theirs]:
         if call.what.group not in names and {rank, other} <= _parse_ranks(call.what.ranks):
@@ -359,7 +361,7 @@ def _shared_groups(rank: int, mine: Sequence[Call], other: int, theirs: Sequence
 
 
 def _count_calls(ring: Sequence[Call], group: str) -> int:
-    """How many calls of a group a ring tells of; of what has left it nothing is said, so as many as can be."""
+    """Return how many calls of a group a ring proves; if older entries were overwritten, assume as many as possible."""
     turns = [call.turn for call in ring if call.turn and call.what.group == group]
     return turns[-1] if turns else 0 if ring and ring[0].number == 1 else _MASK
 
@@ -374,7 +376,7 @@ def _parse_ranks(ranks_text: str) -> frozenset[int]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Members of a group as short text, or nothing if it would be long.
+    """Format the members of a group as short text; empty if it would be long.
 
     >>> format_ranks([0, 1, 2, 5])
     '0-2,5'
@@ -391,7 +393,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 @cache
 def _group_factor(name: str, own: int, size: int) -> int:
-    """A member's factor; those of a group add up to zero."""
+    """Return a member's factor; the factors of a group add up to zero."""
     if own < size - 1:
         digest = hashlib.blake2b(f"{name}/{own}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") | 1

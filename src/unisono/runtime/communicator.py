@@ -1,7 +1,8 @@
-"""Which process of the job this is, and the few things processes say to each other outside the step.
+"""Which process of the job this is, and the control messages that processes exchange outside the step.
 
-`ProcessInfo` is a plain value passed to whoever needs it; nothing reads `RANK` on its own. `Communicator` is the
-control channel: small JSON messages, named so that a timeout can say what was waited for. Nothing is ever pickled.
+`ProcessInfo` is a plain value, passed as an argument; no other module reads `RANK` from the environment. `Communicator`
+is the control channel for small JSON messages; every wait has a name, so that a timeout can say what was waited for.
+Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, Protocol
 
 REUSE_PORT_OPTION = getattr(
     socket, "SO_REUSEPORT", socket.SO_REUSEADDR
-)  # on the sockets of a launcher and its rank 0 alone
+)  # set only on the sockets of a launcher and its rank 0
 STORE_VARIABLE = (
-    "UNISONO_STORE"  # set by our launcher on one host: the file by which its processes meet, of this user alone
+    "UNISONO_STORE"  # set by our launcher on a single host: the file by which its processes meet, private to the user
 )
-Json = Any  # what `json.dumps` takes: dict, list, str, int, float, bool, None
+Json = Any  # anything that `json.dumps` accepts: dict, list, str, int, float, bool, None
 
 
 def format_address(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets.
+    """Format `host:port`, with brackets around an IPv6 address.
 
     >>> format_address("10.0.0.1", 29400), format_address("fd00::1", 29400)
     ('10.0.0.1:29400', '[fd00::1]:29400')
@@ -35,11 +36,11 @@ class ProcessInfo:
     """Which process of the job this is.
 
     Attributes:
-        rank: number of this process among all, from 0.
-        world_size: number of processes.
-        local_rank: number of this process on its host, from 0; it chooses the device.
-        local_world_size: number of processes on this host; it divides the cores.
-        launcher: who started the processes: `unisono`, `torchrun`, `slurm`, or `none` for a single process.
+        rank: Rank of this process in the job.
+        world_size: Number of processes.
+        local_rank: Rank of this process on its host; it selects the device.
+        local_world_size: Number of processes on this host; they share its cores.
+        launcher: What started the processes: `unisono`, `torchrun`, `slurm`, or `none` for a single process.
     """
 
     rank: int = 0
@@ -50,20 +51,20 @@ class ProcessInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes what is written once."""
+        """Whether this is rank 0, the rank that prints and writes shared files."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class Node:
-    """Where one host stands among those of a job that `unisono train` started on each.
+    """One of the hosts of a job that was started with `unisono train` on each.
 
     Attributes:
-        rank: number of this node, from 0.
-        count: number of nodes.
-        host: address of node 0, at which the processes of all nodes meet.
-        port: a free port of it.
-        interface: network interface of this node that leads to the others.
+        rank: Rank of this node.
+        count: Number of nodes.
+        host: Address of node 0, where the processes of all nodes meet.
+        port: A free port on node 0.
+        interface: Network interface of this node that reaches the others.
     """
 
     rank: int
@@ -74,25 +75,25 @@ class Node:
 
 
 def usable_cores() -> int:
-    """Cores of this host that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Channel(Protocol):
-    """A control channel between all processes of the job, or all its nodes.
+    """A control channel between all processes, or all nodes, of the job.
 
-    Every method is collective: all call it, in the same order.
+    Every method is collective: all members call it, in the same order.
     """
 
     rank: int
     size: int
 
     def gather(self, value: Json, what: str) -> list[Json]:
-        """The value of every rank, in rank order, on every rank. `what` names the wait in errors."""
+        """Return the value of every rank, in rank order, on every rank. `what` names the wait in errors."""
         ...
 
     def barrier(self, what: str) -> None:
-        """Return once every rank has come here."""
+        """Return once every rank has called it."""
         ...
 
 
@@ -100,11 +101,11 @@ class Communicator(Channel, Protocol):
     """The control channel of all processes of the job."""
 
     def duplicate(self) -> Communicator:
-        """A second channel of the same processes, for threads of theirs: neither waits for messages of the other."""
+        """Return a second channel of the same processes for use by other threads; messages never mix."""
         ...
 
     def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
-        """The largest of every rank's numbers, place by place, on every rank: one reduction, for every step."""
+        """Return the elementwise maximum over all ranks, on every rank, in a single reduction."""
         ...
 
 
@@ -115,16 +116,16 @@ class SingleProcess:
     size = 1
 
     def gather(self, value: Json, what: str) -> list[Json]:
-        """A list with the one value."""
+        """Return a list with the one value."""
         return [value]
 
     def barrier(self, what: str) -> None:
-        """Nobody to wait for."""
+        """Return at once."""
 
     def duplicate(self) -> SingleProcess:
-        """A second channel of the single process."""
+        """Return a second channel."""
         return SingleProcess()
 
     def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
-        """The same numbers."""
+        """Return the same numbers."""
         return list(numbers)

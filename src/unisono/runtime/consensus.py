@@ -1,7 +1,7 @@
-"""Consensus of all processes: an error of one is raised on all, a result of one is given to all.
+"""Consensus between processes: an error on one rank is raised on all, and a result of one is shared with all.
 
-A process that raised alone would leave the others in a wait until their deadline, with a message about the wait and not
-about the cause. So every rank says how its part went, and the first error is raised on every rank.
+If one process raised alone, the others would wait until their deadline and report the wait instead of the cause. So
+every rank reports how its part went, and the first error is raised on every rank.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from unisono.runtime.communicator import Channel, Json
 from unisono.runtime.errors import RunError, UnisonoError, error_class
 
 T = TypeVar("T")
-_JOIN_TIMEOUT = 10.0  # seconds for the others to hear that something is over
+_JOIN_TIMEOUT = 10.0  # seconds for the others to learn that the work is done
 
 
 def raise_everywhere(
     channel: Channel, work: Callable[[], Json] | None, what: str, *, member: str = "rank"
 ) -> list[Json]:
-    """Do something on every rank; where it fails on one, the same error is raised on all. Collective.
+    """Run `work` on every rank; if it fails on one, raise the same error on all. Collective.
 
     Args:
-        channel: all ranks, or all nodes.
-        work: of this rank, with a result that is JSON; None where this rank has nothing to do.
-        what: is waited for; named in a timeout.
-        member: what a member of the channel is called in messages.
+        channel: Of all ranks, or all nodes.
+        work: This rank's part, with a JSON result; None if this rank has nothing to do.
+        what: Name of the wait, for timeouts.
+        member: What messages call a member of the channel.
 
     Returns:
         The results of all ranks, in rank order.
 
     Raises:
-        UnisonoError: the error of the first rank that failed, of its class. Its text names the rank, unless every rank
-            that had something to do says the same.
-        Exception: on the rank itself, what is not a `UnisonoError`, so that its traceback is kept.
+        UnisonoError: The error of the first rank that failed, with its class. The text names the rank unless every rank
+            that had work reports the same.
+        Exception: On the failing rank itself, any error that is not a `UnisonoError`, to keep its traceback.
     """
     mine: list[Json] = [work is not None, None, None]
     own: Exception | None = None
@@ -61,15 +61,15 @@ def raise_everywhere(
 
 
 def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None:
-    """Do something on rank 0 that may take longer than any wait; the others hear every second that it is under way.
+    """Run `work` on rank 0, for longer than any timeout allows; the others receive a sign of life every second.
 
     Args:
-        channel: which nothing else uses in the meantime. Collective.
-        work: of rank 0, in the thread that called.
-        what: is waited for; named in a timeout.
+        channel: Collective; nothing else may use it in the meantime.
+        work: Rank 0's work; runs in the calling thread.
+        what: Name of the wait, for timeouts.
 
     Returns:
-        On rank 0 its result; elsewhere None, once it is over.
+        On rank 0 the result of `work`; on the others None, once it is done.
     """
     if channel.rank:
         while channel.gather(False, what)[0]:
@@ -78,7 +78,7 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
     over = threading.Event()
 
     def report() -> None:
-        with suppress(Exception):  # whoever is gone is named by the next exchange of all
+        with suppress(Exception):  # the next collective exchange names the rank that is gone
             while channel.gather(not over.wait(1.0), what)[0]:
                 pass
 
@@ -94,12 +94,12 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
 
 
 def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
-    """Do something on rank 0, however long it takes, and return its result, or raise its error, on every rank.
+    """Run `work` on rank 0, however long it takes, and return its result, or raise its error, on every rank.
 
     Args:
-        channel: as for `run_on_first`. Collective.
-        work: of rank 0, with a result that is JSON.
-        what: is waited for; named in a timeout.
+        channel: As for `run_on_first`. Collective.
+        work: Rank 0's work, with a JSON result.
+        what: Name of the wait, for timeouts.
     """
     outcome: list[Any] = []
 
@@ -120,7 +120,7 @@ def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
 
 
 def _serialize_error(error: Exception) -> dict[str, Json]:
-    """An error as JSON."""
+    """Describe an error as JSON."""
     if isinstance(error, UnisonoError):
         known = next(kind for kind in type(error).__mro__ if error_class(kind.__name__) is kind)
         return {"class": known.__name__, "text": str(error), "fault": error.fault}
@@ -128,7 +128,7 @@ def _serialize_error(error: Exception) -> dict[str, Json]:
 
 
 def _rebuild_error(error: dict[str, Json]) -> UnisonoError:
-    """The error that another rank described."""
+    """Rebuild the error that another rank described."""
     found = error_class(error["class"])(error["text"])
     found.fault = error["fault"]
     return found

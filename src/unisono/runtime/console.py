@@ -1,7 +1,7 @@
-"""What is said to a person: the one place that prints, so that whatever was read somewhere passes the same two filters.
+"""The one place that prints to the terminal, so that all output passes the same two filters.
 
-A host's name, a file's, a record or a library's error may hold a secret, or control characters that move the cursor and
-forge lines. `clean` takes both out; logs, events and records of faults use it, too.
+A host name, a file, a record or a library's error may contain a secret, or control characters that move the cursor and
+forge lines. `clean` removes both; logs, events and fault records use it as well.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from unisono.runtime.text import escape_controls
 
 
 def clean(text: object) -> str:
-    """A message as it may be shown and stored: secrets masked, control characters but tabs and new lines escaped."""
+    """Make a message safe to show and store: mask secrets, escape control characters except tabs and newlines."""
     return escape_controls(secrets.mask(str(text)))
 
 
 def say(text: object = "", *, error: bool = False) -> None:
-    """Print a message at once, on stdout, or for an `error` or a warning on stderr."""
+    """Print and flush a message: to stderr if `error` (errors and warnings), else to stdout."""
     print(clean(text), file=sys.stderr if error else sys.stdout, flush=True)

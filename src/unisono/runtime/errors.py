@@ -1,7 +1,7 @@
-"""What can go wrong for a user, as sentences: what is wrong, where, and what to do.
+"""Errors that a user can fix: what is wrong, where, and what to do.
 
-Everything here is a `UnisonoError`; the command line prints its text and exits with its code, without a traceback.
-Anything else that escapes is a fault of ours and keeps its traceback.
+Each is a `UnisonoError`; the command line prints its text and exits with its code, without a traceback. Any other
+exception that escapes is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MAX_EXAMPLES, _MAX_LENGTH = 3, 40  # names in an error, and characters of one
 
 
 class UnisonoError(ValueError):
-    """A fault that the user can fix.
+    """An error that the user can fix.
 
     Attributes:
-        exit_code: tells a script which class of fault ended the run.
-        fault: the name of the likely fault, under which `docs/diagnoses.md` explains it; empty where it does not.
-        agreed: whether every rank raises the same, so that rank 0 alone has to report it.
+        exit_code: Tells scripts which class of fault ended the run.
+        fault: Name of the likely fault, as headed in `docs/diagnoses.md`; empty if that page does not cover it.
+        agreed: Whether every rank raises the same error, so that only rank 0 needs to report it.
     """
 
     exit_code = 2
@@ -33,11 +33,11 @@ class UnisonoError(ValueError):
 
 
 class ConfigError(UnisonoError):
-    """A key, a value or a combination of values that cannot be run."""
+    """An invalid key, value or combination of values."""
 
 
 class KernelError(ConfigError):
-    """A kernel that was asked for and is not there for this device, precision or model."""
+    """A requested kernel that is not available for this device, precision or model."""
 
 
 class DataError(UnisonoError):
@@ -45,12 +45,12 @@ class DataError(UnisonoError):
 
 
 class BadSamplesError(DataError):
-    """Samples of a batch that cannot be used, found out when the batch is made: what `Task.collate` may raise.
+    """Unusable samples, found while their batch is built: `Task.collate` may raise this.
 
-    With `data.on_error=mask` the batch is made again without them.
+    With `data.on_error=mask` the batch is built again without them.
 
     Attributes:
-        reasons: by place among the samples, a sentence.
+        reasons: A sentence for each bad sample, by its position in the batch.
     """
 
     def __init__(self, reasons: dict[int, str]) -> None:
@@ -63,7 +63,7 @@ class BadSamplesError(DataError):
 
 
 class RunError(UnisonoError):
-    """A run directory that cannot be used as asked: it holds another run, or nothing to resume."""
+    """A run directory that cannot be used as asked: it belongs to another run, or holds nothing to resume."""
 
 
 class CheckpointError(UnisonoError):
@@ -71,10 +71,10 @@ class CheckpointError(UnisonoError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written. Those before it are as they were.
+    """A checkpoint that could not be written. Earlier checkpoints are untouched.
 
     Attributes:
-        passing: whether the failure may be temporary, as where a server is away or a quota is used up.
+        transient: Whether the failure may be temporary, such as an unreachable server or a full quota.
     """
 
     exit_code = 7
@@ -82,44 +82,44 @@ class SaveError(CheckpointError):
 
 
 class RecordError(SaveError):
-    """A record of the run that one process could not write; the others do not know of it."""
+    """A run record that one process could not write; the other processes are not aware of the failure."""
 
 
 class FormatError(CheckpointError):
-    """A checkpoint that is whole, but of a version of Unisono that keeps other things than this one."""
+    """An intact checkpoint in the format of another version of Unisono."""
 
 
 class NonFiniteError(UnisonoError):
-    """A loss or a gradient that is not finite and never reached the parameters, or a state that is never saved."""
+    """A non-finite loss or gradient that never reached the parameters, or a non-finite state that is not saved."""
 
     exit_code = 3
     fault = "Numbers that are not finite"
 
 
 class SpikeError(UnisonoError):
-    """A loss or a gradient that stays far above those of the steps before. It never reached the parameters."""
+    """A loss or gradient that stays far above that of earlier steps. It never reached the parameters."""
 
     exit_code = 3
 
 
 class GuardError(UnisonoError):
-    """A run that would have continued silently wrong: replicas differ, parameters do not move, wrong master dtype."""
+    """A run that would have gone wrong silently: replicas differ, parameters do not move, wrong master dtype."""
 
     exit_code = 4
 
 
 class DeadlineError(UnisonoError):
-    """A wait for another process that exceeded its deadline, or whose peer disconnected."""
+    """A wait for another process that timed out, or whose peer disconnected."""
 
     exit_code = 5
 
 
 class MemoryExhaustedError(UnisonoError):
-    """A process that ran out of memory in a step or an evaluation; the others cannot finish it without this one.
+    """A process that ran out of memory in a step or an evaluation; the others cannot finish without it.
 
     Attributes:
-        random: whether forward passes draw random numbers, so that the micro-batch is part of the mathematics; None
-            where that is not known.
+        random: Whether forward passes draw random numbers, so that changing the micro-batch would change the result;
+            None if unknown.
     """
 
     exit_code = 6
@@ -127,22 +127,22 @@ class MemoryExhaustedError(UnisonoError):
 
 
 class CallbackError(UnisonoError):
-    """A callback of the user's that failed on one process; every process raises it."""
+    """A user callback that failed on one process; every process raises it."""
 
     exit_code = 1
 
 
 class UploadError(UnisonoError):
-    """A checkpoint that is whole on the disk, and had to be in the store as well."""
+    """A checkpoint that is safe on the local disk but could not be uploaded, although the upload was required."""
 
     exit_code = 7
 
 
 class DesyncError(UnisonoError):
-    """Ranks that made different collectives: what they computed from them is wrong, and was not used for an update.
+    """Ranks issued different collectives: their results are wrong, and were not used for an update.
 
     Attributes:
-        agreed: whether every rank says so, and not only one that found it in the others' rings.
+        agreed: Whether every rank raises this, rather than only one that found the difference in the rings.
     """
 
     exit_code = 8
@@ -165,7 +165,7 @@ class StuckError(UnisonoError):
     exit_code = 10
 
 
-class Preempted(UnisonoError):  # noqa: N818 - no error, but what was asked for
+class Preempted(UnisonoError):  # noqa: N818 - not an error, but what was asked for
     """A run that was asked to end early and can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -176,7 +176,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def error_class(name: str) -> type[UnisonoError]:
-    """The class of this module with a name, for an error that another process describes; `RunError` for others.
+    """Return the class in this module with a name, to rebuild another process's error; `RunError` for other names.
 
     >>> error_class("DataError").__name__, error_class("KeyError").__name__
     ('DataError', 'RunError')
@@ -186,7 +186,7 @@ def error_class(name: str) -> type[UnisonoError]:
 
 
 def docs_link(fault: str) -> str:
-    """Where the docs explain a fault: GitHub makes the anchor of a heading so.
+    """Return where the docs explain a fault, with the anchor that GitHub derives from the heading.
 
     >>> docs_link("A metric of one rank, or a mean of means")
     'docs/diagnoses.md#a-metric-of-one-rank-or-a-mean-of-means'
@@ -195,7 +195,7 @@ def docs_link(fault: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """The end of an error sentence: a suggestion if one is close, else the choices.
+    """Return the end of an error message: a suggestion if a candidate is close, else the valid choices.
 
     >>> nearest("lrr", ["lr", "betas"])
     "did you mean 'lr'?"
@@ -210,7 +210,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def format_examples(names: Sequence[str]) -> str:
-    """The first few of some names, long ones cut.
+    """Format the first few names; long ones are truncated.
 
     >>> format_examples(["a", "b", "c", "d"])
     "'a', 'b', 'c', …"
@@ -220,7 +220,7 @@ def format_examples(names: Sequence[str]) -> str:
 
 
 def format_share(some: Collection[str], total: int, what: str) -> str:
-    """How many of how many, with examples.
+    """Format how many of how many, with examples.
 
     >>> format_share(["a", "b"], 5, "samples")
     "2 of 5 samples ('a', 'b')"
@@ -229,12 +229,12 @@ def format_share(some: Collection[str], total: int, what: str) -> str:
 
 
 def find_duplicates(names: Iterable[str]) -> list[str]:
-    """The names that occur more than once, in order."""
+    """Return the names that occur more than once, in order."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers for people, the first few stretches of them.
+    """Format ascending numbers as ranges, at most five of them.
 
     >>> format_ranges([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 to 8'

@@ -9,15 +9,15 @@ from unisono.runtime.errors import ConfigError
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """A module of an optional dependency.
+    """Import a module of an optional dependency.
 
     Args:
-        module: dotted name.
-        extra: of Unisono, which installs it.
-        what: needs it, e.g. a setting.
+        module: Dotted name.
+        extra: The extra of Unisono that installs it.
+        what: What needs it, e.g. a setting.
 
     Raises:
-        ConfigError: where it is not installed.
+        ConfigError: If it is not installed.
     """
     try:
         return import_module(module)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the cache for what can be recomputed."""
+"""Files that appear complete or not at all, and the directory for cached results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from unisono.runtime.errors import RecordError
 
-TEMPORARY_SUFFIX = ".writing"  # how the names of files end that are not whole yet
+TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, lasting: bool = False) -> Iterator[Path]:
-    """A path to write to; what is there in the end becomes the file in one rename, and nothing after an error.
+    """Yield a temporary path that becomes the file by one rename at the end; after an error nothing changes.
 
     Args:
-        path: of the file, which is there as it was before until then.
-        lasting: it is there even if the power fails right after.
+        path: Of the file. An existing file stays unchanged until the rename.
+        lasting: Whether the rename must survive a power failure right after it.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
-        fsync_path(temporary)  # or the rename could outlive the content
+        fsync_path(temporary)  # otherwise the rename could reach the disk before the content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -40,17 +40,17 @@ def atomic_file(path: Path, *, lasting: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
-    """Write a text file that is there whole, or as it was before; `lasting` as above."""
+    """Write a text file atomically: readers see the old or the new content. `lasting` is as for `atomic_file`."""
     with atomic_file(path, lasting=lasting) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def wrap_record_errors(path: Path) -> Iterator[None]:
-    """Report a record of the run that cannot be written the way a failed checkpoint is reported.
+    """Report a run record that cannot be written in the same way as a failed checkpoint.
 
     Raises:
-        RecordError: in place of an OSError.
+        RecordError: Instead of an OSError.
     """
     try:
         yield
@@ -62,26 +62,26 @@ def wrap_record_errors(path: Path) -> Iterator[None]:
 
 
 def write_with_backup(path: Path, text: str) -> None:
-    """Write a text file whole; what stood there is kept beside it as `name.0001.end`, …, if it was another."""
+    """Write a text file atomically; different earlier content is kept as `name.0001.end` and so on."""
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     if before is not None and before != text:
         earlier = path.parent.glob(f"{path.stem}.*{path.suffix}")
         kept = {int(number): old for old in earlier if (number := old.suffixes[-2][1:]).isdigit()}
         newest = max(kept, default=0)
-        if not newest or kept[newest].read_text(encoding="utf-8") != before:  # else another process has kept it
+        if not newest or kept[newest].read_text(encoding="utf-8") != before:  # another process may have kept it already
             write_whole(path.with_suffix(f".{newest + 1:04d}{path.suffix}"), before)
     write_whole(path, text)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into; it gets its name by one rename in the end, and is gone after an error.
+    """Yield a temporary folder that gets its name by one rename at the end; it is removed after an error.
 
     Args:
-        path: of the folder, which must not be there.
+        path: Of the folder, which must not exist.
 
     Raises:
-        FileExistsError: where something is there, before or by the time of the rename. It stays as it is.
+        FileExistsError: If something exists there, before or by the time of the rename. It is left as it is.
     """
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "exists already", str(path))
@@ -91,7 +91,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for written in (*temporary.rglob("*"), temporary):
             fsync_path(written)
-        temporary.rename(path)  # which a folder with something in it refuses, and so does a file
+        temporary.rename(path)  # fails if the target is a file or a folder that is not empty
         fsync_path(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
@@ -102,23 +102,28 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def own_folder(prefix: str, within: Path) -> Path:
-    """A fresh folder that this user alone may enter, named by its process; those of processes that ended go first.
+    """Create a private folder named after this process; first remove those of processes that have ended.
 
-    A process that is killed removes nothing, so what it has left is found by whoever comes next: folders of the same
-    prefix that this user owns and whose process this host no longer has.
+    A killed process cannot clean up, so the next one does: it removes folders with the same prefix that belong to this
+    user and whose process no longer exists on this host.
     """
-    numbers = Path("/proc/self/ns/pid")  # a container has process numbers of its own
+    numbers = Path("/proc/self/ns/pid")  # containers have their own process numbers
     space = numbers.stat().st_ino if numbers.exists() else 0
     mine = f"{prefix}{platform.node()}-{space}-"
     for path in within.glob(f"{glob.escape(mine)}*"):
         pid = path.name.removeprefix(mine).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdecimal() and not path.is_symlink() and path.stat().st_uid == os.getuid() and not _lives(int(pid)):
+            if (
+                pid.isdecimal()
+                and not path.is_symlink()
+                and path.stat().st_uid == os.getuid()
+                and not _is_running(int(pid))
+            ):
                 remove_folder(path)
     return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=within))
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -129,10 +134,10 @@ def _lives(pid: int) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it; of a link the link alone, as what it leads to is not ours.
+    """Remove a folder with everything in it; of a symbolic link only the link, because its target is not ours.
 
     Raises:
-        OSError: where it cannot be removed, or not all of it.
+        OSError: If not everything could be removed.
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -141,7 +146,7 @@ def remove_folder(path: Path) -> None:
 
 
 def pickle_hint(path: Path) -> str:
-    """The end of an error about a file or folder that could be a pickle: why it is not read, and what reads it."""
+    """Return the end of an error about a possible pickle: why it is not read, and how to convert it."""
     found = path
     if path.is_dir():
         found = next((p for p in sorted(path.iterdir()) if p.suffix in PICKLE_SUFFIXES), path)
@@ -155,7 +160,7 @@ def pickle_hint(path: Path) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file in hex; of no file, an empty text."""
+    """Return the SHA-256 of a file in hex; empty if there is no such file."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -163,7 +168,7 @@ def file_hash(path: Path) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Have a file's content, or a directory's names, on the disk."""
+    """Flush a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,5 +177,5 @@ def fsync_path(path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Where what can be made again is kept for this user: `$UNISONO_CACHE`, else `~/.cache/unisono`."""
+    """Return this user's folder for data that can be recreated: `$UNISONO_CACHE`, else `~/.cache/unisono`."""
     return Path(os.environ.get("UNISONO_CACHE", Path.home() / ".cache" / "unisono"))

@@ -1,12 +1,13 @@
 """A process reports its progress in a small file in shared memory, which the monitor of its node reads.
 
-A process whose interpreter is blocked cannot answer questions, so it is asked none: at each change of phase it writes
-down what it is about to do, with the time, and the monitor reads that. An update costs about a microsecond. A record is
-written by one copy and carries a checksum, so a reader never takes half of it for the whole.
-Times are those of `time.monotonic_ns`, the same clock for all processes of a host.
+A process whose interpreter is blocked cannot answer questions, so nobody asks: at each change of phase it writes down
+what it is about to do and the time, and the monitor reads that. An update costs about a microsecond. Each record is
+written in one copy with a checksum, so a reader never mistakes half of one for the whole.
 
-Nothing here does anything unless `start` was called, and then only for the thread that called it: what other threads
-wait for is not what the training waits for.
+Times are those of `time.monotonic_ns`, which all processes of a host share.
+
+Nothing happens until `start` is called, and then only for the calling thread: training does not wait for what other
+threads wait for.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ DIRECTORY_VARIABLE = (
     "UNISONO_PULSE"  # the environment variable that names the directory; without it nothing is reported
 )
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
-NEW_SHAPE = "a new shape"  # detail of a phase in which something is compiled that was not seen before
-STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # asks for all stacks; neither torch, Slurm nor glibc use it
+NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused by torch, Slurm and glibc
 
 _MAGIC = b"unisono pulse 1\n"
 _HEAD = struct.Struct("<16sI")
@@ -40,11 +41,11 @@ _DETAIL_BYTES = 200  # bytes
 _KEPT_DURATIONS = 64  # durations
 _STEPS = struct.Struct(f"<I{_KEPT_DURATIONS}d")
 _RECORD_OFFSET = _HEAD.size
-_DURATIONS_OFFSET = _RECORD_OFFSET + 4 + _NOW.size + _DETAIL_BYTES  # where the durations are
+_DURATIONS_OFFSET = _RECORD_OFFSET + 4 + _NOW.size + _DETAIL_BYTES
 _SIZE = _DURATIONS_OFFSET + 4 + _STEPS.size
 _NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
-# What a test wants to happen where a phase begins: called with its name, its detail and the step that is made.
+# For fault injection: called when a phase begins, with its name, its detail and the current step.
 phase_hook: Callable[[str, str, int], None] | None = None
 
 
@@ -53,18 +54,18 @@ class HeartbeatRecord:
     """The last report of a process.
 
     Attributes:
-        rank: its number among all.
-        pid: its process number.
-        number: updates of this record so far; if it does not grow, there is no progress.
-        made: steps made, counted from the beginning of the run; -1 before that is known.
-        phase: one of `PHASES`.
-        outer: the phase around it, since a wait is part of something; of a process that has left, the one it was at.
-        detail: what for, by name; of a process that has left, its exit code and that.
-        since: when this was written, in ns.
-        began: when the process began to tell, in ns.
-        ended: when the last step ended, in ns; 0 before.
-        totals: per phase the ns spent in it so far, without what was spent in phases inside it.
-        durations: of the last steps, with the wait for their data, in seconds, the oldest first.
+        rank: Its rank.
+        pid: Its process number.
+        number: How often this record has been updated; if it does not grow, there is no progress.
+        made: Steps done since the beginning of the run; -1 before that is known.
+        phase: One of `PHASES`.
+        outer: The enclosing phase, since a wait is part of something; after leaving, the last phase before.
+        detail: What the phase is for; after leaving, the exit code followed by the last detail.
+        since: When this was written, in ns.
+        began: When reporting began, in ns.
+        ended: When the last step ended, in ns; 0 before the first.
+        totals: Nanoseconds spent in each phase so far, not counting nested phases.
+        durations: Of the last steps, including the wait for their data, in seconds, oldest first.
     """
 
     rank: int
@@ -82,17 +83,17 @@ class HeartbeatRecord:
 
     @property
     def step(self) -> int:
-        """The step that it is at, from 1: the last one, while that is recorded, evaluated or saved, else the next."""
+        """The current step, from 1: the last one while it is being recorded, evaluated or saved, else the next."""
         return _step_at(self.made, self.phase, self.outer)
 
     @property
     def code(self) -> int | None:
-        """The exit code with which it left; None if it has not."""
+        """The exit code of a process that has left; None before that."""
         return int(self.detail.partition(" ")[0]) if self.phase == "left" else None
 
     @property
     def awaited(self) -> str:
-        """What it waits for, or has waited for until it left; empty if for nothing."""
+        """What it waits for, or was waiting for when it left; empty if nothing."""
         if self.phase == "left" and self.outer == "wait":
             return self.detail.partition(" ")[2]
         return self.detail if self.phase == "wait" else ""
@@ -141,10 +142,10 @@ class HeartbeatWriter:
     def close(self) -> None:
         """Close the files; the directory belongs to its creator."""
         if threading.current_thread() is not threading.main_thread():
-            return  # it ends the process, whose main thread may still be asked for its stack
+            return  # a thread is ending the process, and the main thread may still be asked for its stack
         if self._stacks is not None:
             faulthandler.unregister(STACK_SIGNAL)
-            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what was asked for a moment ago must not end this process
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # a request just sent must not end this process
             os.close(self._stacks)
         self._map.close()
         os.close(self._file)
@@ -164,7 +165,7 @@ class HeartbeatWriter:
 
 
 class _RestoredPhase:
-    """A context that restores, at its end, the phase of its beginning."""
+    """A context that restores the initial phase when it ends."""
 
     __slots__ = ("_before", "_pulse")
 
@@ -190,15 +191,15 @@ class _PhaseContext:
     def __enter__(self) -> None:
         pulse = self._pulse
         self._before = before = pulse.current_phase()
-        # A wait is a part of what is around it; anything else stands for itself.
+        # A wait is part of the enclosing phase; any other phase stands for itself.
         outer = before[0] if before[0] != _WAIT else before[1]
         pulse.set_phase(_NUMBER[self._name], outer, self._detail.encode(errors="replace")[:_DETAIL_BYTES])
         if phase_hook is not None:
             phase_hook(self._name, self._detail, current_step())
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error it stays at what failed, for whoever asks when this process is gone; `stop` may have been
-        # called inside.
+        # After an error the phase stays where it failed, for the report once this process is gone. `stop` may have
+        # been called inside.
         if kind is None and self._pulse is _pulse:
             self._pulse.set_phase(*self._before)
 
@@ -209,7 +210,7 @@ _pulse: HeartbeatWriter | None = None
 
 
 def start(directory: Path | str, rank: int) -> None:
-    """Begin to report into a file of a directory, and dump all stacks on request from now on."""
+    """Begin to report into a file in a directory, and dump all stacks on request from now on."""
     global _pulse
     stop()
     _pulse = HeartbeatWriter(Path(directory), rank)
@@ -226,11 +227,11 @@ def stop(code: int | None = None) -> None:
 
 
 def phase(name: str, detail: str = "") -> AbstractContextManager[Any]:
-    """The context in which this process is in a phase; it nests.
+    """Return a context during which this process is in a phase; phases nest.
 
     Args:
-        name: one of `PHASES`.
-        detail: more of it, for people: what is waited for.
+        name: One of `PHASES`.
+        detail: For people, e.g. what is waited for.
     """
     pulse = _pulse
     if pulse is None or threading.get_ident() != pulse.thread:
@@ -239,7 +240,7 @@ def phase(name: str, detail: str = "") -> AbstractContextManager[Any]:
 
 
 def restore_phase() -> AbstractContextManager[Any]:
-    """The context after which this process is again at what it is at now, though it `mark_waiting` meanwhile."""
+    """Return a context that restores the current phase when it ends, even after `mark_waiting`."""
     pulse = _pulse
     return _NULL_CONTEXT if pulse is None or threading.get_ident() != pulse.thread else _RestoredPhase(pulse)
 
@@ -263,7 +264,7 @@ def is_active() -> bool:
 
 
 def current_step() -> int:
-    """The step that this process is at, from 1; 0 before the first, and where nothing is reported."""
+    """Return the current step, from 1; 0 before the first, and if nothing is reported."""
     return (
         0
         if _pulse is None
@@ -272,7 +273,7 @@ def current_step() -> int:
 
 
 def _step_at(made: int, phase: str, outer: str) -> int:
-    """The step that a process is at: the last one, while it is recorded, evaluated and saved, else the next."""
+    """Return the current step: the last one while it is being recorded, evaluated or saved, else the next."""
     after = ("record", "save", "evaluate")
     return max(0, made if (outer if phase == "wait" else phase) in after or outer in after[1:] else made + 1)
 
@@ -283,13 +284,13 @@ def heartbeat_path(directory: Path, rank: int) -> Path:
 
 
 def stacks_path(directory: Path, rank: int) -> Path:
-    """The file for the stacks of a rank, when it is asked for them."""
+    """The file that receives the stacks of a rank on request."""
     return directory / f"rank-{rank:05d}.stacks"
 
 
 def read_record(path: Path) -> HeartbeatRecord | None:
     """The last report of a process; None if there is none yet, or the file is not a heartbeat."""
-    for _ in range(100):  # a process that writes meanwhile is soon done
+    for _ in range(100):  # a concurrent write is over soon
         try:
             content = path.read_bytes()
         except OSError:
@@ -312,7 +313,7 @@ def read_record(path: Path) -> HeartbeatRecord | None:
 
 
 def _register_stack_dump(directory: Path, rank: int) -> int | None:
-    """Have every thread's stack written into a file on demand; works while the interpreter is held."""
+    """Dump every thread's stack into a file on demand; works even while the interpreter is blocked."""
     if sys.platform == "win32" or not hasattr(signal, "SIGRTMIN"):
         return None
     file = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Randomness has an address: every draw is keyed by its purpose, never by the process that draws.
+"""Random numbers are addressed: every draw is keyed by its purpose, never by the process that draws.
 
 A key is the SHA-256 of a JSON address such as `[seed, "dropout", step, micro_batch]`, cut to 63 bits. Rank, worker and
 wall clock are never part of an address, so no layout can change a draw.
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def key(*address: int | str) -> int:
-    """A 63-bit seed for an address.
+    """Return a 63-bit seed for an address.
 
     >>> key(0, "dropout", 3, 1) == key(0, "dropout", 3, 1)
     True
@@ -25,5 +25,5 @@ def key(*address: int | str) -> int:
 
 
 def generator(*address: int | str) -> np.random.Generator:
-    """A NumPy generator (Philox, counter-based) keyed by an address."""
+    """Return a NumPy generator (Philox, counter-based) keyed by an address."""
     return np.random.Generator(np.random.Philox(key=key(*address)))

@@ -1,9 +1,9 @@
-"""Every path that a file names is opened here: inside its folder, a regular file, no link, and never a wait.
+"""Opens files named by untrusted input: inside their folder, regular files only, no links, and never blocking.
 
 A manifest, an index or a folder of assets may come from anybody. A name in it may climb out of its folder, be a link to
-a private key, or a pipe on which a reader would wait for ever. So a name is walked from its folder one component at a
-time, each opened relative to the one before without following links; what is checked is the open descriptor, which
-nobody can exchange between the check and the use. The folder itself is the caller's word, and may be reached by links.
+a private key, or a pipe on which a reader would wait forever. So a name is walked one component at a time, each opened
+relative to the previous one without following links; the checks apply to the open descriptor, which nobody can swap
+between check and use. The folder itself is the caller's choice and may be reached by links.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from unisono.runtime.errors import UnisonoError
 from unisono.runtime.text import one_line
 
-TEXT = 64 << 20  # bytes that a text or JSON file of ours has at most, unless its reader says otherwise
+TEXT = 64 << 20  # default limit for text and JSON files, in bytes
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
-_HDF5_FREE, _HDF5_RATIO = 64 << 20, 1000  # bytes of an array whatever its file, and for each byte of the file
+_HDF5_FREE, _HDF5_RATIO = 64 << 20, 1000  # bytes allowed for any array, plus bytes per byte of the file
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
 
 class UnsafePathError(UnisonoError, OSError):
-    """A path that leads elsewhere, or to something that is no regular file. It was not read."""
+    """A path that leads elsewhere, or not to a regular file. It was not read."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -39,18 +39,18 @@ class UnsafePathError(UnisonoError, OSError):
 
 
 def open_inside(folder: Path | str, name: object) -> BufferedReader:
-    """Open a file that an index, a manifest or a listing of a folder names.
+    """Open a file that an index, a manifest or a directory listing names.
 
-    A link is refused, in one case it is followed: in a snapshot of the Hugging Face cache, to a blob of the same cache.
+    Links are refused, except in a snapshot of the Hugging Face cache, where a link to a blob of the same cache is
+    followed.
 
     Args:
-        folder: that the name is relative to; it is the caller's, and may be reached by links.
-        name: as it stands in somebody's file, with `/` between its components.
+        folder: The folder that the name is relative to; chosen by the caller, and may be reached by links.
+        name: The untrusted name, with `/` between its components.
 
     Raises:
-        UnsafePathError: for a name that is absolute, contains `..` or goes through a link, and for anything but a
-            regular file.
-        OSError: where it is missing or may not be read.
+        UnsafePathError: If the name is absolute, contains `..`, goes through a link, or is not a regular file.
+        OSError: If the file is missing or may not be read.
     """
     parts = components(folder, name)
     with ExitStack() as opened:
@@ -76,36 +76,36 @@ def open_inside(folder: Path | str, name: object) -> BufferedReader:
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """Open a file that the user named, who may name a link; a pipe, a device or a folder is refused at once.
+    """Open a file that the user named, possibly through a link; pipes, devices and folders are refused at once.
 
     Raises:
-        UnsafePathError: for what is no regular file.
-        OSError: where it is missing or may not be read.
+        UnsafePathError: If it is not a regular file.
+        OSError: If it is missing or may not be read.
     """
     return _open_checked(os.open(path, _OPEN), str(path))
 
 
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:
-    """The content of a file inside a folder, as by `open_inside`; one of more bytes than `limit` is refused unread."""
+    """Read a file opened with `open_inside`; a file of more than `limit` bytes is refused unread."""
     with open_inside(folder, name) as file:
         return bounded(file, f"{folder}/{one_line(name)}", limit)
 
 
 def read_text(folder: Path | str, name: object, limit: int = TEXT) -> str:
-    """The same as text; a UnicodeDecodeError, which is a ValueError, where it is not UTF-8."""
+    """Read a file as UTF-8 text; a UnicodeDecodeError (a ValueError) if it is not UTF-8."""
     return read_bytes(folder, name, limit).decode("utf-8")
 
 
 def read_json(folder: Path | str, name: object, limit: int = TEXT) -> Any:
-    """The same as JSON; a ValueError where it is none, or nested too deeply."""
+    """Read a file as JSON; a ValueError if it is invalid or nested too deeply."""
     return parse_json(read_bytes(folder, name, limit))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Foreign JSON: whatever makes Python's parser fail is a ValueError.
+    """Parse untrusted JSON.
 
     Raises:
-        ValueError: saying what is wrong.
+        ValueError: For anything that makes Python's parser fail.
     """
     try:
         return json.loads(content)
@@ -114,7 +114,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def copy_inside(folder: Path | str, name: object, target: Path) -> None:
-    """Copy a file inside a folder, as by `open_inside`, to a new file; one that is there already is an error."""
+    """Copy a file opened with `open_inside` to a new file; it is an error if that exists."""
     with open_inside(folder, name) as source:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as made:
@@ -123,7 +123,7 @@ def copy_inside(folder: Path | str, name: object, target: Path) -> None:
 
 
 def is_inside(folder: Path | str, name: object) -> bool:
-    """Whether there is a file that `open_inside` would open; False where it is missing or refused."""
+    """Whether `open_inside` would open a file; False if it is missing or refused."""
     try:
         open_inside(folder, name).close()
     except OSError:
@@ -133,28 +133,28 @@ def is_inside(folder: Path | str, name: object) -> bool:
 
 @contextmanager
 def path_inside(folder: Path | str, name: object) -> Iterator[str]:
-    """A path to the file that `open_inside` has opened, for a library that takes nothing else, while it is open.
+    """Yield a path to a file opened with `open_inside`, for libraries that accept only paths.
 
-    It leads to the descriptor and not to the name, so it stays that file whatever becomes of the name.
+    The path leads to the descriptor, so it stays the same file whatever happens to the name.
     """
     with open_inside(folder, name) as file:
         yield path_of(file)
 
 
 def path_of(file: BufferedReader) -> str:
-    """A path that leads to an open file."""
+    """Return a path that leads to an open file."""
     return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
 
 
 def check_hdf5(file: Any, shown: object) -> None:
-    """Refuse an HDF5 file that reads others, by links, storage or views, or whose arrays no file of its size can hold.
+    """Refuse an HDF5 file that reads other files (links, external storage, views) or claims impossibly large arrays.
 
     Args:
-        file: open, of h5py.
-        shown: how the user knows it.
+        file: An open h5py file.
+        shown: Its name for messages.
 
     Raises:
-        UnsafePathError: naming the entry.
+        UnsafePathError: Naming the entry.
     """
     import h5py
 
@@ -168,7 +168,7 @@ def check_hdf5(file: Any, shown: object) -> None:
             if isinstance(link, h5py.ExternalLink):
                 raise UnsafePathError(f"{at} is a link to another file, '{one_line(link.filename)}'; it was not read")
             if not isinstance(link, h5py.HardLink):
-                continue  # within the file, where whatever it leads to is seen, too
+                continue  # a link within the file, whose target is visited anyway
             entry = group[name]
             if isinstance(entry, h5py.Group) and entry.id not in seen:
                 seen.add(entry.id)
@@ -181,10 +181,10 @@ def check_hdf5(file: Any, shown: object) -> None:
 
 
 def destination(folder: Path, name: object) -> Path:
-    """Where to write a file that somebody's list names: its parents are made, and nothing on the way is a link.
+    """Return where to write a file that an untrusted list names; parents are created, links on the way are refused.
 
     Raises:
-        UnsafePathError: for a name that leads elsewhere, and where something else than a folder or file is in the way.
+        UnsafePathError: If the name leads elsewhere, or something other than a folder or file is in the way.
     """
     parts = components(folder, name)
     path = folder
@@ -204,10 +204,10 @@ def destination(folder: Path, name: object) -> Path:
 
 
 def components(folder: Path | str, name: object) -> list[str]:
-    """The components of a name that stays below its folder.
+    """Split a name that stays below its folder into components.
 
     Raises:
-        UnsafePathError: for one that does not, or is none.
+        UnsafePathError: If it is invalid or leads outside.
     """
     beginning = f"{folder} names the file '{one_line(name)}'"
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME or "\0" in name or "\\" in name:
@@ -226,7 +226,7 @@ def components(folder: Path | str, name: object) -> list[str]:
 
 
 def bounded(file: BufferedReader, shown: str, limit: int) -> bytes:
-    """The content of an open file, which may grow meanwhile; one that is larger than `limit` is refused."""
+    """Read an open file, which may grow meanwhile; one larger than `limit` is refused."""
     size = os.fstat(file.fileno()).st_size
     content = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(content) > limit:
@@ -261,7 +261,7 @@ def _is_link(at: int, part: str) -> bool:
 
 
 def _open_checked(descriptor: int, shown: str) -> BufferedReader:
-    """An open regular file as a file object; anything else is closed and refused."""
+    """Return an open regular file as a file object; close and refuse anything else."""
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -274,7 +274,7 @@ def _open_checked(descriptor: int, shown: str) -> BufferedReader:
 
 
 def _hf_blob(folder: Path, parts: list[str], at: int) -> str | None:
-    """The blob that a link of a Hugging Face snapshot leads to, relative to the cache of its repository."""
+    """Return the blob that a link in a Hugging Face snapshot leads to, relative to the repository's cache."""
     if folder.parent.name != "snapshots":
         return None
     with suppress(OSError):
@@ -286,7 +286,7 @@ def _hf_blob(folder: Path, parts: list[str], at: int) -> str | None:
 
 
 def _with_full_path(error: OSError, shown: str) -> OSError:
-    """The same error with the whole path, where the system knows a part of it alone."""
+    """Return the same error with the whole path, where the system reports only a part of it."""
     return type(error)(error.errno, error.strerror, shown)
 
 

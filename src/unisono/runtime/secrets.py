@@ -1,8 +1,8 @@
-"""Finds secrets (passwords, keys, tokens) by their names, their form, and the environment, and masks them.
+"""Finds secrets (passwords, keys, tokens) by name, by format and in the environment, and masks them.
 
 A run writes its configuration into files that are compared, mailed and sent to trackers, and other processes read it
-from there. So a configuration that plainly holds a secret is refused, before anything is written; texts that reach a
-file by other ways (facts of a task, log lines, errors of libraries) have secrets masked.
+from there. So a configuration that plainly holds a secret is refused before anything is written; in text that reaches a
+file by other routes (task facts, log lines, library errors) secrets are masked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.runtime.errors import ConfigError
 
 MASK = "[hidden]"
 
-# The last words of a name that plainly mean a secret, and those that often mean something else (an end-of-text token).
+# Endings of names that plainly mean a secret, and those that often mean something else (an end-of-text token).
 _PLAIN = (
     r"\w*passw(or)?d|\w*passphrase|(db|user|login|smtp|pg|mysql|redis)_?pass|secret|secrets|jwt|authorization|cookie"
     r"|(access|account|anthropic|api|azure|aws|encryption|gcp|master|openai|private|secret|shared|signing|ssh|ssl"
@@ -24,31 +24,31 @@ _PLAIN = (
     r"|(access|api|auth|bearer|hf|hub|github|gitlab|id|jwt|oauth|refresh|sas|session|wandb|write)[_-]?token"
 )
 _PLAIN_NAME = re.compile(rf"(^|[._-])({_PLAIN})$", re.IGNORECASE)
-_VARIABLE = re.compile(rf"(^|_)({_PLAIN}|auth|dsn|key|key_id|pass|pat|token)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(rf"(^|_)({_PLAIN}|auth|dsn|key|key_id|pass|pat|token)$", re.IGNORECASE)
 
-_LOOKS = re.compile(
+_TOKEN_FORMATS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|wandb_v\d_[A-Za-z0-9_]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"|glpat-[\w-]{20,}|sk-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
-_HEADER = re.compile(
+_AUTH_HEADER = re.compile(
     r"(?i)(?<=\b)((?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)?\s*)[^\s'\",}]+"
 )
-# user:password@ in any URL, and anything@ in one of the web; ssh://git@host holds no secret
+# user:password@ in any URL, and anything@ in a web URL; ssh://git@host holds no secret
 _IN_URL = re.compile(r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^\s/@?#'\"]*:))[^\s/@?#'\"]+@(?=[^\s@])")
 _IN_QUERY = re.compile(
     r"(?i)(?<=[?&])((?:[\w-]*(?:token|password|secret|signature|api_?key|access_?key|credential))|sig|sas)=[^&\s#'\"]+"
 )
-_SHORT = 12  # characters; a shorter value of a variable stands in other texts by chance
+_MIN_LENGTH = 12  # characters; a shorter value occurs in other texts by chance
 
 
 def refuse(values: Any) -> None:
-    """Refuse nested values of a configuration that plainly hold a secret; the error does not repeat it.
+    """Refuse nested configuration values that plainly hold a secret; the error does not repeat it.
 
     Raises:
-        ConfigError: naming every key and the remedy.
+        ConfigError: Naming every key and the remedy.
     """
-    found = [f"'{key}' {why}" for key, why in _found(values)]
+    found = [f"'{key}' {why}" for key, why in _find_secrets(values)]
     if found:
         raise ConfigError(
             "a configuration is saved to files and sent to trackers, so it must not hold secrets: "
@@ -58,22 +58,22 @@ def refuse(values: Any) -> None:
 
 
 def hidden(values: Any) -> Any:
-    """The same nested values without secrets: those of keys that name one, and those that stand in texts."""
+    """Return nested values with secrets masked: values under keys that name one, and secrets within texts."""
     if isinstance(values, Mapping):
-        return {mask(str(k)): MASK if _names(str(k)) and _text(v) else hidden(v) for k, v in values.items()}
+        return {mask(str(k)): MASK if _is_secret_name(str(k)) and _is_text(v) else hidden(v) for k, v in values.items()}
     if isinstance(values, list | tuple):
         return [hidden(value) for value in values]
     return mask(values) if isinstance(values, str) else values
 
 
 def mask(text: str) -> str:
-    """A text with every secret in it hidden: known forms of keys, passwords in URLs, what the environment keeps."""
+    """Mask every secret in a text: known formats of keys, passwords in URLs, values of secret environment variables."""
     if not text:
         return text
-    for value in _of_environment():
+    for value in _environment_secrets():
         text = text.replace(value, MASK)
-    text = _HEADER.sub(rf"\1{MASK}", _IN_QUERY.sub(rf"\1={MASK}", _IN_URL.sub(f"{MASK}@", text)))
-    return _LOOKS.sub(MASK, text)
+    text = _AUTH_HEADER.sub(rf"\1{MASK}", _IN_QUERY.sub(rf"\1={MASK}", _IN_URL.sub(f"{MASK}@", text)))
+    return _TOKEN_FORMATS.sub(MASK, text)
 
 
 def names_secret(key: str) -> bool:
@@ -81,48 +81,48 @@ def names_secret(key: str) -> bool:
     return bool(_PLAIN_NAME.search(key))
 
 
-def _names(key: str) -> bool:
+def _is_secret_name(key: str) -> bool:
     return names_secret(key) or key.lower() == "token"
 
 
-def _found(values: Any, key: str = "") -> list[tuple[str, str]]:
-    """Keys that hold a secret, and how one sees it."""
+def _find_secrets(values: Any, key: str = "") -> list[tuple[str, str]]:
+    """Return the keys that hold a secret, each with the reason."""
     if isinstance(values, Mapping):
         inner = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list | tuple):
         inner = [(f"{key}.{number}", value) for number, value in enumerate(values)]
     else:
-        why = _why(key, values)
+        why = _describe_secret(key, values)
         return [(key, why)] if why else []
-    return [found for name, value in inner for found in _found(value, name)]
+    return [found for name, value in inner for found in _find_secrets(value, name)]
 
 
-def _why(key: str, value: Any) -> str | None:
-    if not _text(value):
+def _describe_secret(key: str, value: Any) -> str | None:
+    if not _is_text(value):
         return None
     text = str(value.get_secret_value()) if hasattr(value, "get_secret_value") else value
     if names_secret(key) or hasattr(value, "get_secret_value"):
         return "is the name of a secret"
     if _IN_URL.search(text) or _IN_QUERY.search(text):
         return "is a URL that contains a password or key"
-    if _LOOKS.search(text) or _HEADER.search(text):
+    if _TOKEN_FORMATS.search(text) or _AUTH_HEADER.search(text):
         return "looks like an access token"
-    if any(secret in text for secret in _of_environment()):
+    if any(secret in text for secret in _environment_secrets()):
         return "contains the value of a secret environment variable"
     return None
 
 
-def _text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     return bool(value) and (isinstance(value, str) or hasattr(value, "get_secret_value"))
 
 
-def _of_environment() -> list[str]:
-    """Values of the environment's variables that name a secret; those that are paths are no secret themselves."""
+def _environment_secrets() -> list[str]:
+    """Return the values of environment variables that hold a secret; paths are not secret themselves."""
     return sorted(
         {
             value
             for name, value in os.environ.items()
-            if _VARIABLE.search(name) and len(value) >= _SHORT and not value.startswith(("/", "~"))
+            if _SECRET_VARIABLE.search(name) and len(value) >= _MIN_LENGTH and not value.startswith(("/", "~"))
         },
         key=len,
         reverse=True,

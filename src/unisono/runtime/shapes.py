@@ -1,4 +1,4 @@
-"""Types of foreign JSON, checked by pydantic before anybody uses it, in place of a guard at every use."""
+"""Types of untrusted JSON, checked once by pydantic before use instead of by guards at every use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class HashedFile(TypedDict):
 
 
 def misfit(value: Any, shape: Any) -> str | None:
-    """Where a value does not have its type, as a sentence without an end; None where it does.
+    """Describe where a value does not match its type, without a full stop; None if it matches.
 
     Args:
-        value: of JSON; nothing is converted, and keys that a `TypedDict` does not have are left alone.
-        shape: a type, such as a `TypedDict` of `typing_extensions`.
+        value: Parsed JSON; nothing is converted, and keys that a `TypedDict` lacks are ignored.
+        shape: A type, such as a `TypedDict` of `typing_extensions`.
 
     >>> misfit({"a": [1, "x"]}, dict[str, list[Integer]])
     "'a.1' should be a valid integer"

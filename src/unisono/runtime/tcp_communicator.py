@@ -1,7 +1,7 @@
-"""The control channel without torch: JSON over a TCP connection of each process to rank 0.
+"""The control channel without torch: JSON over a TCP connection from each process to rank 0.
 
-Processes meet here before an engine starts anything, so a missing one is known by name. Rank 0 answers for all: it
-collects the values of every rank and sends them to each, or names the rank that is missing.
+Processes meet here before an engine starts anything, so a missing one can be named. Rank 0 coordinates: it collects the
+values of every rank and sends them to each, or reports the rank that is missing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from unisono.runtime.errors import DeadlineError
 from unisono.runtime.listening import listen
 from unisono.runtime.text import one_line
 
-_GREETING_TIMEOUT = 5.0  # seconds for whoever connects to say who it is
-_GRACE_SECONDS = 5.0  # seconds by which a process waits longer than rank 0, which tells why
+_GREETING_TIMEOUT = 5.0  # seconds for a new connection to identify itself
+_GRACE_SECONDS = 5.0  # seconds by which a process waits longer than rank 0, so that rank 0's reason arrives first
 
 
 class TcpCommunicator:
     """All processes of a job; see `unisono.runtime.communicator.Communicator`.
 
     Args:
-        place: of this process.
-        host: of rank 0.
-        port: at which it listens.
-        timeout: seconds that any wait may take.
-        lines: rank 0 has one to each of the others, and they have one to rank 0.
-        listener: of rank 0, for more connections of the same processes.
-        channel: number of this communicator among those of the same processes.
+        place: This process.
+        host: Address of rank 0.
+        port: Port on which rank 0 listens.
+        timeout: Seconds that any wait may take.
+        lines: On rank 0, a connection to each other rank; elsewhere, the connection to rank 0.
+        listener: Rank 0's socket, for further connections of the same processes.
+        channel: Number of this communicator among those of the same processes.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class TcpCommunicator:
         self._listener, self._channel, self._others = listener, channel, 0
 
     def gather(self, value: Json, what: str) -> list[Json]:
-        """The value of every rank, in rank order, on every rank.
+        """Return the value of every rank, in rank order, on every rank.
 
         Raises:
-            DeadlineError: naming the rank that is gone or too late.
+            DeadlineError: Naming the rank that is gone or late.
         """
         with heartbeat.phase("wait", what):
             if self.rank:
@@ -76,20 +76,20 @@ class TcpCommunicator:
             return values
 
     def barrier(self, what: str) -> None:
-        """Return once every rank has come here."""
+        """Return once every rank has called it."""
         self.gather(None, what)
 
     def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
-        """The largest of every rank's numbers, place by place."""
+        """Return the elementwise maximum over all ranks."""
         return [max(column) for column in zip(*self.gather(list(numbers), what), strict=True)]
 
     def duplicate(self) -> TcpCommunicator:
-        """The same processes over connections of their own, for other threads; collective."""
+        """Return a communicator of the same processes with its own connections, for other threads; collective."""
         self._others += 1
         channel = self._channel * 64 + self._others
         host, port = self._address
         deadline = time.monotonic() + self.timeout
-        self.barrier("the processes to connect once more")
+        self.barrier("the second connection of all processes")
         if self.rank:
             lines = {
                 0: _connect_to_rank_zero(self._place, host, port, channel, deadline, self.timeout, "launch.timeout")
@@ -118,14 +118,14 @@ def connect_processes(
     """Meet all other processes at rank 0.
 
     Args:
-        place: of this process.
-        host: of rank 0.
-        port: a free port of it.
-        start_timeout: seconds for all to come.
-        timeout: seconds for any later wait.
+        place: This process.
+        host: Address of rank 0.
+        port: A free port on rank 0's host.
+        start_timeout: Seconds for all processes to appear.
+        timeout: Seconds for any later wait.
 
     Raises:
-        DeadlineError: naming the ranks that did not come, or rank 0 if it is not there.
+        DeadlineError: Naming the ranks that did not appear, or rank 0 if it is unreachable.
     """
     deadline = time.monotonic() + start_timeout
     key = "launch.start_timeout"
@@ -144,7 +144,7 @@ def connect_processes(
 def _accept_processes(
     place: ProcessInfo, listener: socket.socket, channel: int, deadline: float, limit: float, key: str
 ) -> dict[int, AuthenticatedLine]:
-    """Rank 0: a line from each of the other processes, in their order."""
+    """Accept a connection from every other process, on rank 0; returns them in rank order."""
     lines: dict[int, AuthenticatedLine] = {}
     while len(lines) < place.world_size - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -172,7 +172,7 @@ def _accept_processes(
 
 
 def _authenticate_process(line: AuthenticatedLine, size: int, channel: int) -> int | None:
-    """The rank that has connected; None if it is nobody of this job, or comes for something else."""
+    """Return the rank that has connected; None if it does not belong to this job or this channel."""
     try:
         who = line.admit(_read_token(), "environment", time.monotonic() + _GREETING_TIMEOUT)
     except GreetingError:
@@ -187,7 +187,7 @@ def _authenticate_process(line: AuthenticatedLine, size: int, channel: int) -> i
 def _connect_to_rank_zero(
     place: ProcessInfo, host: str, port: int, channel: int, deadline: float, limit: float, key: str
 ) -> AuthenticatedLine:
-    """Another process: the line to rank 0, which may not be there yet."""
+    """Connect another process to rank 0, which may not be listening yet."""
     where, why = format_address(host, port), "nothing listens there"
     who = {
         "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(), "pid": os.getpid(),
@@ -196,10 +196,10 @@ def _connect_to_rank_zero(
         try:
             link = socket.create_connection((host, port), max(0.01, min(5.0, deadline - time.monotonic())))
             line = AuthenticatedLine(link, f"rank 0 at {where}")
-            until = max(deadline, time.monotonic() + _GRACE_SECONDS)  # rank 0 may be greeting somebody else
+            until = max(deadline, time.monotonic() + _GRACE_SECONDS)  # rank 0 may be greeting another process
             line.introduce(who, _read_token(), line.offer(until)[1], until)
             break
-        except GreetingError as error:  # whoever listens there is not rank 0, or has just gone
+        except GreetingError as error:  # the listener is not rank 0, or has just gone
             line.close()
             why = str(error)
         except OSError as error:
@@ -210,7 +210,7 @@ def _connect_to_rank_zero(
                 "started, is this its address (MASTER_ADDR, MASTER_PORT), and does a firewall let the port pass?"
             )
         time.sleep(0.1)
-    message = line.receive(max(deadline, time.monotonic()) + _GRACE_SECONDS, "all processes to come")
+    message = line.receive(max(deadline, time.monotonic()) + _GRACE_SECONDS, "all processes to connect")
     if "refused" in message:
         line.close()
         raise DeadlineError(f"rank {place.rank}: {one_line(message['refused'], 2000)}")

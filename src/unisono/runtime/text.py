@@ -10,7 +10,7 @@ _CONTROLS_IN_LINES = re.compile(_CONTROLS.pattern.replace(r"\x00-\x1f", r"\x00-\
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    r"""A foreign name or value as part of a sentence: control characters escaped, at most `limit` characters.
+    r"""Format an untrusted name or value for a sentence: control characters escaped, at most `limit` characters.
 
     >>> one_line("a\x1b[2Jb\n", 20), one_line("x" * 9, 4)
     ('a\\x1b[2Jb\\x0a', 'xxxx…')
@@ -20,7 +20,7 @@ def one_line(text: object, limit: int = 200) -> str:
 
 
 def escape_controls(text: str) -> str:
-    r"""A whole message: its lines and tabs stay, every other control character is escaped.
+    r"""Escape every control character of a message except newlines and tabs.
 
     >>> escape_controls("one\ntwo\x1b[31m")
     'one\ntwo\\x1b[31m'
@@ -34,7 +34,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def join_names(names: Iterable[str], most: int = 4) -> str:
-    """The first names, and how many more there are.
+    """Join the first names, and say how many more there are.
 
     >>> join_names(["a", "b", "c"], most=2)
     'a, b and 1 more'

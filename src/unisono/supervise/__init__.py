@@ -1,1 +1,1 @@
-"""What watches over a run: who it is, what its ranks are at, what it is asked for, what all ranks decide."""
+"""Watches over a run: its lock, hangs and failures, external requests, and the decisions that all ranks share."""

@@ -1,7 +1,7 @@
-"""Whether processes made different collectives, from the call logs that they leave when they hang or are gone.
+"""Detects processes that issued different collectives, from the call logs they leave behind when they hang or die.
 
-The logs are read from outside: a process that waits in a collective cannot report it, and one that gloo has aborted in
-C++, as it does when sizes differ, has left nothing but its log.
+The logs are read from outside: a process blocked in a collective cannot report it, and one that gloo aborts in C++, as
+it does when sizes differ, leaves nothing but its log.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from pathlib import Path
 from unisono.runtime import collective_log
 from unisono.runtime.files import atomic_file
 
-_CALLS_SHARED = 64  # calls of a ring that other nodes are shown
-_POLL_INTERVAL = 0.05  # seconds between two looks for the rings of other nodes
+_CALLS_SHARED = 64  # calls of each ring shared with other nodes
+_POLL_INTERVAL = 0.05  # seconds between polls for the rings of other nodes
 
 
 def describe_mismatch(folder: Path) -> str | None:
-    """One sentence that names two ranks of which each made a call that the other did not, with their lines, or None.
+    """Name two ranks that issued different calls, with their lines, in one sentence; None if no two differ.
 
-    Two ranks differ if the same call of a group was another one on each, or if each of them stands in a call of a
-    group which the other has not made. One that is only further ahead has waited for the other, or the other died.
+    Two ranks differ if they issued different calls at the same position in a group, or if each is blocked in a group
+    that the other has not joined. A rank that is merely ahead is no mismatch: it waited for the other, or the other
+    died.
 
     Args:
-        folder: of the rings, `$UNISONO_PULSE` of the processes.
+        folder: Directory of the rings, `$UNISONO_PULSE` of the processes.
     """
     return _format_mismatch(collective_log.explain_hang(collective_log.read_rings(folder)))
 
 
 def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, patience: float = 3.0) -> str | None:
-    """The same of all nodes: each leaves its rings where the others see them, and waits a little for theirs.
+    """Do the same over all nodes: each copies its rings to a shared folder and waits briefly for those of the others.
 
     Args:
-        folder: of this node's rings.
-        shared: a folder that all nodes see, where none of an earlier start are.
-        ranks: of the job, for whose rings to wait.
-        patience: seconds to wait for them at most; a node may not have failed at all.
+        folder: Directory of this node's rings.
+        shared: A folder that all nodes see, without rings of an earlier start.
+        ranks: Number of ranks in the job, whose rings to wait for.
+        patience: Maximum wait in seconds; another node may not have failed at all.
     """
     own = collective_log.read_rings(folder)
     for rank in own:
@@ -54,5 +55,5 @@ def _format_mismatch(found: collective_log.CallMismatch | None) -> str | None:
 
 
 def last_collectives(folder: Path) -> dict[int, str]:
-    """The last collective that each rank began, with its line."""
+    """Return the last collective that each rank began, with its line."""
     return {rank: str(ring[-1].what) for rank, ring in collective_log.read_rings(folder).items() if ring}

@@ -1,4 +1,4 @@
-"""How a run ended, from its files, in plain sentences: why, what is saved, what is lost, what to do."""
+"""Explains how a run ended, from its files: why, what is saved, what is lost, and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.runtime.errors import CheckpointError, DeadlineError, RunError, doc
 from unisono.runtime.text import one_line
 from unisono.supervise import records
 
-_MAX_COMMAND_LENGTH = 4000  # characters of a command that is shown
+_MAX_COMMAND_LENGTH = 4000  # characters of a command that are shown
 REMEDIES = {
     1: "Fix the code at the line of the traceback, and resume.",
     2: "Fix what the message names, and resume.",
@@ -27,7 +27,7 @@ REMEDIES = {
     5: "Check the logs of the rank that did not answer, and the network between the hosts.",
     6: "Use a smaller layout.micro_batch, or `layout.micro_batch=auto` to find the largest that fits.",
     7: "Check free space and permissions of the file system that holds the run, and resume.",
-    8: "Let all ranks make the two calls that the message names, in the same order.",
+    8: "Make all ranks issue the two calls that the message names in the same order.",
     9: "If it happens again at the same place, check the host (`dmesg`, its memory); launch.max_restarts resumes "
     "automatically.",
     10: "Check the line that the message names. If a step may really take that long, raise launch.stuck_after or the "
@@ -38,13 +38,13 @@ REMEDIES = {
 
 
 def diagnose_run(folder: Path) -> list[str]:
-    """A page about a run, line by line.
+    """Return a report about a run, line by line.
 
     Args:
-        folder: of the run.
+        folder: The run's directory.
 
     Raises:
-        RunError: if it is none.
+        RunError: If it is not a run directory.
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml)")
@@ -80,17 +80,17 @@ def diagnose_run(folder: Path) -> list[str]:
 
 
 def _resume_command(folder: Path) -> str:
-    """What to type to resume the run, as its newest start wrote it down; empty where that is not known."""
+    """Return the command that resumes the run, as recorded by its newest start; empty if that is unknown."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = safe_paths.read_json(folder, RESOLVED_FILE)
         command = tuple(map(str, values["command"]))
-        if command[:2] in ((), ("unisono", "train")):  # the file may be anybody's
+        if command[:2] in ((), ("unisono", "train")):  # the file is untrusted
             return one_line(resume_command(command, str(values["config"]["run"]["name"])), _MAX_COMMAND_LENGTH)
     return ""
 
 
 def _planned_steps(folder: Path) -> int | None:
-    """How many steps the run has in total; the configuration may give them in epochs."""
+    """Return the total number of steps of the run; the configuration may state it in epochs."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads((folder / "fingerprint.json").read_text(encoding="utf-8"))["data"]["steps"])
     return None
@@ -99,7 +99,7 @@ def _planned_steps(folder: Path) -> int | None:
 def _find_cause(
     faults: list[dict[str, Any]], findings: list[dict[str, Any]], finished: bool
 ) -> tuple[int | None, Iterator[str]]:
-    """The exit code and the message; waits that timed out come last, as on the console."""
+    """Return the exit code and the message; waits that timed out have the lowest priority, as on the console."""
     own = sorted((f for f in faults if f["kind"] != "DeadlineError"), key=lambda fault: fault["time"])
     if own:
         text = own[0]["text"].splitlines()
@@ -151,4 +151,4 @@ def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:
     lost = steps_run - (good or 0)
     if lost > 0:
         which = f"Steps {steps_run - lost + 1} to {steps_run} are" if lost > 1 else f"Step {steps_run} is"
-        yield f"{which} not saved, and would be repeated"
+        yield f"{which} not saved and would be repeated"

@@ -1,4 +1,4 @@
-"""Whether a run's checkpoints fit on its disk: asked before the first step, and not found out at the first save."""
+"""Checks that a run's checkpoints fit on its disk before the first step, so that the first save does not fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import RunError
 
-_OVERHEAD = 1.02  # a manifest, logs, and the blocks of a file system
+_OVERHEAD = 1.02  # manifest, logs, and file system blocks
 _OPTIMIZER_SLOTS = {
     "adamw": 2,
     "adam_atan2": 2,
@@ -17,21 +17,21 @@ _OPTIMIZER_SLOTS = {
     "sgd": 1,
     "lion": 1,
     "adafactor": 0,
-}  # arrays of a parameter's size
+}  # number of optimizer arrays per parameter
 
 
 def newest_size(folder: Path) -> int:
-    """Bytes of a run's newest checkpoint, by its manifest; 0 if there is none that can be read."""
+    """Return the size of a run's newest checkpoint in bytes; 0 if there is none."""
     found = commit.find_checkpoints(folder / "checkpoints")
     return sum(path.stat().st_size for path in found[-1].iterdir()) if found else 0
 
 
 def estimate_size(config: RunConfig, parameters: int) -> int:
-    """Bytes of a checkpoint of a model before its first step, when the optimizer has no state yet.
+    """Estimate the size of a checkpoint in bytes before the first step, when the optimizer has no state yet.
 
     Args:
-        config: of the run.
-        parameters: that are trained, over all processes.
+        config: Of the run.
+        parameters: Number of trained parameters over all processes.
     """
     slots = _OPTIMIZER_SLOTS.get(config.optim.kind, 2)
     if config.optim.kind == "sgd" and not getattr(config.optim, "momentum", 0):
@@ -41,7 +41,7 @@ def estimate_size(config: RunConfig, parameters: int) -> int:
 
 
 def count_checkpoints(config: RunConfig, first: int, total: int) -> int:
-    """Checkpoints that a run will write between two numbers of updates."""
+    """Return how many checkpoints a run will write between two step numbers."""
     checkpoint = config.checkpoint
     every = total // checkpoint.every - first // checkpoint.every if checkpoint.every else 0
     last = checkpoint.at_end and first < total and not (checkpoint.every and total % checkpoint.every == 0)
@@ -52,16 +52,16 @@ def check_disk_space(folder: Path, config: RunConfig, size: int, count: int) -> 
     """Refuse a run whose next checkpoints do not fit.
 
     Args:
-        folder: of the run, or where it will be.
-        config: of the run.
-        size: bytes of a checkpoint.
-        count: how many the run will write.
+        folder: The run's directory, which may not exist yet.
+        config: Of the run.
+        size: Bytes per checkpoint.
+        count: How many checkpoints the run will write.
 
     Raises:
-        RunError: with what is needed and what is free.
+        RunError: Saying how much space is needed and how much is free.
     """
     there = len(commit.find_checkpoints(folder / "checkpoints"))
-    more = min(count, max(1, config.checkpoint.keep + 1 - there))  # an older one goes once the new one is whole
+    more = min(count, max(1, config.checkpoint.keep + 1 - there))  # an old one is deleted once the new one is complete
     if more <= 0:
         return
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

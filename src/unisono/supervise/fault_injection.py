@@ -1,23 +1,23 @@
-"""Faults on demand, for tests of everything that has to survive them; nothing happens unless the command asks for it.
+"""Injects faults on request, to test everything that must survive them; nothing happens unless `--harm` asks for it.
 
-They happen where the trainer writes a heartbeat, in any task. Faults that only a task can have (another collective on
-one rank, a number that is not finite, a replica that drifts) are those of `unisono.faults.task`, which harms itself.
+Faults strike where the trainer reports a heartbeat, in any task. Faults that need a task's cooperation (a different
+collective on one rank, a non-finite number, a replica that drifts) are in `unisono.faults.task`.
 
     unisono train RECIPE --harm rank=1,step=3,phase=forward,act=kill
 
-* rank: which process (0)
-* step: from 1; what is recorded, evaluated and saved after a step belongs to it; `0` is before the first
-  one; `any` (any)
-* phase: one of `unisono.runtime.heartbeat` (setup, data, compute, wait, record, save, evaluate), a part of a step
+* rank: which process (default 0)
+* step: from 1; recording, evaluating and saving after a step belong to it; `0` means before the first step;
+  `any` (default) means every step
+* phase: a phase of `unisono.runtime.heartbeat` (setup, data, compute, wait, record, save, evaluate), a part of a step
   (forward, backward, reduction, optimizer), or a call that touches the disk (write, fsync, rename, remove)
-* act: kill, stop (SIGSTOP), term, sleep, gil (sleep and hold the interpreter), spin (the same, busy), raise, exit0,
-  abort
-* nth: at which such moment of that step, from 1 (1)
-* after: so many seconds later, by a thread (0); for kill, stop and term
-* attempt: of `launch.max_restarts` (0, the first)
+* act: kill, stop (SIGSTOP), term, sleep, gil (sleep while holding the interpreter), spin (the same, busy), raise,
+  exit0, abort
+* nth: at which occurrence in that step, from 1 (default 1)
+* after: delay in seconds, by a thread (default 0); for kill, stop and term
+* attempt: which attempt under `launch.max_restarts` (default 0, the first)
 
-Several faults are separated by `;`. The processes of the run find them in their environment, with the process that
-asked for them: once that has ended, or where it is another machine's, a variable that was left over arms nothing.
+Several faults are separated by `;`. The processes of the run find them in an environment variable together with the
+process that requested them: once that process has ended, or on another machine, a leftover variable has no effect.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from unisono.runtime.errors import ConfigError
 from unisono.supervise import identity
 
 VARIABLE = "UNISONO_FAULT"
-ATTEMPT = "UNISONO_ATTEMPT"  # which start of the processes this is, from 0
+ATTEMPT = "UNISONO_ATTEMPT"  # number of restarts before this start
 PARTS = ("forward", "backward", "reduction", "optimizer")
 CALLS = ("write", "fsync", "rename", "remove")
 
 
 @dataclass
 class InjectedFault:
-    """What shall happen, where and when."""
+    """What to do, where and when."""
 
     act: str
     phase: str
@@ -59,7 +59,7 @@ class InjectedFault:
     attempt: int = 0
 
     def on_moment(self, phase: str, step: int) -> None:
-        """A moment of this kind has come."""
+        """Count a moment, and strike at the `nth` that matches."""
         if phase != self.phase or (self.step is not None and step != self.step) or self.nth <= 0:
             return
         self.nth -= 1
@@ -71,10 +71,10 @@ class InjectedFault:
 
 
 def arm(text: str | None) -> None:
-    """Have this process and those that it starts make faults; None for none, whatever the environment says.
+    """Make this process and its children inject faults; None disarms, whatever the environment says.
 
     Raises:
-        ConfigError: for a text that names no fault.
+        ConfigError: If the text is not a valid fault.
     """
     os.environ.pop(VARIABLE, None)
     if text is not None:
@@ -83,7 +83,7 @@ def arm(text: str | None) -> None:
 
 
 def _asked() -> str | None:
-    """The faults that a living process of this machine has asked for."""
+    """Return the faults requested by a process of this machine that is still alive."""
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(os.environ.get(VARIABLE, ""))
         if identity.is_alive(request["asked_by"]):
@@ -92,10 +92,10 @@ def _asked() -> str | None:
 
 
 def install(rank: int) -> None:
-    """Make this process have the faults that the command asks for.
+    """Inject the faults that the command requests for this rank.
 
     Raises:
-        ConfigError: for a text that names no fault.
+        ConfigError: If the text is not a valid fault.
     """
     text = _asked()
     if not text:
@@ -127,10 +127,10 @@ def install(rank: int) -> None:
 
 
 def parse_faults(text: str) -> list[InjectedFault]:
-    """The faults that a text asks for.
+    """Parse a `--harm` argument.
 
-    >>> parsed("rank=1,step=3,phase=compute,act=kill")
-    [Fault(act='kill', phase='compute', rank=1, step=3, nth=1, after=0.0, attempt=0)]
+    >>> parse_faults("rank=1,step=3,phase=compute,act=kill")
+    [InjectedFault(act='kill', phase='compute', rank=1, step=3, nth=1, after=0.0, attempt=0)]
     """
     faults = []
     for part in filter(None, text.split(";")):
@@ -194,7 +194,7 @@ def _sleep() -> None:
 
 
 def _sleep_with_gil() -> None:
-    while True:  # a signal ends one sleep
+    while True:  # a signal interrupts the sleep
         ctypes.PyDLL(None).sleep(3600)
 
 
@@ -203,7 +203,7 @@ def _spin() -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError("a fault was asked for by --harm")
+    raise RuntimeError("fault injected by --harm")
 
 
 ACTS: dict[str, Callable[[], None]] = {

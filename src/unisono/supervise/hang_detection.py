@@ -1,7 +1,7 @@
-"""Hang detection from the heartbeats and process states of a node: who is stuck, who only waits, and the message.
+"""Detects hangs from the heartbeats and process states of a node: who is stuck, who only waits, and the message.
 
-Pure functions, so that every case can be tested without processes. A waiting rank is never blamed, and as long as any
-rank makes progress within the time limit of its phase, the run continues: the others wait for it.
+Pure functions, so that every case can be tested without processes. A waiting rank is never blamed, and while any rank
+makes progress within the time limit of its phase, the run continues: the others are waiting for it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from unisono.supervise.stacks import Stack
 
 @dataclass(frozen=True)
 class PhaseLimits:
-    """Seconds without progress after which a rank is past its time.
+    """Seconds without progress after which a rank counts as stuck.
 
     Attributes:
-        stuck_after: in a step, at least.
-        stuck_factor: and at least as many times the median step.
-        setup: until the first step, with the first compilation, and from the last one to the end of the process.
-        shape: in the first step of a process, and in one with a new shape, where models are compiled.
-        data: for the next micro-batch.
-        save: writing a checkpoint, or records of a step.
-        evaluate: between two batches of an evaluation.
+        stuck_after: Minimum limit for a step.
+        stuck_factor: The limit is at least this many times the median step.
+        setup: Until the first step, including the first compilation, and from the last step to the end of the process.
+        shape: For the first step of a process and for steps with a new shape, where models are compiled.
+        data: For the next micro-batch.
+        save: For writing a checkpoint or the records of a step.
+        evaluate: Between two batches of an evaluation.
     """
 
     stuck_after: float = 20.0
@@ -40,11 +40,11 @@ class PhaseLimits:
     evaluate: float = 600.0
 
     def step(self, durations: Sequence[float]) -> float:
-        """For a step, after steps of such durations."""
+        """Return the limit of a step, given the durations of previous steps."""
         return max(self.stuck_after, self.stuck_factor * statistics.median(durations or [0.0]))
 
     def limit_for(self, record: HeartbeatRecord) -> tuple[float, str]:
-        """For what a rank is at, and the setting that says so."""
+        """Return the limit for a rank's current phase, and the setting that defines it."""
         phase = record.outer if record.phase == "wait" else record.phase
         around = ("start", "setup")
         if phase in around or (phase == "data" and record.outer in around):
@@ -63,13 +63,13 @@ class PhaseLimits:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank as the monitor sees it.
+    """One rank as seen by the monitor.
 
     Attributes:
-        record: what it told last.
-        state: of its process, a letter of the kernel's; empty if it is gone.
-        idle_seconds: seconds since it told anything.
-        stopped_seconds: seconds for which its process has been seen stopped.
+        record: Its last report.
+        state: Kernel state letter of its process; empty if it is gone.
+        idle_seconds: Seconds since its last report.
+        stopped_seconds: Seconds for which its process has been stopped.
     """
 
     record: HeartbeatRecord
@@ -79,21 +79,21 @@ class RankStatus:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has not left the run."""
+        """Whether it has not yet left the run."""
         return self.record.phase != "left"
 
 
 @dataclass(frozen=True)
 class MonitorFinding:
-    """Why a run is ended.
+    """Why a run was ended.
 
     Attributes:
-        kind: the name of the error.
-        code: its exit code.
-        text: the sentence.
-        rank: the culprit; None where there is no single one.
-        where: file, line and function, if they are known.
-        ranks: what each rank was at, for the record.
+        kind: Name of the error class.
+        code: Its exit code.
+        text: The message.
+        rank: The culprit; None if there is no single one.
+        where: File, line and function, if known.
+        ranks: What each rank was doing, for the record.
     """
 
     kind: str
@@ -105,21 +105,21 @@ class MonitorFinding:
 
 
 def find_frozen(seen: Mapping[int, RankStatus], limits: PhaseLimits) -> list[int]:
-    """Ranks whose processes have been stopped for too long."""
+    """Return the ranks whose processes have been stopped for too long."""
     return [r for r, one in seen.items() if one.is_active and one.stopped_seconds > limits.step(one.record.durations)]
 
 
 def is_stalled(seen: Mapping[int, RankStatus], limits: PhaseLimits, others: bool = False) -> bool:
-    """Whether no rank of this node goes on within its time.
+    """Whether no rank of this node makes progress within its limit.
 
     Args:
-        seen: all ranks of this node.
-        limits: what their phases may take.
-        others: whether there are other nodes, whose monitors get the first word if all ranks of this one wait.
+        seen: All ranks of this node.
+        limits: Time limits of the phases.
+        others: Whether there are other nodes; if all ranks of this node wait, their monitors may act first.
     """
     here = [one for one in seen.values() if one.is_active]
     if any(one.state == "t" for one in here):
-        return False  # somebody looks at it with a debugger
+        return False  # under a debugger
     busy = [one for one in here if one.record.phase != "wait"]
     if not busy:
         more, times = (10.0, 2.0) if others else (0.0, 1.0)
@@ -128,14 +128,14 @@ def is_stalled(seen: Mapping[int, RankStatus], limits: PhaseLimits, others: bool
 
 
 def find_suspects(seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -> list[int]:
-    """Of ranks that do not go on, those who do not wait for another; none if all do."""
+    """Return the stalled ranks that do not wait for another; empty if all of them wait."""
     here = {rank: one for rank, one in seen.items() if one.is_active}
     if stopped := [rank for rank, one in here.items() if one.state == "T"]:
         return stopped
     busy = [r for r, one in here.items() if one.record.phase != "wait" and not stacks.get(r, Stack()).is_waiting]
     if kernel := [rank for rank in busy if here[rank].state == "D"]:
         return kernel
-    # In a backward pass a rank computes or waits, and if another one is found elsewhere, it waits for that one.
+    # A backward pass either computes or waits. If another rank is found elsewhere, the backward ones wait for that one.
     elsewhere = [rank for rank in busy if not stacks.get(rank, Stack()).is_in_backward]
     if not elsewhere and len(busy) == len(here) > 1:
         return []
@@ -146,13 +146,13 @@ def find_suspects(seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -
 def describe_stuck(
     seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack], limits: PhaseLimits, host: str
 ) -> MonitorFinding:
-    """The sentence about ranks that do not go on.
+    """Build the message about stalled ranks.
 
     Args:
-        seen: all ranks of this node.
-        stacks: of those who answered.
-        limits: that were passed.
-        host: name of this node.
+        seen: All ranks of this node.
+        stacks: Of the ranks that answered.
+        limits: The limits that were exceeded.
+        host: Name of this node.
     """
     culprits = find_suspects(seen, stacks)
     here = {rank: one for rank, one in seen.items() if one.is_active}
@@ -197,15 +197,15 @@ def describe_lost(
     code: int | None,
     memory: bool = False,
 ) -> MonitorFinding:
-    """The sentence about a rank that is gone without a word.
+    """Build the message about a rank that died without a message.
 
     Args:
-        rank: which.
-        record: what it told last.
-        seen: the other ranks of this node.
-        host: name of this node.
-        code: how it ended, as `subprocess` tells it, if that is known.
-        memory: whether the kernel has killed a process for want of memory meanwhile.
+        rank: Which rank.
+        record: Its last report.
+        seen: All ranks of this node.
+        host: Name of this node.
+        code: Its return code as in `subprocess`, if known.
+        memory: Whether the kernel has killed a process for lack of memory meanwhile.
     """
     who = f"rank {rank} ({host}" + (f", process {record.pid})" if record else ")")
     parts = [
@@ -223,20 +223,20 @@ def describe_lost(
 
 
 def describe_death(code: int | None, memory: bool = False) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if memory and code in (None, -9, 137):
         return (
             "killed by the kernel because this host, or the control group of this job, ran out of memory; request "
             "more memory, or lower data.workers and data.prefetch_mb"
         )
     if code is None:
-        return "its launcher knows the exit code"
+        return "see its launcher's output for the exit code"
     if code == 0:
-        return "exit code 0 before the run was over, e.g. by os._exit in the task's code"
+        return "exit code 0 before the run was complete, e.g. by os._exit in the task's code"
     if code == -9:
         return "killed by signal 9 (SIGKILL), possibly by the OOM killer"
     if code == -7:
-        return "killed by signal 7 (SIGBUS), e.g. for reading past the end of a file that was cut short"
+        return "killed by signal 7 (SIGBUS), e.g. for reading past the end of a truncated file"
     names = {-6: "SIGABRT", -8: "SIGFPE", -11: "SIGSEGV", -15: "SIGTERM"}
     if code < 0:
         return f"killed by signal {-code}" + (f" ({names[code]})" if code in names else "")
@@ -244,7 +244,7 @@ def describe_death(code: int | None, memory: bool = False) -> str:
 
 
 def describe_phase(record: HeartbeatRecord) -> str:
-    """What a rank is at, in words: `in step 4, compute`."""
+    """Describe what a rank is doing, as in `in step 4, compute`."""
     phase = record.outer if record.phase == "wait" else record.phase
     detail = f" ({record.detail})" if record.detail and record.phase != "wait" else ""
     wait = f", waiting for {record.detail}" if record.phase == "wait" else ""
@@ -255,7 +255,7 @@ def describe_phase(record: HeartbeatRecord) -> str:
 
 
 def to_json(one: RankStatus, stack: Stack | None = None) -> dict[str, Any]:
-    """What is recorded of a rank."""
+    """Return what is recorded about a rank."""
     record = asdict(one.record)
     kept = {name: record[name] for name in ("pid", "made", "phase", "outer", "detail")}
     return {**kept, "at": describe_phase(one.record), "state": one.state, "still": round(one.idle_seconds, 2)} | (
@@ -264,7 +264,7 @@ def to_json(one: RankStatus, stack: Stack | None = None) -> dict[str, Any]:
 
 
 def _describe_waits(ranks: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -> list[str]:
-    """Who waits where; ranks that wait for the same are told together."""
+    """Describe who waits where; ranks that wait for the same thing are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, one in sorted(ranks.items()):
         if one.record.phase == "wait":

@@ -1,7 +1,7 @@
-"""The identity of a process on a machine, so that another process can find out later whether it is still alive.
+"""Identifies a process on a machine, so that another process can find out later whether it is still alive.
 
-A process id alone proves nothing: ids are reused, and another host or container has its own. No clock is used, so none
-can be wrong.
+A process id alone proves nothing: ids are reused, and every host and container has its own. No clock is involved, so a
+wrong clock does no harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROC = Path("/proc")
 
 
 def machine_id() -> str:
-    """What exactly those processes share that can see each other: one boot of one host, one space of numbers."""
+    """Identify what mutually visible processes share: one boot of one host, and one PID namespace."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
@@ -31,15 +31,15 @@ def machine_id() -> str:
 
 
 def own_identity() -> dict[str, Any]:
-    """This process, as JSON."""
+    """Describe this process as JSON."""
     pid = os.getpid()
     return {"host": platform.node(), "machine": machine_id(), "pid": pid, "born": _start_time(pid)}
 
 
 def is_alive(who: Mapping[str, Any]) -> bool | None:
-    """Whether a process still lives; None where that cannot be seen from here.
+    """Whether a process is alive; None if that cannot be determined from here.
 
-    One that has ended and that nobody has collected yet is dead; one that is stopped is not.
+    A zombie is dead; a stopped process is alive.
     """
     if who["machine"] != machine_id():
         return None
@@ -47,7 +47,7 @@ def is_alive(who: Mapping[str, Any]) -> bool | None:
     if born:
         return bool(born == who["born"])
     try:
-        os.kill(int(who["pid"]), 0)  # it may be somebody else's, and hidden
+        os.kill(int(who["pid"]), 0)  # it may belong to another user, and be hidden
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -56,7 +56,7 @@ def is_alive(who: Mapping[str, Any]) -> bool | None:
 
 
 def _start_time(pid: int) -> str:
-    """When a process began, in whatever its system counts; empty if it has ended or is not to be seen."""
+    """Return the start time of a process in its system's unit; empty if it has ended or is not visible."""
     if _PROC.joinpath("self").exists():
         process = processes.find_process(pid)
         return "" if process is None else str(process.start_time)

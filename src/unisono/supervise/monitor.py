@@ -1,13 +1,13 @@
-"""The monitor of a node: a process of its own that notices when training processes die, freeze or hang.
+"""The monitor of a node: a separate process that notices when training processes die, freeze or hang.
 
-It reads their heartbeats (`unisono.runtime.heartbeat`) and their state in the kernel, five times a second. If needed,
-it ends the run on its node: with one message, all stacks in the run's directory, and SIGKILL for every process and its
-descendants. It imports next to nothing, so it is ready before they are.
+It reads their heartbeats (`unisono.runtime.heartbeat`) and their kernel state five times a second. If needed, it ends
+the run on its node: with one message, all stacks in the run's directory, and SIGKILL for every process and its
+descendants. It imports very little, so it is ready before they are.
 
     python -m unisono.supervise.monitor SPECIFICATION
 
-The specification is JSON, see `Specification`. Whoever starts it holds its standard input open, and writes a line when
-all is over; if that input ends without a line, the launcher has died, and what it has started must not live on.
+The specification is JSON, see `Specification`. The parent holds the monitor's standard input open and writes a line
+when the run is over. If the input ends without a line, the launcher has died, and its processes must not outlive it.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ from unisono.supervise.processes import Process
 from unisono.supervise.stacks import Stack
 from unisono.supervise.stragglers import Stragglers
 
-FINDING_FILE = "finding.json"  # in the directory of the pulses
-_TICK = 0.2  # seconds between two looks
-_GRACE_LOST = 1.0  # seconds for the others to end after one has died, before they are ended
-_GRACE_FAULT = 8.0  # the same after one has told why it leaves
-_PATIENCE = 5.0  # seconds for a file system to take what is written
-_SLEEP_GAP = 5.0  # seconds between two looks that say that this host slept
+FINDING_FILE = "finding.json"  # in the directory of the heartbeats
+
+_TICK = 0.2  # seconds between polls
+_GRACE_LOST = 1.0  # seconds for the others to end by themselves after one has died
+_GRACE_FAULT = 8.0  # the same after one has reported why it leaves
+_PATIENCE = 5.0  # seconds to wait for a write to a file system
+_SLEEP_GAP = 5.0  # a longer gap between two polls means that this host was suspended
 _COMPARE_INTERVAL = (
-    5.0  # seconds without a sign of any rank of this node until nodes compare their rings, and between two times
+    5.0  # seconds without a report from any rank of this node before nodes compare rings, and between comparisons
 )
-_QUIET_CODES = (0, 75, 130)  # exit codes of a rank whose leaving ends nobody else: finished, preempted, interrupted
+_QUIET_CODES = (0, 75, 130)  # exit codes that do not end the other ranks: finished, preempted, interrupted
 
 
 @dataclass(frozen=True)
 class Specification:
-    """What a monitor is told when it is started.
+    """The arguments of a monitor.
 
     Attributes:
-        directory: of the pulses.
-        folder: of the run.
-        ranks: of this node.
-        node: number of this node.
-        nodes: how many there are.
-        limits: fields of `PhaseLimits`.
-        factor: of `Stragglers`.
-        held: whether the end of the standard input is the end of the launcher, which also tells what is found here.
-        agent: process number of a launcher of somebody else, without which its processes must not live on.
+        directory: Of the heartbeats.
+        folder: The run's directory.
+        ranks: Of this node.
+        node: Rank of this node.
+        nodes: Number of nodes.
+        limits: Fields of `PhaseLimits`.
+        factor: Of `Stragglers`.
+        held: Whether the end of standard input means the end of the launcher, which then also reports the finding.
+        agent: Process id of a launcher other than ours, without which its processes must not live on.
     """
 
     directory: str
@@ -88,15 +89,15 @@ class Monitor:
         self._host = platform.node()
         self._roots: dict[int, Process] = {}
         self._records: dict[int, HeartbeatRecord] = {}
-        self._stopped_since: dict[int, float] = {}  # since when a rank's process is seen stopped
-        self._failed_since: dict[int, float] = {}  # since when a rank is known to be lost or to have failed
+        self._stopped_since: dict[int, float] = {}  # when each rank's process was first seen stopped
+        self._failed_since: dict[int, float] = {}  # when each rank was first known to be lost or failed
         self._agent = processes.find_process(specification.agent) if specification.agent else None
-        self._survivors: dict[int, RankStatus] = {}  # what all were at when the first one died
+        self._survivors: dict[int, RankStatus] = {}  # the state of all ranks when the first one died
         self._last_look = self._last_comparison = time.monotonic()
-        self._idle_from = 0.0  # what was still before then was so because this host slept
+        self._idle_from = 0.0  # idle time before this moment is ignored, because the host was suspended
 
     def run(self) -> int:
-        """Watch to the end; returns 0, or the code of the error by which the run was ended."""
+        """Watch to the end; return 0, or the exit code of the error for which the run was ended."""
         descriptors: dict[int, int] = {}
         poll = select.poll()
         if self._specification.held:
@@ -129,10 +130,10 @@ class Monitor:
             self._report_stragglers(seen)
 
     def _on_input_closed(self) -> int:
-        """The launcher said that all is over, or is gone."""
+        """Handle the end of the run, or of the launcher."""
         if not os.read(0, 1):
-            time.sleep(_GRACE_LOST / 2)  # the kernel ends them with their parent
-            self._read_ranks()  # those too that began after the last look
+            time.sleep(_GRACE_LOST / 2)  # the kernel kills the processes together with their parent
+            self._read_ranks()  # including those started since the last look
             self._kill_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
         return 0
@@ -153,7 +154,7 @@ class Monitor:
             root = self._roots.get(rank)
             process = processes.refresh(root) if root else None
             state = process.state if process else ""
-            if not state:  # it may have said so and left, since its record was read
+            if not state:  # it may have reported its exit and left after its record was read
                 record = self._records[rank] = (
                     heartbeat.read_record(heartbeat.heartbeat_path(self._directory, rank)) or record
                 )
@@ -165,7 +166,7 @@ class Monitor:
         return seen
 
     def _judge(self, seen: Mapping[int, RankStatus]) -> int | None:
-        """End the run if there is a reason to; returns the code of the error, or None to go on."""
+        """End the run if necessary; return the error's exit code, or None to continue."""
         now = time.monotonic()
         failed = [rank for rank, one in seen.items() if not one.is_active and one.record.code not in _QUIET_CODES]
         gone = [rank for rank, one in seen.items() if one.is_active and not one.state]
@@ -183,7 +184,7 @@ class Monitor:
                 return self._conclude(
                     hang_detection.describe_lost(started, self._records[started], self._survivors, self._host, None)
                 )
-            if alive:  # one that has told its fault may live on, as a script that goes on to something else
+            if alive:  # a process that reported its fault may live on, e.g. a script that continues with other work
                 self._kill_processes([rank for rank, one in seen.items() if one.is_active])
             return None
         if self._limits.stuck_after and (
@@ -204,10 +205,10 @@ class Monitor:
         return None
 
     def _find_mismatch_across_nodes(self) -> str | None:
-        """Whether a rank of this node and one of another made different collectives.
+        """Whether a rank of this node and one of another node issued different collectives.
 
-        A rank sees by itself, in its comparison, what others of its node do instead of coming to it; of those of other
-        nodes it knows nothing. What rings say together is true whenever they were written, so nothing waits here.
+        A rank can see in its digest comparison what the others of its node issued instead, but nothing about other
+        nodes. What rings prove holds whenever they were written, so nothing needs to wait here.
         """
         found: list[str | None] = []
         _run_with_timeout(
@@ -218,7 +219,7 @@ class Monitor:
         return found[0] if found else None
 
     def _check_stuck(self, seen: Mapping[int, RankStatus]) -> int | None:
-        """Ask for all stacks, and see whether nobody has gone on meanwhile; one that is stopped answers once it may."""
+        """Collect all stacks, and end the run unless some rank made progress meanwhile; stopped ranks answer last."""
         answers = stacks.collect_stacks(
             self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"}
         )
@@ -230,7 +231,7 @@ class Monitor:
             return None
         described = {rank: processes.describe_kernel_state(one.record.pid) for rank, one in seen.items()}
         if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
-            for rank in again.keys() - stopped.keys():  # or those would take up the run with them again
+            for rank in again.keys() - stopped.keys():  # or they would continue the run with the ranks woken below
                 with suppress(OSError):
                     os.kill(again[rank].record.pid, signal.SIGSTOP)
             answers |= stacks.collect_stacks(self._directory, stopped, patience=1.0, stopped=True)
@@ -244,7 +245,7 @@ class Monitor:
         answers: Mapping[int, Stack] | None = None,
         described: Mapping[int, str] | None = None,
     ) -> int:
-        """Leave the finding where the launcher and people look for it, and end the processes."""
+        """Save the finding for the launcher and for people, and end the processes."""
         if finding.kind == StuckError.__name__ and (differ := collective_mismatch.describe_mismatch(self._directory)):
             finding = replace(finding, kind=DesyncError.__name__, code=DesyncError.exit_code, text=differ)
         where = self._folder / "logs" / "stacks" / time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime())
@@ -279,7 +280,7 @@ class Monitor:
         return finding.code
 
     def _kill_processes(self, ranks: Iterable[int] | None = None) -> None:
-        """Kill the processes of this node, or of some ranks, and all that they started."""
+        """Kill the processes of this node, or those of some ranks, with all their descendants."""
         ranks = self._roots if ranks is None else ranks
         if left := processes.kill_all([self._roots[rank] for rank in ranks if rank in self._roots]):
             numbers = ", ".join(f"{process.pid} (state {process.state})" for process in left)
@@ -298,14 +299,14 @@ class Monitor:
 
 
 def _blame_order(one: RankStatus) -> int:
-    """Of ranks that are found gone together: who told a fault of its own, who died, who only waited for another."""
+    """Rank causes found at the same time: a rank with its own error, one that died, one that waited for another."""
     if one.is_active:
         return 1
     return 2 if one.record.code == DeadlineError.exit_code else 0
 
 
 def finding_path(folder: Path, node: int) -> Path:
-    """Where a run's directory has what the monitor of a node has found."""
+    """Return where a run's directory keeps the finding of a node's monitor."""
     return folder / "logs" / f"monitor-node-{node}.json"
 
 
@@ -313,17 +314,17 @@ def write_finding(path: Path, finding: MonitorFinding, node: int, stored: str = 
     """Write a finding.
 
     Args:
-        path: of the file.
-        finding: to write.
-        node: whose it is.
-        stored: folder of the stacks, relative to the run's.
+        path: Of the file.
+        finding: To write.
+        node: Whose monitor it comes from.
+        stored: Folder of the stacks, relative to the run's directory.
     """
     about: dict[str, Any] = {**asdict(finding), "node": node, "host": platform.node(), "time": time.time()}
     write_whole(path, json.dumps(secrets.hidden({**about, "stacks": stored}), indent=1) + "\n")
 
 
 def _run_with_timeout(act: Any) -> None:
-    """Do something that may hang, as writing to a file system of the network does, but wait for it only so long."""
+    """Do something that may hang, such as writing to a network file system, and stop waiting after a few seconds."""
 
     def careful() -> None:
         try:
@@ -342,12 +343,12 @@ def _print_line(line: str) -> None:
 
 
 def main() -> None:
-    """Entry of the process."""
+    """Run the monitor process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when its launcher does, and not before
+        signal.signal(number, signal.SIG_IGN)  # it ends when its launcher does, not before
     code = Monitor(Specification(**json.loads(sys.argv[1]))).run()
     sys.stderr.flush()
-    os._exit(code)  # a thread may hang in a file system
+    os._exit(code)  # a thread may be blocked in a file system
 
 
 if __name__ == "__main__":

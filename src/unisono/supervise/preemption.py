@@ -1,11 +1,11 @@
-"""Preemption: SIGTERM and SIGUSR1, by which schedulers and spot machines announce that a job has to end.
+"""Preemption: SIGTERM and SIGUSR1, by which schedulers and spot instances announce that a job has to end.
 
-Before the first step there is nothing to lose, and the process ends at once. From then on a signal is only noted, and
-the next boundary (`unisono.supervise.step_sync`) decides for all ranks. A thread hears the signals too, by the
-interpreter's wakeup descriptor: the main thread may be inside of a call that returns late or never, and the deadline
-holds all the same.
+Before the first step there is nothing to lose, and the process ends at once. After that a signal is only noted, and the
+synchronisation at the end of the step (`unisono.supervise.step_sync`) decides for all ranks. A thread also receives the
+signals, through the interpreter's wakeup descriptor, so the deadline holds even if the main thread is in a call that
+returns late or never.
 
-Signals belong to the process and not to any object in it, so this module has one ear for all.
+Signals belong to the process and not to an object in it, so this module keeps one listener per process.
 """
 
 from __future__ import annotations
@@ -24,51 +24,49 @@ from unisono.runtime.errors import Preempted
 from unisono.supervise import identity
 
 SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-ENDED_BY_SIGNAL = 128  # plus the signal: the exit code of a process that was ended because another one had failed
-_EXIT_GRACE = (
-    5.0  # seconds for a process to end by itself once it should: before the first step, or after its last save
-)
+ENDED_BY_SIGNAL = 128  # plus the signal number: exit code of a process ended because another one failed
+_EXIT_GRACE = 5.0  # seconds for a process to end by itself: before the first step, or after its last save
 TOO_EARLY = "preempted before the first step of this start, so nothing is lost"
 
-EndProcess = Callable[[Preempted], object]  # tells why and ends the process; called by a thread
+EndProcess = Callable[[Preempted], object]  # reports the reason and ends the process; called by a thread
 
 
 class _TooEarly(BaseException):
-    """Goes through whatever the process does before its first step, as a KeyboardInterrupt would."""
+    """Unwinds whatever the process does before its first step, as a KeyboardInterrupt would."""
 
 
 @contextmanager
 def handle_signals(ends: EndProcess | None = None) -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGUSR1 are heard. Inside of another one, or of a thread, it only tells why.
+    """Listen for SIGTERM and SIGUSR1. If nested, or in a thread, only turn an early signal into `Preempted`.
 
     Args:
-        ends: how the process ends if it should and its main thread does not come to it; None: it does not.
+        ends: Ends the process if the main thread does not do so in time; None never forces the end.
 
     Raises:
-        Preempted: if it was asked to end before its first step.
+        Preempted: If the process was asked to end before its first step.
     """
     global _listener
-    ear = None
+    listener = None
     if _listener is None and threading.current_thread() is threading.main_thread():
-        ear = _listener = _SignalListener(ends)
+        listener = _listener = _SignalListener(ends)
     try:
-        if ear is not None:
-            ear.open()
+        if listener is not None:
+            listener.open()
         yield
     except _TooEarly:
         raise Preempted(TOO_EARLY) from None
     finally:
-        if ear is not None:
-            ear.close()
+        if listener is not None:
+            listener.close()
             _listener = None
 
 
 def defer_signals(deadline: float, siblings: Sequence[Mapping[str, Any]]) -> None:
-    """From now on boundaries answer: nothing is raised any more.
+    """Leave signals to the step synchronisation from now on; nothing is raised any more.
 
     Args:
-        deadline: seconds from the first signal to the end of the process.
-        siblings: processes of the job. A signal after one of them has ended comes from a launcher that ends the rest.
+        deadline: Seconds from the first signal to the end of the process.
+        siblings: Processes of the job. A signal after one of them has ended comes from a launcher that ends the rest.
     """
     if _listener is not None:
         _listener.deadline, _listener.siblings = deadline, siblings
@@ -76,12 +74,12 @@ def defer_signals(deadline: float, siblings: Sequence[Mapping[str, Any]]) -> Non
 
 
 def seconds_since_signal() -> float | None:
-    """Seconds since this process was asked to end; None if it was not."""
+    """Return the seconds since this process was asked to end; None if it was not."""
     return None if _listener is None or _listener.signalled_at is None else time.monotonic() - _listener.signalled_at
 
 
 def announce_end(why: Preempted) -> None:
-    """All ranks end now, for this reason, whether this one has heard a signal or not."""
+    """Record why all ranks end now, whether or not this one received a signal."""
     if _listener is not None:
         _listener.signalled_at = _listener.signalled_at or time.monotonic()
         _listener.why = why
@@ -89,7 +87,7 @@ def announce_end(why: Preempted) -> None:
 
 @contextmanager
 def finish_before_exit() -> Iterator[None]:
-    """What is done here, a save, is finished even if the deadline passes: whoever set it may be late."""
+    """Let the save in this context finish even after the deadline: the scheduler may kill later than announced."""
     if _listener is not None:
         _listener.running_saves += 1
     try:
@@ -104,19 +102,19 @@ def finish_before_exit() -> Iterator[None]:
 def forward_signals(
     to: Callable[[], Sequence[int]], ends: Callable[[], object], deadline: float
 ) -> Iterator[Callable[[], bool]]:
-    """While this lasts, the first signal goes to other processes as a SIGUSR1, and they answer.
+    """Pass the first signal to other processes as SIGUSR1 and let them react.
 
     Args:
-        to: the numbers of these processes; none before they are there.
-        ends: ends them if they have not ended some seconds after the deadline; called by a thread.
-        deadline: seconds that they have.
+        to: Returns the ids of these processes; none before they have started.
+        ends: Ends them if they are still there some seconds after the deadline; called by a thread.
+        deadline: Seconds that they have.
 
     Yields:
-        Whether there was a signal.
+        A function that tells whether there was a signal.
     """
     over = threading.Event()
 
-    def hear() -> bool:
+    def forward() -> bool:
         processes = to()
         for process in processes:
             with suppress(ProcessLookupError):  # it has just ended
@@ -124,29 +122,29 @@ def forward_signals(
         threading.Thread(target=lambda: over.wait(deadline + 2 * _EXIT_GRACE) or ends(), daemon=True).start()
         return bool(processes)
 
-    ear = _listener
-    if ear is None:
+    listener = _listener
+    if listener is None:
         yield lambda: False
         return
-    ear.forward, ear.is_deferred = hear, True
+    listener.forward, listener.is_deferred = forward, True
     try:
-        yield lambda: ear.signalled_at is not None
+        yield lambda: listener.signalled_at is not None
     finally:
         over.set()
 
 
 class _SignalListener:
-    """What one process has heard.
+    """The signals that this process has received.
 
     Attributes:
-        signalled_at: when it was asked first, by `time.monotonic`.
-        is_deferred: whether boundaries answer, or other processes.
-        deadline: seconds from then on.
-        siblings: see `defer_signals`.
-        why: what it ends with, once that is decided.
-        running_saves: how many things must not be broken off.
-        last_save_at: when the last of them was done.
-        forward: does so with the first signal, and says whether there was anybody to hear it.
+        signalled_at: When the first one arrived, by `time.monotonic`.
+        is_deferred: Whether the step synchronisation, or other processes, react to signals.
+        deadline: Seconds from the first signal.
+        siblings: See `defer_signals`.
+        why: The reason the process ends with, once decided.
+        running_saves: Number of operations that must not be interrupted.
+        last_save_at: When the last of them ended.
+        forward: Passes on the first signal; returns whether any process received it.
     """
 
     def __init__(self, ends: EndProcess | None) -> None:
@@ -161,25 +159,25 @@ class _SignalListener:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._descriptor = -1
-        # Whoever has handlers of their own keeps them, and what is ignored stays so.
+        # Handlers of the user stay in place, and ignored signals stay ignored.
         self._before = {number: signal.SIG_DFL for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL}
 
     def open(self) -> None:
-        """Hear from now on; the first signal may come before this returns."""
+        """Start to listen; the first signal may arrive before this returns."""
         self._descriptor = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         for number in self._before:
             signal.signal(number, self._on_signal)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         signal.set_wakeup_fd(self._descriptor)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._write.close()  # ends the thread
 
     def after_fork(self) -> None:
-        """Be deaf in a child: it has the descriptors of its parent."""
+        """Stop listening in a forked child, which has its parent's descriptors."""
         signal.set_wakeup_fd(-1)
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
@@ -200,7 +198,7 @@ class _SignalListener:
             self.signalled_at = time.monotonic()
 
     def _listen(self) -> None:
-        """Note signals, and end the process where it should have ended."""
+        """Note signals, and end the process if it is late."""
         while True:
             if select.select([self._read], [], [], None if self.signalled_at is None else 0.2)[0]:
                 heard = self._read.recv(64)

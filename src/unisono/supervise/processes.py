@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them in /proc: whether they live, their state, and how to kill them.
+"""Processes as the kernel shows them in /proc: whether they are alive, their state, and how to kill them.
 
 A process is identified by its id and its start time, since ids are reused.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-_PATIENCE = 5.0  # seconds for what was killed to be gone
+_PATIENCE = 5.0  # seconds for killed processes to disappear
 STATES = {
-    "T": "stopped by a signal, as SIGSTOP does",
+    "T": "stopped by a signal such as SIGSTOP",
     "t": "stopped by a debugger",
     "D": "in kernel I/O, which nothing can interrupt",
 }
@@ -27,11 +27,11 @@ class Process:
     """One line of /proc/PID/stat.
 
     Attributes:
-        pid: its number.
-        state: one letter of the kernel's: R, S, D, T, t, Z, …
-        parent: number of its parent.
-        group: number of its process group.
-        start_time: when, in ticks since the host's start.
+        pid: Process id.
+        state: Kernel state letter: R, S, D, T, t, Z, …
+        parent: Process id of its parent.
+        group: Its process group.
+        start_time: In ticks since the host booted.
     """
 
     pid: int
@@ -42,40 +42,40 @@ class Process:
 
 
 def find_process(pid: int) -> Process | None:
-    """A process that lives; None if it is gone, or only waits to be collected by its parent."""
+    """Return a living process; None if it is gone or a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    rest = text.rpartition(")")[2].split()  # its name may hold anything
+    rest = text.rpartition(")")[2].split()  # the process name may contain anything
     if rest[0] in "ZXx":
         return None
     return Process(pid, rest[0], int(rest[1]), int(rest[2]), int(rest[19]))
 
 
 def refresh(process: Process) -> Process | None:
-    """How a process is now, if it still is."""
+    """Return the current state of a process, if it still exists."""
     now = find_process(process.pid)
     return now if now is not None and now.start_time == process.start_time else None
 
 
 def list_processes() -> list[Process]:
-    """All processes that live."""
+    """Return all living processes."""
     found = (find_process(int(path.name)) for path in _PROC.iterdir() if path.name.isdigit())
     return [process for process in found if process is not None]
 
 
 def find_descendants(roots: Iterable[Process]) -> list[Process]:
-    """Of processes as they were once: those that live, all that they started, and the groups that they led.
+    """Return the living ones of some processes seen earlier, with their descendants and the groups they led.
 
-    A process whose parent is gone is still in the group of the one that began it, unless it left on purpose. This
-    process is none of them.
+    A process whose parent is gone is still in its ancestor's group, unless it left on purpose. The calling process is
+    never included.
     """
     living = {process.pid: process for process in list_processes() if process.pid != os.getpid()}
     here, groups = set(), set()
     for root in roots:
         now = living.get(root.pid)
-        if now is None or now.start_time == root.start_time:  # else the number is another's by now
+        if now is None or now.start_time == root.start_time:  # otherwise the id has been reused
             groups.add(root.pid)
             here |= {root.pid} & living.keys()
     while True:
@@ -86,10 +86,10 @@ def find_descendants(roots: Iterable[Process]) -> list[Process]:
 
 
 def kill_all(roots: Iterable[Process]) -> list[Process]:
-    """Kill processes and all that they started; returns those that are still there some seconds later."""
+    """Kill processes and their descendants; return those that still exist after some seconds."""
     roots = list(roots)
     deadline = time.monotonic() + _PATIENCE
-    while left := find_descendants(roots):  # again and again: one may have started another meanwhile
+    while left := find_descendants(roots):  # repeated, since a process may have started another meanwhile
         for process in left:
             with suppress(ProcessLookupError, PermissionError):
                 if refresh(process):
@@ -102,7 +102,7 @@ def kill_all(roots: Iterable[Process]) -> list[Process]:
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Whether a process handles a signal; to others it would be deadly."""
+    """Whether a process handles a signal that would otherwise kill it."""
     with suppress(OSError, ValueError):
         for line in (_PROC / str(pid) / "status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -111,7 +111,7 @@ def handles_signal(pid: int, number: int) -> bool:
 
 
 def describe_kernel_state(pid: int) -> str:
-    """What the kernel says a process is at, as far as this one may read it."""
+    """Return what the kernel reports about a process, as far as permissions allow."""
     parts = []
     for name in ("wchan", "syscall", "stack"):
         with suppress(OSError):
@@ -121,7 +121,7 @@ def describe_kernel_state(pid: int) -> str:
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory, on this host or in this one's group."""
+    """Return how many processes the kernel has killed for lack of memory, on this host or in this control group."""
     counts = [0]
     with suppress(OSError, ValueError):
         for line in (_PROC / "vmstat").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What processes and monitors of a run have recorded of its end; the folder may be anybody's."""
+"""Reads what processes and monitors of a run recorded about its end; the folder is untrusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.runtime.shapes import Integer, Number, misfit
 
 
 class Fault(TypedDict):
-    """What a rank has said of the error that ended it."""
+    """The error that ended a rank, as reported by the rank."""
 
     rank: Integer
     kind: str
@@ -23,14 +23,14 @@ class Fault(TypedDict):
 
 
 class LastPlace(TypedDict):
-    """Where a rank was seen last."""
+    """The last known activity of a rank."""
 
     at: str
     pid: Integer
 
 
 class Finding(TypedDict):
-    """What the monitor of a node has found."""
+    """The finding of a node's monitor."""
 
     code: Integer
     text: str
@@ -40,7 +40,7 @@ class Finding(TypedDict):
 
 
 def read(folder: Path, pattern: str, shape: Any) -> list[dict[str, Any]]:
-    """The records of a folder, in the order of their names; what is none is passed over, as is one half written."""
+    """Return the records in a folder, ordered by name; malformed and half-written ones are skipped."""
     found = []
     for path in sorted(folder.glob(pattern)):
         try:

@@ -1,12 +1,12 @@
 """The lock of a run's folder: one start at a time may write into it, across hosts that share a file system.
 
-    lease/00000007.json   the owner: host, process, when it began; its token is the number, which only ever grows
+    lease/00000007.json   the owner: host, process, start time; its token is the number, which only ever grows
     lease/00000007.beat   a counter that the owner increments while it lives
 
-A token is taken by a hard link to a finished file, which fails if another process has it, also on network file systems.
-An owner that has not released its token is dead if its process is gone, where that can be checked; else if its counter
-has not moved for some seconds of the challenger's own clock. So neither wall clocks nor file times are used. An owner
-that was only suspended finds a newer token and must not write any more (`RunLock.describe_takeover`).
+A token is claimed by a hard link to a finished file, which fails if another process holds it, also on network file
+systems. An owner that has not released its token is dead if its process is gone, where that can be checked; otherwise
+if its counter has not moved for some seconds by the challenger's own clock. So neither wall clocks nor file times
+matter. An owner that was only suspended finds a newer token and must not write any more (`RunLock.describe_takeover`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole
 from unisono.supervise import identity
 
 FOLDER = "lease"
-LOCK_VARIABLE = "UNISONO_LEASE"  # what processes of an owner find in their environment: its token and the folder
-BEAT_INTERVAL = 3.0  # seconds between two beats
-TAKEOVER_AFTER = 20.0  # seconds without one, after which an owner that cannot be seen counts as dead
-_TOKENS_KEPT = 4  # older tokens that are not removed
+LOCK_VARIABLE = "UNISONO_LEASE"  # passes the owner's token and folder to its child processes
+BEAT_INTERVAL = 3.0  # seconds between heartbeats
+TAKEOVER_AFTER = 20.0  # seconds without a heartbeat after which an owner that cannot be checked counts as dead
+_TOKENS_KEPT = 4  # older tokens that are kept
 
 
 class RunLock:
-    """A token for a run's folder.
+    """A claim on a run's folder.
 
     Attributes:
-        folder: of the run.
-        token: a larger one than any before.
-        seized: whether its owner before had not let go.
+        folder: Of the run.
+        token: Larger than any token before.
+        seized: Whether the previous owner had not released the lock.
     """
 
     def __init__(self, folder: Path, token: int, seized: bool = False) -> None:
         self.folder, self.token, self.seized = folder, token, seized
 
     def describe_takeover(self) -> str | None:
-        """Who has taken over the run since, as a sentence; None if nobody has."""
+        """Say who has taken over the run since, in one sentence; None if nobody has."""
         newest = _newest_token(self.folder)
         if newest <= self.token:
             return None
@@ -57,33 +57,33 @@ class RunLock:
         )
 
     def check_held(self) -> None:
-        """Refuse to go on if somebody has taken over.
+        """Refuse to continue if another process has taken over.
 
         Raises:
-            RunError: naming the new owner.
+            RunError: Naming the new owner.
         """
         if takeover := self.describe_takeover():
             raise RunError(takeover)
 
 
 def inherited_lock(folder: Path) -> RunLock | None:
-    """The lease on a folder that this process or its launcher has."""
-    token, _, of = os.environ.get(LOCK_VARIABLE, "").partition(":")
-    return RunLock(folder, int(token)) if of == str(folder.resolve()) else None
+    """Return the lock on a folder that this process or its launcher holds."""
+    token, _, locked = os.environ.get(LOCK_VARIABLE, "").partition(":")
+    return RunLock(folder, int(token)) if locked == str(folder.resolve()) else None
 
 
 @contextmanager
 def hold_lock(folder: Path, every: float = BEAT_INTERVAL, patience: float = TAKEOVER_AFTER) -> Iterator[RunLock]:
-    """Take the lease of a folder that is there, keep it alive, and let go of it.
+    """Lock an existing folder, keep the lock alive, and release it at the end.
 
     Args:
-        folder: of a run.
-        every: seconds between two signs of life.
-        patience: seconds without one, after which an owner on another host counts as dead.
+        folder: Of a run.
+        every: Seconds between heartbeats.
+        patience: Seconds without a heartbeat after which an owner on another host counts as dead.
 
     Raises:
-        RunError: naming the owner, if there is one that lives.
-        OSError: if nothing can be written there.
+        RunError: Naming the owner, if there is a living one.
+        OSError: If the folder is not writable.
     """
     lease = _acquire(folder, every, patience)
     before = os.environ.get(LOCK_VARIABLE)
@@ -102,13 +102,13 @@ def hold_lock(folder: Path, every: float = BEAT_INTERVAL, patience: float = TAKE
             os.environ.pop(LOCK_VARIABLE, None)
         else:
             os.environ[LOCK_VARIABLE] = before
-        with suppress(OSError):  # the folder may be gone, or its disk
-            if _lock_file(lease, "json").is_file():  # else others have come and gone since
+        with suppress(OSError):  # the folder, or its disk, may be gone
+            if _lock_file(lease, "json").is_file():  # otherwise others have taken and released the lock since
                 write_whole(_lock_file(lease, "json"), json.dumps({**identity.own_identity(), "released": True}) + "\n")
 
 
 def find_holder(folder: Path) -> dict[str, Any] | None:
-    """The process that has a run's folder and has not let go, as far as can be told at once; None if there is none."""
+    """Return the process that holds a run's folder, as far as can be seen without waiting; None if there is none."""
     owner = _read_owner(folder, _newest_token(folder))
     return None if owner is None or owner["released"] or identity.is_alive(owner) is False else owner
 
@@ -120,8 +120,8 @@ def _acquire(folder: Path, every: float, patience: float) -> RunLock:
         owner = _read_owner(folder, newest)
         if newest and owner is None:
             if _newest_token(folder) != newest:
-                continue  # others come and go
-            owner = {"host": "an unknown host", "machine": "", "pid": 0, "released": False}  # it cannot be read, or yet
+                continue  # the lock changes hands right now
+            owner = {"host": "an unknown host", "machine": "", "pid": 0, "released": False}  # not readable, or not yet
         seized = owner is not None and not owner["released"]
         if owner is not None and seized and _is_owner_alive(folder, newest, owner, patience):
             raise RunError(
@@ -135,7 +135,7 @@ def _acquire(folder: Path, every: float, patience: float) -> RunLock:
 
 
 def _claim_token(lease: RunLock, every: float) -> bool:
-    """Whether nobody else has this token."""
+    """Claim a token; False if another process has it."""
     mine = _lock_file(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
         write_whole(mine, json.dumps({**identity.own_identity(), "every": every, "released": False}) + "\n")
@@ -146,7 +146,7 @@ def _claim_token(lease: RunLock, every: float) -> bool:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
-        try:  # a file system without hard links: the kernel makes one file of this name all the same
+        try:  # without hard links, exclusive creation still guarantees one owner
             with _lock_file(lease, "json").open("x", encoding="utf-8") as file:
                 file.write(mine.read_text(encoding="utf-8"))
         except FileExistsError:
@@ -157,7 +157,7 @@ def _claim_token(lease: RunLock, every: float) -> bool:
 
 
 def _is_owner_alive(folder: Path, token: int, owner: dict[str, Any], patience: float) -> bool:
-    """Whether an owner that has not let go gives a sign of life."""
+    """Whether an owner that has not released its token shows a sign of life."""
     seen = identity.is_alive(owner)
     if seen is not None:
         return seen
@@ -181,7 +181,7 @@ def _send_heartbeats(path: Path, every: float, over: threading.Event) -> None:
     count = 0
     while True:
         count += 1
-        with suppress(OSError):  # and again in a moment; in place, so that a full disk is no matter
+        with suppress(OSError):  # tried again at the next beat; written in place, so that a full disk does not matter
             descriptor = os.open(path, os.O_WRONLY)
             try:
                 os.pwrite(descriptor, b"%020d\n" % count, 0)
@@ -198,9 +198,9 @@ def _read_counter(folder: Path, token: int) -> str:
 
 
 def _newest_token(folder: Path) -> int:
-    """The largest token that was ever taken; 0 if none was."""
+    """Return the largest token ever claimed; 0 if there is none."""
     try:
-        names = os.listdir(folder / FOLDER)  # noqa: PTH208 - names alone, for every few seconds
+        names = os.listdir(folder / FOLDER)  # noqa: PTH208 - names only, since this runs every few seconds
     except OSError:
         return 0
     return max((int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()), default=0)

@@ -1,4 +1,4 @@
-"""Which micro-batch shapes a run has seen: compiling for a new one may take long and must not count as a hang."""
+"""Tracks micro-batch shapes: compiling for a new one may take long and must not count as a hang."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unisono.runtime.heartbeat import NEW_SHAPE
 
 
 class ShapeTracker:
-    """The shapes so far.
+    """The shapes seen so far.
 
     Args:
-        watching: whether it matters; without compilation a new shape takes no longer than an old one.
+        watching: Whether shapes matter; without compilation a new shape takes no longer than a known one.
     """
 
     def __init__(self, watching: bool) -> None:
@@ -21,7 +21,7 @@ class ShapeTracker:
         self._known: set[Any] = set()
 
     def update(self, batches: Sequence[MicroBatch]) -> str:
-        """`pulse.NEW_SHAPE` if a micro-batch has a shape that none had before, else nothing."""
+        """Return `heartbeat.NEW_SHAPE` if a micro-batch has a shape not seen before, else an empty string."""
         if not self._watching:
             return ""
         before = len(self._known)
@@ -30,10 +30,10 @@ class ShapeTracker:
 
 
 def describe_shapes(arrays: Any) -> Any:
-    """The shape and the type of every array of a batch, which may be nested.
+    """Return the shape and dtype of every array in a batch, which may be nested.
 
     >>> import numpy
-    >>> shape({"x": numpy.zeros((2, 3), dtype="f4"), "more": [numpy.zeros(1)]})
+    >>> describe_shapes({"x": numpy.zeros((2, 3), dtype="f4"), "more": [numpy.zeros(1)]})
     (('more', (('1', 'float64'),)), ('x', ('2,3', 'float32')))
     """
     if isinstance(arrays, Mapping):

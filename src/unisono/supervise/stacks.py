@@ -1,4 +1,4 @@
-"""The stacks of processes that may be blocked: requested by a signal, written by a handler in C, read here."""
+"""The stacks of processes that may be blocked: requested by a signal, dumped by a C handler, and parsed here."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """What one process was at.
+    """What one process was doing.
 
     Attributes:
-        text: as Python wrote it, all threads; empty if it did not answer.
-        frames: of the main thread, the innermost first.
+        text: The stacks of all threads as Python wrote them; empty if there was no answer.
+        frames: Of the main thread, innermost first.
     """
 
     text: str = ""
@@ -48,37 +48,37 @@ class Stack:
 
     @property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's code: of no library and not of Unisono, whose recipes count as a user's."""
+        """The innermost frame of user code, which includes recipes but no library and no other part of Unisono."""
         return next((frame for frame in self.frames if is_user_file(frame.file)), None)
 
     @property
     def relevant_frame(self) -> Frame | None:
-        """The frame to name: the user's, else the innermost."""
+        """The frame to report: the user's, else the innermost."""
         return self.user_frame or next(iter(self.frames), None)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the innermost call is one that waits for other processes."""
+        """Whether the innermost call waits for other processes."""
         inner = next((frame.file for frame in self.frames if not _is_python_file(frame.file)), "")
         return any(part in inner for part in _WAITS)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the innermost call is a backward pass, which computes or waits; from here nobody knows."""
+        """Whether the innermost call is a backward pass, which may be computing or waiting."""
         return bool(self.frames) and self.frames[0].file.endswith(_BACKWARD)
 
 
 def collect_stacks(
     directory: Path, pids: Mapping[int, int], patience: float = 2.0, *, stopped: bool = False
 ) -> dict[int, Stack]:
-    """The stacks of ranks, of those that answer in time.
+    """Return the stacks of the ranks that answer in time.
 
     Args:
-        directory: of their pulses.
-        pids: per rank its process number.
-        patience: seconds for all of them together.
-        stopped: whether they are stopped, and may go on. The signal is there by then, so it comes before anything else
-            that they do, and the stack is that of where they were stopped.
+        directory: Of their heartbeats.
+        pids: Process id of each rank.
+        patience: Seconds for all of them together.
+        stopped: Whether they are stopped and should be continued. The signal is already pending then, so it is handled
+            first, and the stack shows where they were stopped.
     """
     before = {}
     for rank, pid in pids.items():
@@ -93,14 +93,14 @@ def collect_stacks(
     while time.monotonic() < deadline:
         time.sleep(0.05)
         now = {rank: _read_after(heartbeat.stacks_path(directory, rank), size) for rank, size in before.items()}
-        if now == found and all(now.values()):  # nothing more came since the last look
+        if now == found and all(now.values()):  # complete: nothing new since the last poll
             break
         found = now
     return {rank: parse_stack(text) for rank, text in found.items() if text}
 
 
 def parse_stack(text: str) -> Stack:
-    """A stack out of what `faulthandler` writes; the main thread is the last one."""
+    """Parse the output of `faulthandler`; the main thread comes last."""
     frames: list[Frame] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -111,7 +111,7 @@ def parse_stack(text: str) -> Stack:
 
 
 def _shorten_path(file: str) -> str:
-    """A file of a library as it is imported: where the library lies says nothing, and hides what does."""
+    """Shorten a library's file to its import path: the installation directory is noise."""
     installed = file.rpartition(f"{os.sep}site-packages{os.sep}")[2]
     found = next((folder for folder in _LIBRARIES if installed.startswith(folder)), "")
     return installed.removeprefix(found)
@@ -125,7 +125,7 @@ def _read_after(path: Path, size: int) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither Python's, a library's nor ours; recipes count as a user's."""
+    """Whether a file is user code, not Python's, a library's or ours; recipes count as user code."""
     if file.startswith(_OURS):
         return file.startswith(f"{_OURS}recipes{os.sep}")
     return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}site-packages{os.sep}" not in file

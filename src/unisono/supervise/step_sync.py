@@ -1,8 +1,8 @@
 """Between two steps, all ranks decide together what to do next, in one small reduction.
 
-A rank may have been asked to end or to save, or may have lost the run to another process; a callback on it may request
-something, or have failed; and the other ranks do not know. Each rank encodes its requests in a few integers, and the
-maximum of each counts for all. So all ranks act on the same request at the same step.
+A rank may have been asked to stop or to save, or may have lost the run to another process; a callback on it may have
+requested something or failed; and the other ranks do not know. Each rank encodes its requests as a few integers, and
+the maximum of each applies to all. So all ranks act on the same request at the same step.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import identity, preemption
 from unisono.supervise.run_lock import RunLock
 
-STOP, SAVE = "stop", "save"  # files in the run's directory that ask for it; rank 0 takes them away
-_REQUEST_INTERVAL = 0.5  # seconds between two looks for them
-_LOCK_INTERVAL = 3.0  # and at the lease
-_SAVE_MARGIN = 1.5  # a save may take longer than the ones before
-_END_RESERVE = 2.0  # seconds of the deadline that are left for the end itself, or a quarter of a short one
+STOP, SAVE = "stop", "save"  # request files in the run's directory; rank 0 removes them
+
+_REQUEST_INTERVAL = 0.5  # seconds between checks for request files
+_LOCK_INTERVAL = 3.0  # seconds between checks of the lock
+_SAVE_MARGIN = 1.5  # a save may take longer than earlier ones
+_END_RESERVE = 2.0  # seconds of the deadline reserved for shutting down, or a quarter of a short deadline
 
 
 @dataclass(frozen=True)
 class RankRequests:
-    """What one rank asks for.
+    """The requests of one rank.
 
     Attributes:
-        stop: end the run here, saved.
-        save: save after this step.
-        evaluate: evaluate after this step.
-        reasons: who asks for what and why, for the log; empty where it follows from the step alone.
-        error: of a callback; the run ends with it.
+        stop: Save and end the run here.
+        save: Save after this step.
+        evaluate: Evaluate after this step.
+        reasons: Who requests what and why, for the log; empty for requests that follow from the step alone.
+        error: Of a callback; the run ends with it.
     """
 
     stop: bool = False
@@ -51,13 +52,13 @@ class Decision:
     """What all ranks do now.
 
     Attributes:
-        save: save after this step, whatever the step.
-        stop: end the run here, after that.
-        evaluate: evaluate after this step, before that.
-        preempted: end it at once, since the job has to go; `save` says whether there is time to save.
-        why: what was decided about the save, for the sentence at the end.
-        reasons: who asked for what and why, of all ranks.
-        seconds_left: seconds until the run has to end.
+        save: Save after this step, on or off schedule.
+        stop: End the run here, after saving.
+        evaluate: Evaluate after this step, before saving.
+        preempted: End at once because the job is preempted; `save` says whether there is time to save.
+        why: What was decided about the save, for the final message.
+        reasons: Who requested what and why, over all ranks.
+        seconds_left: Seconds until the run has to end.
     """
 
     save: bool = False
@@ -69,7 +70,7 @@ class Decision:
     seconds_left: float = field(default=math.inf, compare=False)
 
     def __or__(self, later: Decision) -> Decision:
-        """This one and what was decided since."""
+        """Combine this decision with a later one."""
         return Decision(
             self.save or later.save,
             self.stop or later.stop,
@@ -82,14 +83,14 @@ class Decision:
 
 
 class StepSync:
-    """Where the ranks of a run decide together. Every method but `check_lease` is collective.
+    """Where the ranks of a run decide together. Every method except `check_lease` is collective.
 
     Args:
-        communicator: of all ranks.
-        directory: of the run.
-        deadline: seconds from a signal to the end of the process.
-        lease: of the run, if this process, or its launcher, has one.
-        writing: whether this is a run that trains, of which something can be asked.
+        communicator: Of all ranks.
+        directory: Of the run.
+        deadline: Seconds from a signal to the end of the process.
+        lease: The run's lock, if this process or its launcher holds it.
+        writing: Whether this run trains, so that request files apply to it.
     """
 
     def __init__(
@@ -104,23 +105,23 @@ class StepSync:
         self._processes = communicator.gather(identity.own_identity(), "the numbers of all processes")
         self._last_look = self._last_lock_look = -math.inf
         if communicator.rank == 0 and writing:
-            self._take_requests()  # what an earlier start was asked for
+            self._take_requests()  # discard requests meant for an earlier start
 
     def open(self) -> None:
-        """From now on, signals are answered here."""
+        """Handle signals here from now on."""
         here = [one for one in self._processes if one["machine"] == identity.machine_id()]
         preemption.defer_signals(self._deadline, here)
 
     def decide(self, wishes: RankRequests | None = None, saving: float = 0.0) -> Decision:
-        """What all ranks do now; every rank calls this after every step, and again after whatever has taken long.
+        """Decide what all ranks do now; every rank calls this after every step, and again after any long operation.
 
         Args:
-            wishes: of this rank.
-            saving: seconds that a save takes, as far as this rank knows.
+            wishes: Requests of this rank.
+            saving: Estimated duration of a save in seconds, as far as this rank knows.
 
         Raises:
-            RunError: on every rank, if another start has taken over the run.
-            Exception: on every rank, of a callback that failed on one of them.
+            RunError: On every rank, if another start has taken over the run.
+            Exception: On every rank, the error of a callback that failed on one of them.
         """
         wishes = wishes or RankRequests()
         waited = preemption.seconds_since_signal()
@@ -151,31 +152,31 @@ class StepSync:
         return Decision(fits, bool(stop), False, True, why, reasons, until)
 
     def refuse_if_lost(self) -> None:
-        """See, on all ranks together, that the run has not been taken over; before anything is written into it.
+        """Check on all ranks that the run has not been taken over, before anything is written into it.
 
         Raises:
-            RunError: on every rank, if it has.
+            RunError: On every rank, if it has.
         """
         check = self._lease.check_held if self._lease is not None and self._communicator.rank == 0 else None
         raise_everywhere(self._communicator, check, "whether the run has been taken over")
 
     def check_lease(self) -> None:
-        """See, on this rank alone and from any of its threads, that the run has not been taken over.
+        """Check that the run has not been taken over, on this rank only; may be called from any thread.
 
         Raises:
-            RunError: if it has.
+            RunError: If it has.
         """
         if self._lease is not None:
             self._lease.check_held()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The context of a save: a preemption waits for its end."""
+        """Return the context of a save, whose end a preemption waits for."""
         with preemption.finish_before_exit():
             yield
 
     def preempted(self, made: int, total: int, saved: int, why: str) -> Preempted:
-        """The error with which a preempted run ends, after `made` of `total` updates, of which `saved` are kept."""
+        """Return the error that ends a preempted run after `made` of `total` steps, `saved` of which are kept."""
         kept = f"the newest checkpoint is from step {saved}" if saved else "there is no checkpoint yet"
         rest = "which is saved" if saved == made else f"which is not saved: {why}; {kept}"
         error = Preempted(f"preempted after step {made} of {total}, {rest}")
@@ -183,7 +184,7 @@ class StepSync:
         return error
 
     def _raise_everywhere(self, error: Exception | None) -> None:
-        """Raise what a callback has raised, on every rank."""
+        """Raise a callback's error on every rank."""
 
         def fail() -> None:
             assert error is not None
@@ -192,7 +193,7 @@ class StepSync:
         raise_everywhere(self._communicator, fail if error is not None else None, "which callback has failed")
 
     def _gather_reasons(self, reasons: Sequence[str]) -> tuple[str, ...]:
-        """The reasons of all ranks, each once, with the ranks unless all have it."""
+        """Return the reasons of all ranks without duplicates, naming the ranks unless all share a reason."""
         everyone = self._communicator.gather(list(reasons), "who asks for what after this step")
         found = dict.fromkeys(reason for theirs in everyone for reason in theirs)
         ranks = {reason: [str(rank) for rank, theirs in enumerate(everyone) if reason in theirs] for reason in found}
@@ -202,7 +203,7 @@ class StepSync:
         )
 
     def _take_requests(self) -> set[str]:
-        """The requests that lie in the run's directory; they are taken away."""
+        """Return the request files found in the run's directory, and remove them."""
         if time.monotonic() - self._last_look < _REQUEST_INTERVAL:
             return set()
         self._last_look = time.monotonic()

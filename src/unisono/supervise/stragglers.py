@@ -1,11 +1,11 @@
-"""Ranks that are slower than the others by themselves: reported, not stopped.
+"""Reports ranks that are slower than the others by themselves; it never stops them.
 
-A run is as fast as its slowest rank, and every rank's step takes the same time. So what counts is what a rank spends in
-its own data and computing, without the waits for others. On a GPU the computing happens while the process waits for the
-device, where this cannot see it.
+A run is as fast as its slowest rank, and every rank's step takes the same time. So what counts is the time a rank
+spends on its own data and compute, without waiting for others. On a GPU, compute happens while the process waits for
+the device, which is invisible here.
 
-A slow link is no rank's own time: all wait for it alike. So where no rank is slow by itself, and even the one that
-waits least waits much longer than it did before, it is communication that holds all of them up.
+A slow link costs no rank's own time: all ranks wait for it alike. So if no rank is slow by itself, and even the rank
+that waits least waits much longer than before, communication is holding up all of them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Mapping
 from unisono.runtime.heartbeat import HeartbeatRecord
 
 PHASES = ("data", "compute")
-WINDOW = 20  # steps that are averaged
-_WINDOWS, _MIN_WINDOWS = 64, 3  # windows that say what is usual, and without how many nothing is
+WINDOW = 20  # steps to average over
+_WINDOWS, _MIN_WINDOWS = 64, 3  # windows that define the usual wait: at most, and at least
 _COMMUNICATION = (-1, "communication")
-_MIN_EXCESS = 0.025  # seconds a step, below which nobody would notice
+_MIN_EXCESS = 0.025  # seconds per step; less would go unnoticed
 
 
 class Stragglers:
-    """Looks at every window of steps; a rank has to be slow in two of them, one after the other.
+    """Checks every window of steps; a rank is reported if it is slow in two consecutive windows.
 
     Args:
-        factor: how many times slower than the median of the others.
+        factor: How many times slower than the median of the others.
     """
 
     def __init__(self, factor: float = 2.0) -> None:
@@ -36,14 +36,14 @@ class Stragglers:
         self._window_start: dict[int, HeartbeatRecord] = {}
         self._slow: set[tuple[int, str]] = set()
         self._reported: set[tuple[int, str]] = set()
-        # Of the rank that waits least, a step, in the last windows.
+        # In recent windows, the wait per step of the rank that waits least.
         self._waits: deque[float] = deque(maxlen=_WINDOWS)
 
     def update(self, records: Mapping[int, HeartbeatRecord]) -> list[str]:
-        """A sentence for each rank that has become a straggler since the last look, or for what lies between them.
+        """Return a sentence for each rank that has become a straggler, or for slow communication between them.
 
         Args:
-            records: of all ranks of this node, as they are now.
+            records: Current records of all ranks of this node.
         """
         made = min((record.made for record in records.values()), default=-1)
         if made < 0 or len(records) < 2:
@@ -81,7 +81,7 @@ class Stragglers:
                     f"communication holds up all ranks: each waits at least {wait:.3g} s per step, up from "
                     f"{before:.3g} s, and no rank is slow by itself, {window}"
                 )
-        else:  # what is slow is not taken for what is usual
+        else:  # slow windows do not count as usual
             self._waits.append(wait)
         self._slow = slow
         self._reported &= slow
@@ -91,7 +91,7 @@ class Stragglers:
 def _mean_seconds(
     phase: str, begun: Mapping[int, HeartbeatRecord], records: Mapping[int, HeartbeatRecord]
 ) -> dict[int, float]:
-    """Seconds a step that each rank has spent in a phase."""
+    """Return the seconds per step that each rank spent in a phase."""
     return {
         rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)
         for rank, record in records.items()

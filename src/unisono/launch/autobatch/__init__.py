@@ -1,1 +1,1 @@
-"""Which micro-batch fits the memory of a device, by measurement."""
+"""Finds the largest micro-batch that fits the memory of a device, by measurement."""

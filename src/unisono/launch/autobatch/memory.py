@@ -1,7 +1,7 @@
 """How much memory a process may use, and how much it has used.
 
-On the CPU a process's peak is the resident set, as the kernel counts it; under a limit of the address space (`ulimit
--v`) it is the address space. That can be asked on Linux only. An accelerator's peak is what torch's allocator reserved.
+On the CPU a process's peak is its resident set as counted by the kernel, or its address space if that is limited
+(`ulimit -v`). Both can be measured on Linux only. An accelerator's peak is what torch's allocator reserved.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a process may use.
+    """The memory a process may use.
 
     Attributes:
-        amount: in bytes.
-        source: what sets it, as people call it.
-        kind: what is counted.
+        amount: In bytes.
+        source: What sets the limit, for messages.
+        kind: What is counted.
     """
 
     amount: int
@@ -37,15 +37,15 @@ class MemoryLimit:
 
 
 def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
-    """The limit of a process of a run.
+    """Return the memory limit of a process of a run.
 
     Args:
-        config: of the run; `layout.max_memory_gb` is the limit if it is given.
-        device: kind of device.
-        processes: that share this host's memory.
+        config: Of the run; `layout.max_memory_gb` takes precedence.
+        device: Kind of device.
+        processes: Number of processes that share this host's memory.
 
     Raises:
-        ConfigError: where memory cannot be measured.
+        ConfigError: If memory cannot be measured here.
     """
     given = config.layout.max_memory_gb
     given_bytes = int(given * 1e9) if given is not None else None
@@ -74,7 +74,7 @@ def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
 
 
 def reset_peak(kind: str) -> None:
-    """Let the peak begin anew, where that is possible."""
+    """Restart the measurement of the peak, where that is possible."""
     if kind == "device":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
@@ -82,11 +82,11 @@ def reset_peak(kind: str) -> None:
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
-            return  # then it is the peak since the process began, which is no less
+            return  # then the peak is that since the process started, which is an upper bound
 
 
 def read_peak(kind: str) -> int:
-    """Bytes of the peak."""
+    """Return the peak in bytes."""
     if kind == "device":
         return int(torch.accelerator.max_memory_reserved())
     return _read_status()["VmHWM" if kind == "resident" else "VmPeak"]
@@ -102,7 +102,7 @@ def _read_host_status() -> dict[str, int]:
 
 
 def _own_cgroups() -> list[Path]:
-    """Folders of this process's control group and those that it is in, of version 2 and of version 1."""
+    """Return the folders of this process's control group and its ancestors, for cgroup version 2 and version 1."""
     result = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -114,7 +114,7 @@ def _own_cgroups() -> list[Path]:
 
 
 def _read_cgroup_limits(folders: list[Path]) -> list[tuple[int, int]]:
-    """Limit and use of every control group that has a limit; what can be let go of (files that were read) is no use."""
+    """Return limit and use of every control group with a limit; reclaimable memory (inactive files) does not count."""
     names: tuple[tuple[str, str, str], ...] = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,7 +1,7 @@
-"""One process of a search for the largest micro-batch: runs steps of several sizes and reports the memory they took.
+"""One process of a search for the largest micro-batch: runs steps of several sizes and reports their memory use.
 
-All ranks decide together: by the largest peak of any rank, held against the smallest limit. A process that runs out
-of memory ends here, and with it the others; the run itself has not begun.
+All ranks decide together, comparing the largest peak of any rank with the smallest limit. A process that runs out of
+memory ends, and the others with it; the run itself has not started yet.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from unisono.runtime.files import write_whole
 from unisono.task import Task
 from unisono.task_config import build_task, read_config
 
-_BATCHES_COMPARED = 16  # micro-batches, of which the largest is computed
+_BATCHES_COMPARED = 16  # micro-batches, the largest of which is computed
 
 
 class Probe:
-    """The steps of one process.
+    """Runs trial steps in one process.
 
     Args:
-        task: that is trained.
-        config: of the run, concrete but for its micro-batch.
-        place: of this process.
-        group: all processes.
+        task: The task to train.
+        config: Of the run, concrete except for the micro-batch.
+        place: This process.
+        group: All processes.
     """
 
     def __init__(self, task: Task, config: RunConfig, place: ProcessInfo, group: Communicator) -> None:
@@ -48,10 +48,10 @@ class Probe:
         self._source = build_source(task, config, place.world_size)
 
     def peak(self, size: int, kind: str) -> int:
-        """Bytes that a step with micro-batches of so many rows takes at its worst, on this process.
+        """Return the peak memory in bytes of a step with micro-batches of `size` rows, on this process.
 
-        It has two micro-batches where the run's would have several, as gradients of the first are there during the
-        second one; and the optimizer has its state.
+        The step has two micro-batches if the run's would have several, since gradients of the first are still there
+        during the second, and it is measured with optimizer state.
         """
         config, world = self._config, self._place.world_size
         passes = min(2, config.train.global_batch // (world * size))
@@ -76,7 +76,7 @@ class Probe:
 
 
 def search(probe: Probe, group: Communicator, asked: dict[str, Any], limit: memory.MemoryLimit, folder: Path) -> None:
-    """Measure sizes until it is known which is the largest that fits, and write what was found."""
+    """Measure sizes until the largest that fits is known, and write the result."""
     everyone = group.gather([limit.amount, limit.source, limit.kind], "the limits of all ranks")
     amount, source, kind = min(everyone)
     peaks = {int(size): peak for size, peak in asked["peaks"].items()} if asked["kind"] in ("", kind) else {}
@@ -94,7 +94,7 @@ def search(probe: Probe, group: Communicator, asked: dict[str, Any], limit: memo
 
 
 def main(folder: Path, task: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.processes.local_processes` started for a search."""
+    """Run a process that `unisono.launch.processes.local_processes` started for a search."""
     rank_process.die_with_parent()
     place = cluster.process_info()
     assert place is not None

@@ -1,8 +1,8 @@
-"""The largest micro-batch that fits the memory of every process (`layout.micro_batch=auto`, `unisono autobatch`).
+"""Finds the largest micro-batch that fits the memory of every process (`layout.micro_batch=auto`, `unisono autobatch`).
 
-The global batch stays what it is, so nothing that is computed changes where nothing random is drawn per micro-batch;
-the number of passes does. Sizes are measured by processes of their own, laid out as the run's, which can run out of
-memory without harm. What was measured is kept per model, data, layout, versions and device.
+The global batch stays the same, so results do not change unless random numbers are drawn per micro-batch; only the
+number of passes does. Sizes are measured by separate processes, laid out like the run's, which can run out of memory
+without harm. Measurements are cached per model, data, layout, versions and device.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = (
     "asked.json",
     "found.json",
     "under-way.json",
-)  # files of a search, between its processes
-_MAX_STARTS = 6  # of processes: as often as that one may run out of memory
+)  # files by which the processes of a search communicate
+_MAX_STARTS = 6  # attempts, each of which may end because a process runs out of memory
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        micro_batch: rows.
-        rows: that each process has of a global batch.
-        fits: rows that would fit, whether they divide these or not; infinite where rows take no memory.
-        limit: bytes per process.
-        source: what sets the limit.
-        kind: what is counted.
-        peaks: bytes by rows of a micro-batch, as far as measured.
-        from_cache: whether nothing had to be measured.
+        micro_batch: Rows per micro-batch.
+        rows: Rows of a global batch per process.
+        fits: Rows that would fit, whether or not they divide `rows`; infinite if rows take no memory.
+        limit: Bytes per process.
+        source: What sets the limit.
+        kind: What is counted.
+        peaks: Peak bytes by micro-batch size, as far as measured.
+        from_cache: Whether nothing had to be measured.
     """
 
     micro_batch: int
@@ -60,7 +60,7 @@ class SearchResult:
     from_cache: bool = False
 
     def lines(self) -> list[str]:
-        """For the console."""
+        """Format the result for the console."""
         more = f"; about {self.fits:.0f} would fit" if self.fits < self.rows else ""
         passes = self.rows // self.micro_batch
         return [
@@ -73,14 +73,14 @@ class SearchResult:
 
 
 def find_micro_batch(config: RunConfig, processes: bool = True) -> SearchResult:
-    """The largest micro-batch that fits all processes, measured or known.
+    """Find the largest micro-batch that fits all processes, by measurement or from the cache.
 
     Args:
-        config: concrete but for its micro-batch.
-        processes: whether processes may be started here to measure.
+        config: Concrete except for the micro-batch.
+        processes: Whether processes may be started here to measure.
 
     Raises:
-        ConfigError: if not even the smallest fits, or if there is nothing known where nothing can be measured.
+        ConfigError: If not even one row fits, or if nothing is cached and nothing can be measured.
     """
     assert isinstance(config.layout.world_size, int)
     if config.train.global_batch % config.layout.world_size:
@@ -115,7 +115,7 @@ def find_micro_batch(config: RunConfig, processes: bool = True) -> SearchResult:
 
 
 def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict[str, Any]:
-    """Have processes measure; again without the size that one of them ran out of memory with."""
+    """Measure in separate processes; if one runs out of memory, start again without that size."""
     assert isinstance(config.layout.world_size, int)
     found: dict[str, Any] = {"peaks": {}, "kind": "", "limit": 0, "source": "", "failed": None, **known}
     with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
@@ -144,7 +144,7 @@ def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict
 def _choose_size(
     measured: dict[str, Any], rows: int, limit: tuple[int, str] | None, known: bool = False
 ) -> SearchResult | None:
-    """What measurements say, if they say enough."""
+    """Return the result that the measurements imply; None if they do not suffice."""
     peaks = {int(size): peak for size, peak in measured["peaks"].items()}
     if limit is None or not peaks:
         return None
@@ -160,7 +160,7 @@ def _choose_size(
 
 
 def _current_limit(config: RunConfig, known: dict[str, Any]) -> tuple[int, str] | None:
-    """The limit of a process, where this process can know it: on the CPU, or as it was on the same kind of device."""
+    """Return the limit of a process if it can be known here: on the CPU, or as cached for the same kind of device."""
     if config.layout.device != "cpu":
         given = config.layout.max_memory_gb
         return (int(given * 1e9), "layout.max_memory_gb") if given else (known["limit"], known["source"])

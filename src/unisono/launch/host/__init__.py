@@ -1,1 +1,1 @@
-"""What a host must have for a run, and what of its environment is known to be wrong."""
+"""What a host must provide for a run, and which of its environment variables are harmful."""

@@ -1,4 +1,4 @@
-"""What this host must have for a run: variables that can be read, open files, shared memory. Asked before it starts."""
+"""Checks what this host must provide for a run: valid variables, open files, shared memory. Runs before the start."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from unisono.runtime.errors import ConfigError, RunError
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_PER_PROCESS = (
     32 << 20
-)  # bytes that NCCL takes there for each process of a host, where devices do not reach each other
-_OPEN_FILES = 256  # open files of a process that trains: libraries, logs, caches, sockets
-_OPEN_FILES_PER_PEER = 4  # of each other process: sockets of gloo, of NCCL, of the store
+)  # bytes that NCCL needs there per process of a host, if its devices have no direct connection
+_OPEN_FILES = 256  # files that a training process opens: libraries, logs, caches, sockets
+_OPEN_FILES_PER_PEER = 4  # additional files for each other process: sockets of gloo, NCCL and the store
 
 
 def check_host(config: RunConfig) -> None:
-    """Refuse to start on a host where the run would fail later; raise the limit of open files where that is allowed.
+    """Refuse to start on a host where the run would fail later; raise the limit on open files where permitted.
 
     Raises:
-        ConfigError: naming a variable of the environment that cannot be read.
-        RunError: naming the limit that is too low.
+        ConfigError: Naming an environment variable with an invalid value.
+        RunError: Naming the limit that is too low.
     """
     alone = config.layout.strategy in ("single", "dp") or config.layout.world_size == 1
     up = None if alone else [name for name, state in psutil.net_if_stats().items() if state.isup]
@@ -41,10 +41,10 @@ def check_host(config: RunConfig) -> None:
 
 
 def raise_open_files_limit(config: RunConfig) -> None:
-    """Have as many open files as a process of this run will need.
+    """Allow as many open files as a process of this run will need.
 
     Raises:
-        RunError: if the limit cannot be raised to that.
+        RunError: If the limit cannot be raised that far.
     """
     try:
         import resource
@@ -53,8 +53,8 @@ def raise_open_files_limit(config: RunConfig) -> None:
     world = config.layout.world_size if isinstance(config.layout.world_size, int) else 1
     workers = getattr(config.data, "workers", 1)
     workers = (os.cpu_count() or 1) if workers == "auto" else int(workers)
-    loaders = workers * (8 + 2 * int(getattr(config.data, "prefetch", 4)))  # a socket, a page, memory of what is ready
-    needed = _OPEN_FILES + _OPEN_FILES_PER_PEER * world + 2 * loaders  # of training and of evaluation
+    loaders = workers * (8 + 2 * int(getattr(config.data, "prefetch", 4)))  # sockets, and memory of prefetched batches
+    needed = _OPEN_FILES + _OPEN_FILES_PER_PEER * world + 2 * loaders  # training and evaluation
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -68,10 +68,10 @@ def raise_open_files_limit(config: RunConfig) -> None:
 
 
 def check_shared_memory(config: RunConfig) -> None:
-    """Refuse a host whose shared memory NCCL cannot start with, as that of a container often is.
+    """Refuse a host with too little shared memory for NCCL to start, as is common in containers.
 
     Raises:
-        RunError: with what is free.
+        RunError: Saying how much is free.
     """
     assert isinstance(config.layout.world_size, int)
     here = config.layout.world_size // config.launch.nodes

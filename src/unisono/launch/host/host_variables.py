@@ -1,8 +1,9 @@
-"""Variables of the environment whose values are known to be wrong, as a table, and interfaces that are not there.
+"""A table of environment variables with values known to be harmful, and a check of network interface names.
 
-`unisono doctor` reports all of them; those with which no run can start are refused before a run starts
+`unisono doctor` reports all of them; those that prevent any run from starting are refused before a run starts
 (`unisono.launch.host.host_check`).
-Values are patterns for the whole value, without regard to case.
+
+Values are matched case-insensitively as a whole.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ Level = Literal["FAIL", "WARNING", "ABSTAIN"]
 ON = r"1|true|yes|on|y"
 OFF = r"0|false|no|off|n"
 SET = r".+"
-# A pair of options, as torch's ConfigTokenizer reads it (c10/core/AllocatorConfig.h): spaces do not count.
+# An option pair as parsed by torch's ConfigTokenizer (c10/core/AllocatorConfig.h), which ignores spaces.
 _PAIR = r"\s*[a-z0-9_]+\s*:\s*(\[[^\]]*\]|[^,:=\[\]\s]+)\s*"
 
 
 @dataclass(frozen=True)
 class VariableRule:
-    """A rule about variables of the environment.
+    """A rule about environment variables.
 
     Attributes:
-        names: of variables, separated by spaces.
-        level: of the finding.
-        bad: pattern of values that are not right.
-        why: what such a value does.
-        remedy: what to do.
+        names: Of the variables, separated by spaces.
+        level: Of the finding.
+        bad: Pattern of harmful values.
+        why: What such a value does.
+        remedy: What to do.
     """
 
     names: str
@@ -44,13 +45,13 @@ class VariableRule:
 
 @dataclass(frozen=True)
 class HostFinding:
-    """What a rule has to say.
+    """What a rule found.
 
     Attributes:
         level: FAIL, WARNING or ABSTAIN.
-        rule: its name: that of the variable, or of the condition.
-        what: what is wrong, or why nothing can be said.
-        remedy: what to do.
+        rule: Name of the variable or condition.
+        what: What is wrong, or why the rule abstains.
+        remedy: What to do.
     """
 
     level: Level
@@ -60,16 +61,16 @@ class HostFinding:
 
 
 def anything_but(good: str) -> str:
-    """The pattern of all values that another does not fit.
+    """Return a pattern for all values that do not match another pattern.
 
-    >>> bool(re.fullmatch(but("a|b"), "c")), bool(re.fullmatch(but("a|b"), "a"))
+    >>> bool(re.fullmatch(anything_but("a|b"), "c")), bool(re.fullmatch(anything_but("a|b"), "a"))
     (True, False)
     """
     return rf"(?!(?:{good})\Z).*"
 
 
 VARIABLES = (
-    # memory of accelerators
+    # accelerator memory
     VariableRule(
         "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "FAIL",
         anything_but(rf"({_PAIR}(,{_PAIR})*)?"),
@@ -96,7 +97,7 @@ VARIABLES = (
         "CUDA_VISIBLE_DEVICES", "FAIL", anything_but(r"\s*|-1|none|NoDevFiles|[^,;:\s]+(\s*,\s*[^,;:\s]+)*,?"),
         "the driver cannot parse it, and hides every device after the first mistake", "write numbers with commas: 0,1",
     ),
-    # left on after a search for a fault
+    # left over from debugging
     VariableRule(
         "CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING", "WARNING", ON, "the CPU waits for every kernel",
         "unset it, unless you are debugging a failing kernel",
@@ -156,12 +157,12 @@ VARIABLES = (
         "NCCL_DEBUG", "WARNING", anything_but("version|warn|info|trace|abort|none|"), "NCCL ignores this value",
         "set it to WARN, or unset it",
     ),
-    # ways between devices
+    # transports between devices
     VariableRule(
         "NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE", "WARNING", ON, "it turns off NCCL's fastest transport",
         "unset it, unless that transport is broken here",
     ),
-    # numbers
+    # numerics
     VariableRule(
         "NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "WARNING", "1",
         "fp32 products are computed with a 10-bit mantissa", "unset it; train.precision sets the precision",
@@ -183,7 +184,7 @@ VARIABLES = (
     VariableRule(
         "TOKENIZERS_PARALLELISM", "WARNING", OFF, "documents are tokenised on one core", "unset it",
     ),
-    # left over from elsewhere
+    # left over from other tools
     VariableRule(
         "UNISONO_RUN_ID", "FAIL", SET,
         "it is left over from a process of a run, and a new one would take itself for such a process",
@@ -198,7 +199,7 @@ VARIABLES = (
     ),
 )  # fmt: skip
 
-# What NCCL 2.2x and torch 2.x read, to tell what is nearly called so.
+# Variables read by NCCL 2.2x and torch 2.x, to recognise misspellings.
 KNOWN_VARIABLES = frozenset(
     """
     NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE NCCL_CHECKS_DISABLE NCCL_COLLNET_ENABLE
@@ -231,7 +232,7 @@ KNOWN_VARIABLES = frozenset(
 
 
 def check_variables(environment: Mapping[str, str]) -> Iterator[HostFinding]:
-    """What the rules find, in the order of the table."""
+    """Return what the rules find, in table order."""
     for rule in VARIABLES:
         for name in rule.names.split():
             value = environment.get(name)
@@ -240,11 +241,11 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[HostFinding]:
 
 
 def find_fatal_variables(environment: Mapping[str, str], up: Sequence[str] | None) -> Iterator[HostFinding]:
-    """What a run cannot start with, or would wait with for ever.
+    """Return the findings with which a run cannot start or would wait forever.
 
     Args:
-        environment: of the process.
-        up: interfaces that can be used; None if the run needs none.
+        environment: Of the process.
+        up: Usable interfaces; None if the run needs none.
     """
     yield from (
         one for one in check_variables(environment) if one.level == "FAIL" and not one.rule.startswith("UNISONO_")
@@ -255,7 +256,7 @@ def find_fatal_variables(environment: Mapping[str, str], up: Sequence[str] | Non
 
 
 def find_misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """Variables of NCCL and torch that neither of them reads, but that are nearly called as one that they do."""
+    """Find variables that neither NCCL nor torch reads but that resemble one that they do."""
     for name in sorted(environment.keys() - KNOWN_VARIABLES):
         theirs = name.startswith(("NCCL", "TORCH_NCCL", "PYTORCH_", "TORCH_DIST", "GLOO_"))
         if theirs and (close := get_close_matches(name, KNOWN_VARIABLES, n=1, cutoff=0.9)):
@@ -265,10 +266,10 @@ def find_misspelt_variables(environment: Mapping[str, str]) -> Iterator[str]:
 def describe_missing_interfaces(
     environment: Mapping[str, str], up: Sequence[str], name: str, *, whole: bool
 ) -> str | None:
-    """A variable that names interfaces that are not there and up.
+    """Describe a variable that names interfaces which are missing or down.
 
-    Gloo needs all of them (`whole`); one is enough for NCCL, which takes beginnings of names, whole ones after `=`,
-    and all others after `^`.
+    Gloo needs all of them (`whole`). NCCL needs only one, and accepts prefixes, exact names after `=`, and exclusions
+    after `^`.
     """
     value = environment.get(name, "")
     if not value or value.startswith("^"):

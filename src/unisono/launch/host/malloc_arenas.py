@@ -1,9 +1,9 @@
-"""One arena of malloc for all threads, where the address space has a limit (`ulimit -v`).
+"""Limits malloc to a single arena where the address space is limited (`ulimit -v`).
 
-glibc gives a thread that allocates an arena of its own, and reserves 64 MB of address space for it, 128 MB for a
-moment. Which threads get one is a matter of chance and of what a process has imported, so equal steps differ by a few
-times that: more than is left free of a limit. With one arena they differ by less than 1 %; the price is that threads
-wait for each other in small allocations.
+glibc gives each allocating thread its own arena, and reserves 64 MB of address space for it, briefly 128 MB. Which
+threads get one depends on chance and on the imports of the process, so the peaks of equal steps differ by a few times
+that, more than a limit leaves free. With one arena they differ by less than 1 %; the price is that threads wait for
+each other in small allocations.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import ctypes
 import os
 import sys
 
-_VARIABLE, _M_ARENA_MAX = "MALLOC_ARENA_MAX", -8  # of glibc's malloc.h
+_VARIABLE, _M_ARENA_MAX = "MALLOC_ARENA_MAX", -8  # from glibc's malloc.h
 
 
 def use_single_arena() -> None:
-    """Give no thread of this process an arena from now on; before threads begin, i.e. before anything is imported."""
+    """Create no further arenas in this process; call this before threads start, i.e. before any import."""
     if _is_address_space_limited() and _VARIABLE not in os.environ:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl
         if mallopt is not None:
@@ -24,7 +24,7 @@ def use_single_arena() -> None:
 
 
 def arena_variables() -> dict[str, str]:
-    """The same for processes that are started with these variables."""
+    """Return the variables that do the same in processes started with them."""
     return {_VARIABLE: "1"} if _is_address_space_limited() else {}
 
 

@@ -1,1 +1,1 @@
-"""How the nodes of a job meet and agree."""
+"""How the nodes of a job connect and agree on the run."""

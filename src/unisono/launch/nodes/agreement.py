@@ -1,8 +1,8 @@
-"""What several nodes have to agree on before any of them starts a process.
+"""What several nodes must agree on before any of them starts a process.
 
-They must mean the same run: configuration, code, versions and data. They must reach each other by the interfaces they
-chose. And they must see one folder, since every process reads the run's configuration there and writes its part of a
-checkpoint.
+They must mean the same run: configuration, code, versions and data. They must reach each other through their chosen
+interfaces. And they must share a file system, since every process reads the run's configuration there and writes its
+part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from unisono.runtime.communicator import Node
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
 
-TOKEN = "nodes.token"  # in the run's folder while it starts: a number that only this start can know
+TOKEN = "nodes.token"  # in the run's folder during startup: a random number known only to this start
 _PER_NODE_KEYS = (
     "launch.node_rank",
     "launch.interface",
     "run.name",
-)  # keys that each node has for itself; node 0 names the run
-_PATIENCE = 10.0  # seconds in which a network file system shows what another host has written
+)  # keys that may differ between nodes; node 0 names the run
+_PATIENCE = 10.0  # seconds for a network file system to show what another host has written
 _CONNECT_TIMEOUT = 5.0  # seconds for a connection between two nodes
 
 
 def agree_on_node(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack) -> Node:
-    """Compare what the nodes were given, choose interfaces, and see that every node reaches every other.
+    """Compare what the nodes were given, choose interfaces, and check that every node reaches every other.
 
     Args:
-        meeting: of all nodes.
-        config: concrete, of this node; its task has been imported.
-        stack: what this node holds while the processes run: the port of the address, for rank 0.
+        meeting: All nodes.
+        config: Concrete, of this node; its task has been imported.
+        stack: Keeps resources while the processes run: rank 0's reserved port.
 
     Returns:
         This node, with the address at which all processes will meet.
 
     Raises:
-        RunError: naming two nodes and what they differ in, or two that cannot reach each other.
+        RunError: Naming two nodes and how they differ, or two that cannot reach each other.
     """
     provenance.check_agreement(meeting, provenance.shared_inputs(config, _PER_NODE_KEYS), "node")
     return _connect_nodes(meeting, config, stack)
 
 
 def _connect_nodes(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack) -> Node:
-    """This node with its interface, after every node has reached every other by theirs."""
+    """Choose this node's interface, and check that all nodes reach each other through theirs."""
     assert config.launch.rendezvous is not None
     asked, (host, port) = config.launch.interface, network.parse_rendezvous(config.launch.rendezvous)
 
-    def choose() -> tuple[str, str] | None:  # node 0 cannot ask which way leads to itself: its name may mean 127.0.1.1
+    def choose() -> tuple[str, str] | None:  # not on node 0, whose own name may mean 127.0.1.1
         return network.choose_interface(asked, host, port) if meeting.rank else None
 
     others = meeting.run_on_all_nodes(choose, "the interfaces of all nodes")
@@ -89,10 +89,10 @@ def _open_listener(address: str, size: int) -> socket.socket:
 
 
 def _reach_all_nodes(nodes: list[dict[str, Any]], mine: int) -> None:
-    """Connect to every other node once; the kernel there answers.
+    """Connect to every other node once; the kernel there accepts.
 
     Raises:
-        RunError: naming the interfaces between which there is no way.
+        RunError: Naming the interfaces without a connection.
     """
     here = nodes[mine]
     for rank, node in enumerate(nodes):
@@ -110,23 +110,23 @@ def _reach_all_nodes(nodes: list[dict[str, Any]], mine: int) -> None:
 
 
 def write_token(path: Path) -> str:
-    """Leave a number in the folder of a run, by which other nodes know that they see the same folder."""
+    """Write a random number into the run's folder, by which other nodes recognise that they see the same folder."""
     token = secrets.token_hex(8)
     write_whole(path / TOKEN, token)
     return token
 
 
 def remove_token(path: Path, node: Node) -> None:
-    """Take the number away again, once all nodes have seen it."""
+    """Remove the number once all nodes have seen it."""
     if node.rank == 0:
         (path / TOKEN).unlink(missing_ok=True)
 
 
 def check_shared_directory(path: Path, token: str) -> None:
-    """See that a folder is the one that node 0 has made, and that it can be written to from here.
+    """Check that a folder is the one that node 0 created, and that this node can write to it.
 
     Raises:
-        RunError: if it is not.
+        RunError: If not.
     """
     deadline = time.monotonic() + _PATIENCE
     while not _has_token(path / TOKEN, token):
@@ -149,6 +149,6 @@ def check_shared_directory(path: Path, token: str) -> None:
 
 def _has_token(path: Path, token: str) -> bool:
     with suppress(OSError):
-        list(path.parent.parent.iterdir())  # makes a network file system ask again what is there
+        list(path.parent.parent.iterdir())  # makes a network file system refresh its directory cache
         return path.read_text(encoding="utf-8") == token
     return False

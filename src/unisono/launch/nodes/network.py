@@ -1,6 +1,6 @@
-"""Addresses and network interfaces of this host: which one leads to another host, and what it is called.
+"""Addresses and network interfaces of this host: which one leads to another host, and its name.
 
-The name of a host is never used to find its address: it may lead to 127.0.0.1, and two hosts may have the same.
+A host's address is never looked up by its own name, which may lead to 127.0.0.1 or be shared by two hosts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Interface:
     """A network interface of this host.
 
     Attributes:
-        name: as the kernel calls it, e.g. `eth0`.
-        addresses: of IPv4, then of IPv6.
-        up: whether it can be used.
-        speed: in Mbit/s; 0 if unknown.
+        name: As known to the kernel, e.g. `eth0`.
+        addresses: IPv4 first, then IPv6.
+        up: Whether it is usable.
+        speed: In Mbit/s; 0 if unknown.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this host."""
+    """Return all interfaces of this host."""
     states = psutil.net_if_stats()
     return [
         Interface(
@@ -51,17 +51,17 @@ def interfaces() -> list[Interface]:
 
 
 def format_interfaces(found: list[Interface]) -> str:
-    """Interfaces in one line, e.g. `lo 127.0.0.1, eth0 10.0.0.1 (down)`."""
+    """Format interfaces on one line, e.g. `lo 127.0.0.1, eth0 10.0.0.1 (down)`."""
     return ", ".join(f"{i.name} {i.addresses[0] if i.addresses else '-'}{'' if i.up else ' (down)'}" for i in found)
 
 
 def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 address stands in brackets.
+    """Parse `host:port`; an IPv6 address must be in brackets.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: For anything else.
 
-    >>> rendezvous("node0:29400"), rendezvous("[fd00::1]:29400")
+    >>> parse_rendezvous("node0:29400"), parse_rendezvous("[fd00::1]:29400")
     (('node0', 29400), ('fd00::1', 29400))
     """
     host, colon, port = text.rpartition(":")
@@ -74,10 +74,10 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 def find_loopback() -> str:
-    """The address at which this host's own processes meet: 127.0.0.1, or ::1 where the loopback has no other.
+    """Return the address at which this host's processes meet: 127.0.0.1, or ::1 if there is no IPv4 loopback.
 
     Raises:
-        ConfigError: if it has neither, as where the loopback is down.
+        ConfigError: If the host has neither, e.g. because the loopback interface is down.
     """
     for address in ("127.0.0.1", "::1"):
         with suppress(OSError), reserve_port(address):
@@ -89,9 +89,9 @@ def find_loopback() -> str:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A socket that keeps a free port for rank 0 of the processes that are started next, which alone shares it.
+    """Open a socket that reserves a free port for rank 0 of the processes started next.
 
-    Nobody else gets the port while the socket is open, however long these take until they listen there.
+    Nobody else gets the port while the socket is open, however long rank 0 takes to listen on it.
     """
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -104,10 +104,10 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The family and the address of a host.
+    """Return the address family and the address of a host.
 
     Raises:
-        ConfigError: if its name leads nowhere.
+        ConfigError: If its name cannot be resolved.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -119,10 +119,10 @@ def resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def find_own_address(host: str, port: int) -> str:
-    """This host's own address on the way to another host, by the kernel's routes; nothing is sent.
+    """Return this host's own address on the route to another host, as chosen by the kernel; nothing is sent.
 
     Raises:
-        ConfigError: if there is no way.
+        ConfigError: If there is no route.
     """
     family, address = resolve_host(host, port)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -139,16 +139,16 @@ def find_own_address(host: str, port: int) -> str:
 def choose_interface(
     asked: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """The interface by which this node talks to the others, and its address.
+    """Choose the interface through which this node talks to the others, and its address.
 
     Args:
-        asked: `launch.interface`; else what the user's environment names; else the one that leads to `host`.
-        host: another node.
-        port: of it.
-        environment: of this process.
+        asked: `launch.interface`; otherwise the user's environment decides, or else the route to `host`.
+        host: Another node.
+        port: On that node.
+        environment: Of this process.
 
     Raises:
-        ConfigError: for an interface that is not there or cannot be used.
+        ConfigError: For an interface that does not exist or cannot be used.
     """
     found = interfaces()
     name = asked or environment.get(GLOO)

@@ -1,7 +1,7 @@
-"""How the nodes of a run come to the same token: from the environment, or from a file that node 0 leaves for its user.
+"""How the nodes of a run obtain the same token: from the environment, or from a private file written by node 0.
 
-Node 0 says which of the two it is by a public name, so a node that cannot have the same token is refused with what to
-set, instead of a failed greeting.
+Node 0 announces which of the two it uses by a public name, so a node that cannot have the same token is refused with
+advice on what to set, instead of a failed handshake.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FROM_ENVIRONMENT, _NO_TOKEN, _FROM_SHARED_FILE = "environment", "none", "shared
 
 
 def print_status(text: str) -> None:
-    """Say something on the console before there is a log."""
+    """Print a message before logging is set up."""
     say(f"unisono: {text}", error=True)
 
 
 @contextmanager
 def provide_token(secret: Path, where: str) -> Iterator[tuple[bytes, str]]:
-    """The token of this run and its public name; one that is made here is there for the other nodes until they came."""
+    """Yield the token of this run and its public name; a token file written here exists until all nodes are there."""
     if given := os.environ.get(TOKEN):
         yield given.encode(), _FROM_ENVIRONMENT
         return
@@ -48,10 +48,10 @@ def provide_token(secret: Path, where: str) -> Iterator[tuple[bytes, str]]:
 
 
 def find_token(which: str, secret: Path, at: str) -> bytes | None:
-    """The token that node 0 asks for; None if this node does not see it yet.
+    """Return the token that node 0 asks for; None if this node cannot see it yet.
 
     Raises:
-        ConfigError: if the user has set it on one of the two alone, or node 0 asks for none though it could.
+        ConfigError: If the token is set on only one of the two, or node 0 asks for none although it could have one.
     """
     given = os.environ.get(TOKEN)
     if (which == _FROM_ENVIRONMENT) != bool(given):
@@ -66,7 +66,7 @@ def find_token(which: str, secret: Path, at: str) -> bytes | None:
         found = shared_secret.read_secret(secret) or {}
         fits = found.get("name") == which.removeprefix(_FROM_SHARED_FILE) and isinstance(found.get("token"), str)
         return str(found["token"]).encode() if fits else None
-    try:  # node 0 would be this user on a host that shares this folder
+    try:  # if this folder is private and shared, the real node 0 would have left a token here
         probe = secret.with_name(f"{secret.name}.{secrets.token_hex(4)}")
         shared_secret.write_secret(probe, {})
         probe.unlink(missing_ok=True)

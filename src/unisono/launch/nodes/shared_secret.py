@@ -1,7 +1,7 @@
-"""A secret that the processes of one user share through a folder that all their hosts see, and nobody else reads.
+"""A secret shared by one user's processes through a folder on a file system that all their hosts see.
 
-Whoever starts first makes a file that this user alone may read, and the others look for it there. A file of another
-user, or one that others could read, is nobody's secret and is passed over.
+The first process creates a file that only this user may read, and the others look for it there. A file that belongs to
+another user, or that others could read, is ignored.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MAX_BYTES = 1 << 12
 
 
 def secret_path(folder: Path, about: str) -> Path:
-    """Where a secret about something lies, e.g. the rendezvous of a job."""
+    """Return the path of a secret for some purpose, e.g. the rendezvous of a job."""
     return folder / f".unisono-{sha256(about.encode()).hexdigest()[:16]}.secret"
 
 
 def write_secret(path: Path, values: dict[str, Any]) -> None:
-    """Make the file, in place of an earlier one.
+    """Create the file, replacing an earlier one.
 
     Raises:
-        RunError: if it cannot be made, or not so that this user alone can read it.
+        RunError: If it cannot be created such that only this user can read it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def write_secret(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_secret(path: Path) -> dict[str, Any] | None:
-    """What the file says; None where there is none, or none that only this user could have made and read."""
+    """Return the file's content; None if it is missing, or not owned by this user and readable only by them."""
     with suppress(OSError, ValueError):
-        list(path.parent.iterdir())  # makes a network file system ask again what is there
+        list(path.parent.iterdir())  # makes a network file system refresh its directory cache
         with safe_paths.open_inside(path.parent, path.name) as file:
             if _is_private(os.fstat(file.fileno())):
                 found = safe_paths.parse_json(safe_paths.bounded(file, str(path), _MAX_BYTES))

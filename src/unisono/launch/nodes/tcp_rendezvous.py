@@ -1,9 +1,9 @@
-"""How the launchers of several nodes connect, and how each notices that another is gone.
+"""Connects the launchers of several nodes, and lets each notice when another is gone.
 
-JSON messages over one TCP connection from every node to node 0, which both sides authenticate by a token: the user's
-(`UNISONO_TOKEN`), or one that node 0 leaves for this user alone in the folder of runs, which all nodes share. Each wait
-has a deadline that holds on a dead link too, which torch's TCPStore does not promise: there a wait that has timed out
-still waits for the server's answer.
+JSON messages travel over one TCP connection from every node to node 0, which both sides authenticate with a token: the
+user's (`UNISONO_TOKEN`), or one that node 0 leaves for this user in the shared folder of runs. Every wait has a
+deadline, even on a dead link. torch's TCPStore does not guarantee that: a wait that timed out there still waits for the
+server's answer.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from unisono.runtime.communicator import Json, format_address
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
 from unisono.runtime.text import one_line
 
-_GREETING_TIMEOUT = 5.0  # seconds for whoever connects to prove itself, all of it
-_MAX_GREETINGS = 64  # connections that may be greeting at a time
-_MAX_REJECTIONS_SHOWN = 10  # hosts that are named when they are sent away
-_PATIENCE = 5.0  # seconds by which a node waits longer than node 0, which tells why
+_GREETING_TIMEOUT = 5.0  # seconds for the whole handshake of a new connection
+_MAX_GREETINGS = 64  # handshakes at a time
+_MAX_REJECTIONS_SHOWN = 10  # refused hosts that are reported by name
+_PATIENCE = 5.0  # seconds by which a node waits longer than node 0, so that node 0's reason arrives first
 _GRACE = 10.0  # seconds for this node's processes to notice by themselves that others are gone
 
 
 class NodeCommunicator:
-    """All nodes of a job as one party; a `unisono.runtime.communicator.Channel` whose ranks are nodes.
+    """All nodes of a job; a `unisono.runtime.communicator.Channel` whose ranks are nodes.
 
     Attributes:
-        rank: of this node.
-        size: number of nodes.
-        failure: why another node is given up, once `watch_nodes` has noticed.
+        rank: Of this node.
+        size: Number of nodes.
+        failure: Why another node was given up, once `watch_nodes` has noticed.
     """
 
     def __init__(self, rank: int, size: int, lines: dict[int, AuthenticatedLine], timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.failure: str | None = None
-        self._lines = lines  # node 0 has one to each of the others, and they have one to node 0
+        self._lines = lines  # on node 0 a connection to each other node, elsewhere the connection to node 0
         self._write_lock = threading.Lock()
 
     def gather(self, value: Json, what: str) -> list[Json]:
-        """The value of every node, in their order, on every node.
+        """Return the value of every node, in node order, on every node.
 
         Raises:
-            DeadlineError: naming the node that is gone or too late.
+            DeadlineError: Naming the node that is gone or late.
         """
         if self.rank:
             line = self._lines[0]
@@ -78,14 +78,14 @@ class NodeCommunicator:
         return values
 
     def barrier(self, what: str) -> None:
-        """Return once every node has come here."""
+        """Return once every node has called it."""
         self.gather(None, what)
 
     def run_on_all_nodes(self, act: Callable[[], Json], what: str) -> list[Json]:
-        """Do something on every node, and return what came of it on each; a refusal of one is everyone's.
+        """Run `act` on every node and return all results; if one node refuses, all do.
 
         Raises:
-            RunError: with the text of the first node that refused.
+            RunError: With the text of the first node that refused.
         """
         try:
             mine = [None, act()]
@@ -105,10 +105,11 @@ class NodeCommunicator:
     def watch_nodes(self) -> Iterator[None]:
         """While this lasts, end this process's children some seconds after another node is gone or has failed.
 
-        They are ended as by a SIGHUP to this process, which comes as a KeyboardInterrupt. (A SIGTERM lets them save.)
+        They end as if this process had received a SIGHUP, which raises a KeyboardInterrupt. (A SIGTERM would let them
+        save.)
 
         Raises:
-            DeadlineError: in its place.
+            DeadlineError: Instead of the KeyboardInterrupt.
         """
         stop = threading.Event()
         watches = [
@@ -127,11 +128,11 @@ class NodeCommunicator:
             stop.set()
         self._broadcast({"left": 0})
         deadline = time.monotonic() + self.timeout
-        for thread in watches:  # who hangs up with something unread takes back what it has said last
+        for thread in watches:  # closing a connection with unread data would discard our last message
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for line in self._lines.values():
             line.close()
 
@@ -166,19 +167,19 @@ class NodeCommunicator:
 def connect_nodes(
     rank: int, size: int, rendezvous: str, start_timeout: float, timeout: float, folder: Path
 ) -> Iterator[NodeCommunicator]:
-    """Meet the launchers of all nodes at node 0.
+    """Connect the launchers of all nodes through node 0.
 
     Args:
-        rank: of this node.
-        size: number of nodes.
+        rank: Of this node.
+        size: Number of nodes.
         rendezvous: `host:port` of node 0.
-        start_timeout: seconds for all nodes to come.
-        timeout: seconds for any later wait.
-        folder: of all runs, which all nodes share; a token is left there if the user has set none.
+        start_timeout: Seconds for all nodes to connect.
+        timeout: Seconds for any later wait.
+        folder: The folder of all runs, shared by all nodes; a token is left there if the user has set none.
 
     Raises:
-        ConfigError: if node 0 cannot be met there, or if the nodes have not been numbered 0 to size - 1.
-        DeadlineError: naming nodes that did not come.
+        ConfigError: If node 0 cannot be reached at this address, or the nodes are not numbered 0 to size - 1.
+        DeadlineError: Naming nodes that did not connect.
     """
     host, port = network.parse_rendezvous(rendezvous)
     deadline = time.monotonic() + start_timeout
@@ -202,7 +203,7 @@ def connect_nodes(
 def _accept_nodes(
     size: int, host: str, port: int, deadline: float, start_timeout: float, secret: Path
 ) -> dict[int, AuthenticatedLine]:
-    """A line from each of the other nodes, in their order."""
+    """Accept a connection from every other node; returns them in node order."""
     lines: dict[int, AuthenticatedLine] = {}
     with (
         _open_listener(host, port, size) as listener,
@@ -236,10 +237,10 @@ def _accept_nodes(
 
 
 class _Acceptor:
-    """Whoever connects, each greeted by a thread of its own, so that nobody can make the others wait.
+    """Accepts connections, each greeted in its own thread, so that no stranger can make the others wait.
 
     Attributes:
-        arrivals: lines to nodes that have proved themselves, and what each says of itself.
+        arrivals: Connections to authenticated nodes, and what each says about itself.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, which: str) -> None:
@@ -252,7 +253,7 @@ class _Acceptor:
         self._thread.start()
 
     def close(self) -> None:
-        """Greet nobody else."""
+        """Accept no further connections."""
         self._closed.set()
         self._thread.join()
 
@@ -261,7 +262,7 @@ class _Acceptor:
         while not self._closed.is_set():
             try:
                 link = listener.accept()[0]
-            except OSError:  # nobody came, or has gone again; or there is no descriptor left for a moment
+            except OSError:  # a timeout, a connection already gone, or temporarily no free descriptor
                 continue
             if not self._slots.acquire(blocking=False):
                 link.close()
@@ -279,7 +280,7 @@ class _Acceptor:
             if str(stranger) not in self._reported and len(self._reported) < _MAX_REJECTIONS_SHOWN:
                 self._reported.add(str(stranger))
                 print_status(f"node 0 refused {stranger}: it does not know the token of this run ({TOKEN})")
-        except Exception:  # a stranger, whatever it says or does, ends nothing here
+        except Exception:  # nothing that a stranger sends may end node 0
             pass
         finally:
             self._slots.release()
@@ -303,7 +304,7 @@ def _describe_wrong_number(
 
 
 def _refuse_all(lines: dict[int, AuthenticatedLine], error: UnisonoError) -> UnisonoError:
-    """The same error, after all who came have been told."""
+    """Return the error, after sending it to all connected nodes."""
     for line in lines.values():
         with suppress(OSError):
             line.send({"refused": str(error), "late": isinstance(error, DeadlineError)}, time.monotonic() + 1)
@@ -312,15 +313,15 @@ def _refuse_all(lines: dict[int, AuthenticatedLine], error: UnisonoError) -> Uni
 
 
 def _open_listener(host: str, port: int, size: int) -> socket.socket:
-    """The socket at which node 0 waits for the others."""
+    """Open the socket on which node 0 waits for the others."""
     family, address = network.resolve_host(host, port)
     if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
-        address = ""  # many hosts give their own name to 127.0.1.1; others know it by another address
+        address = ""  # many hosts map their own name to 127.0.1.1, which other hosts cannot reach
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(max(size, 256))  # strangers may fill it, too
+        listener.listen(max(size, 256))  # strangers may fill the queue, too
     except OSError as error:
         listener.close()
         asked = f"launch.rendezvous={format_address(host, port)}"
@@ -341,11 +342,11 @@ def _open_listener(host: str, port: int, size: int) -> socket.socket:
 def _join_node_0(
     rank: int, size: int, host: str, port: int, deadline: float, start_timeout: float, secret: Path
 ) -> AuthenticatedLine:
-    """The line to node 0, which may not be there yet; and somebody else may answer in its place."""
+    """Connect to node 0, which may not be up yet; another process may answer in its place."""
     _, address = network.resolve_host(host, port)
     at = format_address(host, port)
     who = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid()}
-    why, unseen = "nobody is there", ""
+    why, unseen = "nothing answers there", ""
     while True:
         line = None
         try:
@@ -357,7 +358,7 @@ def _join_node_0(
             if token is not None:
                 line.introduce(who, token, theirs, until)
                 break
-            unseen = (  # and stays the reason when node 0 has given up waiting
+            unseen = (  # still the reason to report once node 0 has stopped waiting
                 f"it asks for the token that node 0 wrote into {secret.parent} for this user only, but this node sees "
                 "none there. run.dir must be on a file system that all nodes share, under the same path"
             )
@@ -384,7 +385,7 @@ def _join_node_0(
                 "that no firewall blocks the port"
             )
         time.sleep(0.1)
-    answer = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all nodes to come")
+    answer = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all nodes to connect")
     if "refused" in answer:
         line.close()
         raise (DeadlineError if answer.get("late") else ConfigError)(one_line(answer["refused"], 2000))

@@ -1,7 +1,7 @@
 """Child processes that this one starts and waits for: forks of a server, or new processes, behind one interface.
 
-Each leads a session of its own, so that what a terminal sends to this process does not reach it, and ends with this
-process, however that ends (on Linux).
+Each leads its own session, so that signals from the terminal do not reach it, and ends when this process does, for
+whatever reason (on Linux).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Protocol
 from unisono.launch.processes.fork_server import ForkServer
 
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-_PATIENCE = 5.0  # seconds for a process that was killed to be gone
-_TICK = 0.1  # seconds between two looks at processes that are no forks
+_PATIENCE = 5.0  # seconds for a killed process to disappear
+_TICK = 0.1  # seconds between polls of processes that are not forks
 
 
 class ChildProcesses(Protocol):
     """Processes that were started together.
 
     Attributes:
-        pids: their numbers, in order.
-        codes: exit codes of those that have ended, by place, as `subprocess` has them.
+        pids: Their process ids, in order.
+        codes: Exit codes of those that have ended, by position, as in `subprocess`.
     """
 
     pids: list[int]
     codes: dict[int, int]
 
     def wait_for_exit(self, seconds: float) -> None:
-        """See which have ended, waiting at most so long for one."""
+        """Update `codes`, waiting at most `seconds` for a process to end."""
         ...
 
 
@@ -50,10 +50,10 @@ class ForkedProcesses:
         self.codes: dict[int, int] = {}
 
     def wait_for_exit(self, seconds: float) -> None:
-        """See which have ended."""
+        """Update `codes`, waiting at most `seconds` for a process to end."""
         try:
             ended = self._server.collect_exit_codes(seconds)
-        except OSError:  # the kernel has ended them with it
+        except OSError:  # the server is gone, and the kernel has killed its forks
             ended = dict.fromkeys(self.pids, -int(signal.SIGKILL))
         for place, pid in enumerate(self.pids):
             if pid in ended:
@@ -73,7 +73,7 @@ class SpawnedProcesses:
         self.codes: dict[int, int] = {}
 
     def wait_for_exit(self, seconds: float) -> None:
-        """See which have ended."""
+        """Update `codes`, waiting at most `seconds` for all processes to end."""
         deadline = time.monotonic() + seconds
         while True:
             for place, process in enumerate(self._processes):
@@ -88,13 +88,13 @@ class SpawnedProcesses:
 def start_children(
     server: ForkServer | None, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
 ) -> ChildProcesses:
-    """Start a process for each environment, which runs a module with these arguments.
+    """Start one process per environment, each running a module with these arguments.
 
     Args:
-        server: forks them, if it can; None: they are new processes.
-        module: has a `main` that takes the arguments, and runs it where the module is started.
-        arguments: of the module.
-        environments: of the processes.
+        server: Forks the processes if it can; None starts new processes.
+        module: Has a `main` that takes the arguments; run as a script it calls `main`.
+        arguments: Of the module.
+        environments: Of the processes.
     """
     if server is not None and server.ready:
         return ForkedProcesses(server, module, arguments, environments)
@@ -102,17 +102,17 @@ def start_children(
 
 
 def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[int, int]:
-    """Wait until all have ended, or one has failed; the others are then ended, too.
+    """Wait until all have ended or one has failed; then end the rest.
 
     Args:
-        children: that were started.
-        signals: to this process, which end all of them.
+        children: Processes that were started.
+        signals: Signals to this process that end all of them.
 
     Returns:
-        Exit codes by place, of all.
+        Exit codes of all processes by position.
 
     Raises:
-        KeyboardInterrupt: after all have ended, if one of the signals has come.
+        KeyboardInterrupt: After all have ended, if one of the signals arrived.
     """
     with _collect_signals(signals) as received:
         try:
@@ -127,7 +127,7 @@ def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[
 
 
 def end_children(children: ChildProcesses, number: int = signal.SIGTERM) -> None:
-    """End those that are left: by a signal, and by force some seconds later."""
+    """End the remaining processes: by a signal, and some seconds later by SIGKILL."""
     for by, seconds in ((number, _GRACE), (signal.SIGKILL, _PATIENCE)):
         for place, pid in enumerate(children.pids):
             if place not in children.codes:
@@ -140,7 +140,7 @@ def end_children(children: ChildProcesses, number: int = signal.SIGTERM) -> None
 
 @contextmanager
 def _collect_signals(signals: Sequence[int]) -> Iterator[list[int]]:
-    """While this lasts, these signals are noted and do nothing else; then handlers are as they were."""
+    """Collect these signals without acting on them; restore the handlers at the end."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -152,5 +152,5 @@ def _collect_signals(signals: Sequence[int]) -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it was not set from Python
+            if handler is not None:  # None: a handler not set from Python
                 signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Which of many faults ended a run: from what its processes reported, what the monitor found, and their exit codes."""
+"""Decides which of many faults ended a run, from the processes' reports, the monitor's finding, and exit codes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoEr
 from unisono.supervise import collective_mismatch, preemption, records
 from unisono.supervise.hang_detection import describe_death
 
-_CONSEQUENCES = ("DeadlineError", "Preempted")  # what a rank reports that another one's end may be the reason of
+_CONSEQUENCES = ("DeadlineError", "Preempted")  # errors that may be mere consequences of another rank's end
 GRACE = 5.0  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
 class WorkerError(UnisonoError):
-    """A fault of one process, told once for all of them.
+    """A fault of one process, reported once on behalf of all.
 
     Attributes:
-        memory: whether it ran out of memory, or was killed as one that does is.
-        by_signal: whether it died by a signal and said nothing.
-        random: whether its forward passes draw random numbers; None where it did not say.
+        memory: Whether it ran out of memory, or was killed in a way that suggests so.
+        by_signal: Whether it was killed by a signal and reported nothing.
+        random: Whether its forward passes draw random numbers; None if it did not say.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WorkerError(UnisonoError):
 
 
 class LostWorkerError(WorkerError, LostError):
-    """A process died without a word."""
+    """A process died without a message."""
 
 
 class StuckWorkerError(WorkerError, StuckError):
@@ -54,13 +54,13 @@ class StuckWorkerError(WorkerError, StuckError):
 def select_fault(
     logs: Path, codes: Mapping[int, int], watch: MonitorClient | None = None, node: Node | None = None
 ) -> WorkerError:
-    """The fault to show: a process that died or was stuck, or the first fault that is not a wait that timed out.
+    """Select the fault to show: a process that died or was stuck, or the first fault that is not a timed-out wait.
 
     Args:
-        logs: of the run, with the faults and what the monitors found of all nodes.
-        codes: exit codes of this node's ranks, as `subprocess` has them.
-        watch: the monitor of this node.
-        node: which one this is, where there are several.
+        logs: Folder of the run's logs, with the faults and monitor findings of all nodes.
+        codes: Exit codes of this node's ranks, as in `subprocess`.
+        watch: The monitor of this node.
+        node: This node, if there are several.
     """
     ended = time.time()
     folders = [logs] if watch is None else [logs, watch.directory]
@@ -70,21 +70,21 @@ def select_fault(
     reporting = {fault["rank"] for fault in faults}
     ended_with = {rank: code for rank, code in codes.items() if code}
     silent = {rank: code for rank, code in ended_with.items() if rank not in reporting}
-    # The launcher ends what is left after a fault, which is no death of its own: at once, or after its grace.
+    # The launcher kills what is left after a fault, at once or after its grace period; such a death is not a cause.
     late = bool(faults) and ended - min(fault["time"] for fault in faults) >= GRACE
     ended_others = {-signal.SIGTERM, preemption.ENDED_BY_SIGNAL + signal.SIGTERM}
     by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
-    # Torch's launcher takes exit code 0 for success, however early it comes.
+    # Torch's launcher takes exit code 0 for success, however early it occurs.
     early = watch.unfinished_ranks() if watch is not None else []
     deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in reporting]
-    # Where a rank has died, one that has made no step yet takes the launcher's SIGTERM for a preemption.
+    # If a rank has died, a rank before its first step mistakes the launcher's SIGTERM for a preemption.
     if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
         if watch is not None and (differ := _describe_mismatch(logs, watch, node)):
             return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
         if found is not None and found.get("kind") == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
-        # Processes that the monitor ended because another one was gone did not die by themselves.
+        # Processes that the monitor killed because another was gone did not die by themselves.
         lost = found.get("rank") if found is not None else _first_death(deaths, ended_others)
         if lost is not None and watch is not None and lost in codes:
             code = ended_with.get(lost, 0)
@@ -112,20 +112,20 @@ def select_fault(
 
 
 def _describe_mismatch(logs: Path, watch: MonitorClient, node: Node | None) -> str | None:
-    """Whether ranks made different collectives, of this node or of two."""
+    """Describe different collectives issued by ranks of this node, or of two nodes."""
     if node is None:
         return collective_mismatch.describe_mismatch(watch.directory)
     return collective_mismatch.describe_mismatch_across_nodes(watch.directory, logs, watch.count * node.count)
 
 
 def _read_finding(logs: Path, watch: MonitorClient | None) -> dict[str, Any] | None:
-    """What the monitor of this node has found, else that of another one."""
+    """Return the finding of this node's monitor, else that of another node's."""
     found = watch.read_finding() if watch is not None else None
     return found or next(iter(records.read(logs, "monitor-node-*.json", records.Finding)), None)
 
 
 def _first_death(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
-    """Of processes that died, the one to name: not one that the launcher has ended after another had died."""
+    """Choose the death to report: preferably not a process that the launcher ended after another had died."""
     return min(deaths, key=lambda death: death[1] in by_launcher)[0] if deaths else None
 
 

@@ -1,14 +1,14 @@
-"""Processes without the seconds that imports take: forks of one process that has imported what a rank imports.
+"""Avoids the seconds that imports take: ranks are forks of one process that has already imported what a rank needs.
 
-A launcher starts the server first and prepares the run beside it; the ranks are then there at once. The server imports
-libraries and Unisono, never the user's code: a module may read its rank where it is imported. It opens no device and
-starts no thread of Python's, so that a fork is as good as a new process; where that cannot be had (another system than
-Linux, a library that starts threads) ranks are started as new processes, which takes longer and is the same.
+A launcher starts the server first and prepares the run meanwhile; the ranks then start at once. The server imports
+libraries and Unisono but never user code, since a module may read its rank when it is imported. It opens no device and
+starts no Python thread, so that a fork is as good as a new process. Where this is impossible (on systems other than
+Linux, or with a library that starts threads), ranks are started as new processes, which only takes longer.
 
     python -m unisono.launch.processes.fork_server DESCRIPTOR MODULE …
 
-Launcher and server exchange JSON, one message a line, over a socket. A process group, signals and the death of a parent
-are as in `unisono.launch.processes.children`, which asks this server or starts processes itself.
+Launcher and server exchange JSON over a socket, one message per line. Sessions, signals and the death of a parent are
+handled as in `unisono.launch.processes.children`, which uses this server or starts processes itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What every rank imports: the loop and the engine bring torch with them.
+# Imported by every rank; the loop and the engine import torch.
 PRELOADED_MODULES = (
     "unisono.launch.processes.rank_process",
     "unisono.training.loop",
@@ -41,15 +41,15 @@ PRELOADED_MODULES = (
 )
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-is_fork = False  # whether this process is one, which ends with its server already
+is_fork = False  # whether this process is a fork, which ends together with its server
 
 
 class ForkServer:
-    """A server, from the side of the launcher. A context: its forks end with it.
+    """The launcher's handle to a server. As a context manager, it ends the server with all its forks.
 
     Args:
-        modules: to import, besides `PRELOADED_MODULES`; what cannot be imported is left to the ranks.
-        variables: of the environment of server and ranks, besides those of this process.
+        modules: To import in addition to `PRELOADED_MODULES`; import errors are left to the ranks.
+        variables: Environment variables of server and ranks, in addition to those of this process.
     """
 
     def __init__(self, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
@@ -73,8 +73,8 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and all its forks."""
-        self._channel.close()  # it ends when nobody is there any more
-        if self._ready is None:  # it is still importing, would only see that afterwards, and has no forks
+        self._channel.close()  # the server ends when the other end is closed
+        if self._ready is None:  # still importing: it would notice only later, and has no forks
             self._process.kill()
         try:
             self._process.wait(5.0)
@@ -84,19 +84,19 @@ class ForkServer:
 
     @property
     def ready(self) -> bool:
-        """Whether it can fork; waits until it has imported everything."""
+        """Whether the server can fork; waits until it has imported everything."""
         if self._ready is None:
             answer = self._channel.receive()
             self._ready = bool(answer and answer["ready"])
         return self._ready
 
     def fork(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
-        """Fork a process for each environment, which calls `main` of a module; returns their numbers.
+        """Fork one process per environment, each calling `main` of a module; return their process ids.
 
         Args:
-            module: whose `main` takes a folder, as a path, and texts.
-            arguments: of `main`.
-            environments: of the processes.
+            module: Its `main` takes a folder as a path, and strings.
+            arguments: Of `main`.
+            environments: Of the processes.
         """
         order = {"module": module, "arguments": list(arguments), "environments": [dict(e) for e in environments]}
         self._channel.send({**order, "cwd": str(Path.cwd())})
@@ -107,10 +107,10 @@ class ForkServer:
         raise OSError("the fork server is gone")
 
     def collect_exit_codes(self, seconds: float) -> dict[int, int]:
-        """The exit codes of forks that have ended since, as `subprocess` has them; waits so long for the first.
+        """Return the exit codes of forks that have ended since, as in `subprocess`; wait at most `seconds` for one.
 
         Raises:
-            OSError: if the server is gone, and all its forks with it.
+            OSError: If the server is gone, and all its forks with it.
         """
         found, self._exit_codes = self._exit_codes, {}
         while self._channel.has_message(0.0 if found else seconds):
@@ -122,22 +122,26 @@ class ForkServer:
 
 
 class JsonChannel:
-    """JSON messages, one a line, over a socket."""
+    """JSON messages over a socket, one per line."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self._read = b""
 
     def send(self, message: Any) -> None:
-        """Send a message, or raise an OSError."""
+        """Send a message.
+
+        Raises:
+            OSError: If the connection fails.
+        """
         self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def has_message(self, seconds: float) -> bool:
-        """Whether a message, or the end, can be received; waits so long for it."""
+        """Whether a message or the end of the stream arrives within `seconds`."""
         return b"\n" in self._read or bool(select.select([self.link], [], [], seconds)[0])
 
     def receive(self) -> Any:
-        """The next message; None at the end."""
+        """Return the next message; None at the end of the stream."""
         while b"\n" not in self._read:
             try:
                 part = self.link.recv(1 << 16)
@@ -150,12 +154,12 @@ class JsonChannel:
         return json.loads(line)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.link.close()
 
 
 def die_with_process(parent: int | None) -> None:
-    """Ask the kernel to end this process with its parent (on Linux); at once if that is gone already."""
+    """Ask the kernel to kill this process when its parent ends (on Linux); at once if the parent is already gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
@@ -163,7 +167,7 @@ def die_with_process(parent: int | None) -> None:
 
 
 def can_fork() -> bool:
-    """Whether ranks may be forks on this system."""
+    """Whether ranks can be forks on this system."""
     return sys.platform == "linux" and hasattr(os, "fork")
 
 
@@ -171,19 +175,19 @@ def can_fork() -> bool:
 
 
 def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
-    """Entry of the server."""
-    sys.modules["unisono.launch.processes.fork_server"] = sys.modules["__main__"]  # one module, whoever imports it
+    """Run the server."""
+    sys.modules["unisono.launch.processes.fork_server"] = sys.modules["__main__"]  # avoids a second copy when imported
     die_with_process(None)
-    for number in _IGNORED_SIGNALS:  # they are meant for the ranks and the launcher
+    for number in _IGNORED_SIGNALS:  # meant for the ranks and the launcher
         signal.signal(number, signal.SIG_IGN)
     channel = JsonChannel(socket.socket(fileno=descriptor))
     for module in modules:
-        with suppress(ImportError):  # a rank says so, if it needs it
+        with suppress(ImportError):  # a rank that needs it will report the error
             importlib.import_module(module)
     ready = threading.active_count() == 1 and not _has_opened_a_device()
     _send_or_exit(channel, {"ready": ready})
     gc.collect()
-    gc.freeze()  # a collection in a fork need not touch, and so copy, what all share
+    gc.freeze()  # keeps collections in a fork from touching, and so copying, shared pages
     wakeup, signalled = socket.socketpair()
     signalled.setblocking(False)
     wakeup.setblocking(False)
@@ -198,7 +202,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
             _report_exits(channel, children)
         if channel.link in asked:
             order = channel.receive()
-            if order is None:  # the launcher is gone, or has no more work
+            if order is None:  # the launcher is gone or done
                 for child in children:
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
@@ -210,7 +214,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
 
 
 def _report_exits(channel: JsonChannel, children: set[int]) -> None:
-    """Say which children have ended, and how."""
+    """Report children that have ended, with their exit codes."""
     while children:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -230,10 +234,10 @@ def _send_or_exit(channel: JsonChannel, message: Any) -> None:
 
 
 def _fork(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Sequence[socket.socket]) -> int:
-    """The number of a fork that does what was ordered."""
+    """Fork a process that carries out an order; return its process id."""
     server = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: there are none of its own
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads; Python started none here
         pid = os.fork()
     if pid:
         return pid
@@ -262,7 +266,7 @@ def _fork(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Seq
 
 
 def _apply_environment(order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Be a process that was started with this environment, and that people find by its name."""
+    """Make this process look like one that was started with this environment, including its process name."""
     global is_fork
     is_fork = True
     before = os.environ.get("OMP_NUM_THREADS")
@@ -277,7 +281,7 @@ def _apply_environment(order: Mapping[str, Any], environment: Mapping[str, str])
 
 
 def _has_opened_a_device() -> bool:
-    """Whether an import has opened an accelerator, which no fork could use."""
+    """Whether an import has opened an accelerator, which a fork could not use."""
     torch = sys.modules.get("torch")
     backends: list[Any] = [getattr(torch, name, None) for name in ("cuda", "xpu", "npu", "hpu", "mtia")]
     return any(backend.is_initialized() for backend in backends if hasattr(backend, "is_initialized"))

@@ -1,7 +1,6 @@
-"""The processes of a run on this host: started together, watched, and ended together, with one fault to show.
+"""The processes of a run on this host: started together, watched, and ended together, with one fault to report.
 
-Where there are several nodes, each has a launcher that knows only its own processes; rank 0 listens at an address on
-which the nodes have agreed.
+With several nodes, each launcher knows only its own processes; rank 0 listens at an address that the nodes agreed on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _HANGUPS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(s
 INTERRUPT_SIGNALS = (
     signal.SIGINT,
     *_HANGUPS,
-)  # that end all processes; SIGTERM is a preemption, which they answer themselves
+)  # signals that end all processes; SIGTERM is a preemption, which the processes handle themselves
 
 
 def launch(
@@ -51,21 +50,21 @@ def launch(
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
 ) -> None:
-    """Start the processes of a run, this node's share of `layout.world_size`, and wait for them.
+    """Start this node's share of the `layout.world_size` processes of a run, and wait for them.
 
     Args:
-        config: concrete.
-        folder: of the run, the first argument of the processes.
-        threads: CPU threads per process, unless the user's environment says otherwise.
-        module: what each process runs.
-        node: which one this is, where there are several.
-        arguments: of the processes, after the folder.
-        server: forks them; None: they are new processes.
+        config: Concrete.
+        folder: The run's directory, first argument of the processes.
+        threads: CPU threads per process, unless the user's environment sets them.
+        module: What each process runs.
+        node: This node, if there are several.
+        arguments: Of the processes, after the folder.
+        server: Forks the processes; None starts new processes.
 
     Raises:
-        WorkerError: with the text and the exit code of the first fault.
-        KeyboardInterrupt: after all processes have ended.
-        Preempted: if this process was asked to end, and all processes have.
+        WorkerError: With the text and the exit code of the first fault.
+        KeyboardInterrupt: After all processes have ended.
+        Preempted: If this process was asked to end, and all processes have ended.
     """
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
@@ -89,7 +88,7 @@ def launch(
                 arguments=arguments, server=server, started=started, authenticated=config.layout.engine == "jax",
             )  # fmt: skip
         except WorkerError as error:
-            if asked() and error.by_signal:  # before they could hear it, or long after their deadline
+            if asked() and error.by_signal:  # killed before they could react, or long after their deadline
                 raise _preempted_error(folder) from None
             raise
 
@@ -110,28 +109,28 @@ def run_processes(
     started: list[ChildProcesses] | None = None,
     authenticated: bool = False,
 ) -> None:
-    """Start processes that each run a module, with a folder as its first argument, and wait for them.
+    """Start processes that each run a module, with a folder as first argument, and wait for them.
 
     Args:
-        module: e.g. `unisono.launch.processes.rank_process`.
-        folder: what the processes read, and where they leave their logs.
-        count: how many on this node.
-        threads: CPU threads per process, unless the user's environment says otherwise.
-        reference: to the user's code that they import, as `path/to/file.py:name` or `module:name`.
-        loopback: whether gloo, if the processes use it, is to stay inside of this host; of one node only.
-        node: which one this is, where there are several; whoever starts them has forgotten earlier faults.
-        watch: the monitor that reads the heartbeats of the processes.
-        signals: to this process, which end all of them.
-        ours: whether rank 0 listens by `process_group.start`, which shares the port that is kept for it; whoever else
-            listens there would find it in use.
-        arguments: of the processes, after the folder.
-        server: forks them; None: they are new processes.
-        started: is given the processes once they are there.
-        authenticated: whether they meet without torch, and prove to each other that they have the same launcher.
+        module: E.g. `unisono.launch.processes.rank_process`.
+        folder: What the processes read, and where they leave their logs.
+        count: Number of processes on this node.
+        threads: CPU threads per process, unless the user's environment sets them.
+        reference: Reference to the user's code, as `path/to/file.py:name` or `module:name`.
+        loopback: Whether gloo should stay inside this host; with a single node only.
+        node: This node, if there are several; the caller has then removed earlier faults.
+        watch: The monitor that reads the processes' heartbeats.
+        signals: Signals to this process that end all of them.
+        ours: Whether rank 0 listens through `process_group.start`, which can share the reserved port; any other
+            listener would find it in use.
+        arguments: Of the processes, after the folder.
+        server: Forks the processes; None starts new processes.
+        started: Receives the processes once they exist.
+        authenticated: Whether the processes meet without torch, and prove to each other that they share a launcher.
 
     Raises:
-        WorkerError: with the text and the exit code of the first fault.
-        KeyboardInterrupt: after all processes have ended.
+        WorkerError: With the text and the exit code of the first fault.
+        KeyboardInterrupt: After all processes have ended.
     """
     with ExitStack() as stack:
         address = network.find_loopback() if node is None else ""
@@ -149,7 +148,7 @@ def run_processes(
         if node is None and ours:
             private = watch.directory if watch is not None else stack.enter_context(_private_directory())
             common[STORE_VARIABLE] = str(private / "store")
-        if authenticated and node is None:  # nodes have a token of their own, or none
+        if authenticated and node is None:  # nodes have their own token, or none
             common[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
         ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
         environments = [{**os.environ, **common, **_rank_variables(rank, ranks, node)} for rank in ranks]
@@ -164,11 +163,11 @@ def run_processes(
 
 
 def process_variables(threads: int, reference: str) -> dict[str, str]:
-    """What the environment of processes says besides that of this one, wherever the user has not.
+    """Return environment variables for processes, beyond this process's own, unless the user has set them.
 
     Args:
         threads: CPU threads per process.
-        reference: to the user's code.
+        reference: Reference to the user's code.
     """
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -183,14 +182,14 @@ def process_variables(threads: int, reference: str) -> dict[str, str]:
 def open_fork_server(
     count: int, threads: int, reference: str, modules: Sequence[str] = (), engine: str = "torch"
 ) -> Iterator[ForkServer | None]:
-    """A server for the processes of a run, where they may be forks; it begins to import at once.
+    """Yield a fork server for the processes of a run, or None if they cannot be forks; it starts importing at once.
 
     Args:
-        count: how many processes there will be here; a single one needs no server.
+        count: How many processes there will be here.
         threads: CPU threads per process.
-        reference: to the user's code.
-        modules: that it imports besides what every rank needs.
-        engine: of the run; other engines than torch have threads, which no fork survives.
+        reference: Reference to the user's code.
+        modules: To import in addition to what every rank needs.
+        engine: Of the run; engines other than torch start threads, which do not survive a fork.
     """
     if count < 1 or engine != "torch" or not fork_server.can_fork():
         yield None
@@ -200,7 +199,7 @@ def open_fork_server(
 
 
 def remove_old_faults(folder: Path) -> None:
-    """Remove what the faults of an earlier start have left in a run's folder."""
+    """Remove the fault records of an earlier start from a run's folder."""
     (folder / "logs").mkdir(exist_ok=True)
     for pattern in ("*.fault.json", "monitor-node-*.json", "*.calls"):
         for old in (folder / "logs").glob(pattern):
@@ -209,7 +208,7 @@ def remove_old_faults(folder: Path) -> None:
 
 @contextmanager
 def environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment changed for the processes that it starts, and then as it was."""
+    """Temporarily change this process's environment, for the processes that it starts."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -224,7 +223,7 @@ def environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _private_directory() -> Iterator[Path]:
-    """A folder in shared memory that this user alone may enter, for a while."""
+    """Yield a temporary folder in shared memory that only this user may enter."""
     folder = make_memory_directory()
     try:
         yield folder
@@ -233,7 +232,7 @@ def _private_directory() -> Iterator[Path]:
 
 
 def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
-    """The variables by which a process, and the libraries in it, know which one it is; as torchrun sets them."""
+    """Return the variables that tell a process, and the libraries in it, its rank; as set by torchrun."""
     here, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
     run_id = f"unisono-{os.getpid()}"
     numbers = {
@@ -246,20 +245,20 @@ def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str
 
 
 def _address_variables(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
-    """Where the processes meet, and by which interface they talk."""
+    """Return the variables that tell processes where to meet and which interface to use."""
     found = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:
         found[network.GLOO] = node.interface
         if network.NCCL not in os.environ:
-            found[network.NCCL] = f"={node.interface}"  # `=`: not whatever begins so
+            found[network.NCCL] = f"={node.interface}"  # `=` means exactly this name, not a prefix
     elif interface and loopback and network.GLOO not in os.environ:
         found[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
     return found
 
 
 def _import_path(reference: str) -> str:
-    """`PYTHONPATH`, and before it where this process finds the package of what is given as `module:name`."""
+    """Return `PYTHONPATH`, preceded by the folder in which this process finds the package of a `module:name`."""
     package = Path(reference.partition(":")[0].partition(".")[0])
     by_name = ":" in reference and ".py:" not in reference
     found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
@@ -267,7 +266,7 @@ def _import_path(reference: str) -> str:
 
 
 def _living_pids(started: Sequence[ChildProcesses]) -> list[int]:
-    """The numbers of processes that have not ended, as far as this one knows."""
+    """Return the ids of processes that have not ended, as far as this one knows."""
     return [pid for each in started for place, pid in enumerate(each.pids) if place not in each.codes]
 
 
@@ -278,7 +277,7 @@ def _kill_all(started: Sequence[ChildProcesses]) -> None:
 
 
 def _preempted_error(folder: Path) -> Preempted:
-    """The error of a run whose processes were ended before they could answer."""
+    """Return the error of a run whose processes were ended before they could react."""
     newest = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(folder / "checkpoints")[-1:]]
     kept = f"the newest checkpoint is from step {newest[0]}" if newest else "there is no checkpoint yet"
     return Preempted(f"preempted before the processes could save; {kept}")

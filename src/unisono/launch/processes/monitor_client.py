@@ -1,7 +1,7 @@
-"""The monitor of a node, from the side of whoever starts it: our launcher, or the first of another's processes.
+"""Starts and queries the monitor of a node: from our launcher, or from the first rank on a node under another launcher.
 
-A run does not depend on it: where it cannot be started or dies too often, that is said, and the collectives have their
-own deadline (`launch.timeout`).
+A run does not depend on the monitor: if it cannot be started or dies too often, a warning says so, and collectives
+still have their own deadline (`launch.timeout`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from unisono.supervise import fault_injection, hang_detection, identity, monitor
 from unisono.supervise.hang_detection import MonitorFinding, RankStatus
 from unisono.supervise.monitor import Specification
 
-_PATIENCE = 10.0  # seconds for a monitor to end when it is told to; it may be busy killing
-_MAX_RESTARTS = 3  # times that a monitor that died is started again
+_PATIENCE = 10.0  # seconds for a monitor to end on request; it may be busy killing processes
+_MAX_RESTARTS = 3  # how often a monitor that died is restarted
 _FINDING_CODES = (LostError.exit_code, StuckError.exit_code, DesyncError.exit_code)
 
 
 class MonitorClient:
-    """A monitor of processes that this one starts.
+    """A monitor of the processes that this one starts.
 
     Attributes:
-        directory: where the processes write their heartbeats.
-        count: of the ranks of this node.
+        directory: Where the processes write their heartbeats.
+        count: Number of ranks on this node.
     """
 
     def __init__(self, config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> None:
@@ -74,14 +74,14 @@ class MonitorClient:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def read_finding(self) -> dict[str, Any] | None:
-        """Why the monitor has ended the run, if it has; of another node, if they share the folder."""
+        """Return why this node's monitor ended the run; None if it did not."""
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.directory / monitor.FINDING_FILE).read_text(encoding="utf-8"))
             return found
         return None
 
     def record_lost_rank(self, rank: int, code: int | None) -> MonitorFinding:
-        """The finding about a rank that died, with an exit code as `subprocess` tells it; it is recorded too."""
+        """Build and record the finding about a rank that died, with an exit code as in `subprocess`."""
         found = self.read_finding() or {}
         seen = self._read_ranks()
         memory = processes.count_oom_kills() > self._killed
@@ -93,7 +93,7 @@ class MonitorClient:
         return finding
 
     def unfinished_ranks(self) -> list[int]:
-        """Ranks that did not say that they have finished."""
+        """Return the ranks that have not reported that they finished."""
         seen = self._read_ranks()
         return [rank for rank in self._ranks if rank not in seen or seen[rank].is_active]
 
@@ -110,7 +110,7 @@ class MonitorClient:
         return _spawn_monitor(self._specification, held=True)
 
     def _keep_running(self) -> None:
-        """Start the monitor again if it dies."""
+        """Restart the monitor if it dies."""
         for left in reversed(range(_MAX_RESTARTS + 1)):
             if self._monitor is None:
                 return
@@ -128,16 +128,16 @@ class MonitorClient:
 
 
 def build_client(config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> MonitorClient | None:
-    """The monitor that a configuration asks for, if this system can have one."""
+    """Return the monitor that a configuration asks for, if this system supports it."""
     return MonitorClient(config, folder, ranks, node) if config.launch.monitor and sys.platform == "linux" else None
 
 
 @contextmanager
 def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Communicator) -> Iterator[None]:
-    """Be watched, as one of the processes that torchrun or srun started; the first one of each node starts the monitor.
+    """Let this process be monitored under torchrun or srun; the first process of each node starts the monitor.
 
     Raises:
-        DeadlineError: if not all processes come here.
+        DeadlineError: If not all processes get here.
     """
     if not config.launch.monitor or group.size == 1:
         fault_injection.install(place.rank)
@@ -145,7 +145,7 @@ def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Com
         return
     key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine_id()]
     directory = str(make_memory_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
-    values = group.gather([key, directory], "where to tell the monitor what they are at")
+    values = group.gather([key, directory], "the directories for heartbeats")
     of_node = [rank for rank, (theirs, _) in enumerate(values) if theirs == key]
     here = next((values[rank][1] for rank in of_node if values[rank][1]), None)
     if here is None or not Path(here).is_dir():
@@ -188,7 +188,7 @@ def _build_specification(
 
 
 def _spawn_monitor(specification: Specification, held: bool) -> subprocess.Popen[bytes] | None:
-    """A monitor in a session of its own, so that what is meant for the processes does not reach it."""
+    """Start a monitor in its own session, so that signals meant for the processes do not reach it."""
     values = json.dumps({**asdict(specification), "held": held})
     try:
         return subprocess.Popen(
@@ -201,14 +201,14 @@ def _spawn_monitor(specification: Specification, held: bool) -> subprocess.Popen
 
 
 def _monitor_environment(mine: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for one that works elsewhere: where this package is found, it is found there too."""
+    """Return this process's environment with absolute paths, for a process with another working directory."""
     package = str(Path(heartbeat.__file__).resolve().parents[2])
     paths = [str(Path(path).resolve()) for path in mine.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**mine, "PYTHONPATH": os.pathsep.join([package, *paths])}
 
 
 def make_memory_directory() -> Path:
-    """A fresh folder in shared memory, which this user alone may enter."""
+    """Create a folder in shared memory that only this user may enter."""
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     return own_folder("unisono-", memory if usable else Path(tempfile.gettempdir()))

@@ -1,7 +1,7 @@
-"""Which libraries a task will import, read from its source: a fork server can import them while the run is prepared.
+"""Finds the libraries that a task will import, so that a fork server can import them while the run is prepared.
 
-The task's own code is never imported for this, and of libraries only those that are known to start no thread, open no
-device and read no rank where they are imported. What is not found here the ranks import themselves, as ever.
+The task's source is read but never imported, and of its libraries only those are preloaded that are known to start no
+thread, open no device and read no rank when imported. Anything not found here is imported by the ranks, as usual.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ PRELOADABLE = frozenset(
 
 
 def is_jax(reference: str) -> bool:
-    """Whether a task looks as if it were written in JAX, so that nothing of torch need be imported for its processes.
+    """Guess from its imports whether a task is written in JAX, so that its processes need not import torch.
 
-    A guess, which costs time where it is wrong and nothing else: who starts processes asks the layout. A recipe says
-    it of its first task.
+    A wrong guess costs only time: the layout decides in the end. For a recipe, its first task counts.
     """
     if reference in recipes.recipe_names():
-        with suppress(ConfigError):  # reported later, by whoever needs the task
+        with suppress(ConfigError):  # reported later by the code that needs the task
             return recipes.find_recipe(reference).engine == "jax"
         return False
     libraries = {name.partition(".")[0] for file in _task_files(reference) for name in _imported_modules(file)}
@@ -38,17 +37,17 @@ def is_jax(reference: str) -> bool:
 
 
 def find_libraries(reference: str) -> list[str]:
-    """The libraries that the files of a task import, those in its folder too where that is a package.
+    """Return the preloadable libraries that a task's files import, including its package's files.
 
     Args:
-        reference: to the task.
+        reference: To the task.
     """
     found = {name for file in _task_files(reference) for name in _imported_modules(file)}
     return sorted(name for name in found if name.partition(".")[0] in PRELOADABLE)
 
 
 def _task_files(reference: str) -> list[Path]:
-    """The file of a task, and those beside it where it lies in a package."""
+    """Return a task's file, and those next to it if it is part of a package."""
     place = (references.resolve_reference(reference) if reference in recipes.recipe_names() else reference).rpartition(
         ":"
     )[0]
@@ -60,7 +59,7 @@ def _task_files(reference: str) -> list[Path]:
 
 
 def _module_file(module: str) -> Path | None:
-    """The file of a module, found without importing it; its packages are."""
+    """Return the file of a module, found without importing it; its parent packages are imported."""
     with suppress(ImportError, ValueError):
         spec = find_spec(module) if module else None
         if spec is not None and spec.origin is not None:
@@ -69,7 +68,7 @@ def _module_file(module: str) -> Path | None:
 
 
 def _imported_modules(path: Path) -> Iterator[str]:
-    """The modules that a source file imports where it is imported itself, or in a function."""
+    """Return the modules that a source file imports, at the top level or inside functions."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""One process of a job: join the others, train, report what went wrong, and leave in an order that gloo survives."""
+"""One process of a job: joins the others, trains, reports errors, and exits in an order that gloo survives."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from unisono.supervise import fault_injection, preemption
 from unisono.task_config import build_task
 
 _RANK_0_HEAD_START = (
-    3.0  # seconds for rank 0 to tell what all ranks know; it is seldom later than the others by a tenth of it
+    3.0  # seconds for rank 0 to report a common error; it is seldom more than a tenth of that behind the others
 )
 
 
 def join_processes(config: RunConfig, place: ProcessInfo) -> Communicator:
-    """Meet the other processes, if there can be any, and agree with them on what they were given.
+    """Connect to the other processes, if there are any, and check that all were given the same inputs.
 
     Raises:
-        DeadlineError: naming ranks that did not appear.
-        RunError: naming two ranks and the entries in which they differ.
+        DeadlineError: Naming ranks that did not appear.
+        RunError: Naming two ranks and the entries in which they differ.
     """
     if config.layout.engine == "jax":
         return _join_jax(config, place)
@@ -66,7 +66,7 @@ def join_processes(config: RunConfig, place: ProcessInfo) -> Communicator:
 
 
 def _join_jax(config: RunConfig, place: ProcessInfo) -> Communicator:
-    """Meet the other processes of a JAX run, if there are any, and start JAX with them."""
+    """Connect to the other processes of a JAX run, if there are any, and start JAX with them."""
     from unisono.engines.jax.parallel import runtime
     from unisono.runtime import tcp_communicator
 
@@ -83,10 +83,10 @@ def _join_jax(config: RunConfig, place: ProcessInfo) -> Communicator:
 
 
 def exit_cleanly(code: int) -> NoReturn:
-    """End this process at once, after the process group is closed and everything is written.
+    """End this process at once, after closing the process group and flushing all output.
 
-    The interpreter's own way out is not safe: a gloo thread that drops a tensor while the interpreter goes down aborts
-    the process (pytorch/pytorch#179291), and a run that trained correctly would be reported as failed.
+    The interpreter's normal exit is not safe: a gloo thread that drops a tensor during shutdown aborts the process
+    (pytorch/pytorch#179291), and a run that trained correctly would be reported as failed.
     """
     if code == 0:
         leave_group()
@@ -95,7 +95,7 @@ def exit_cleanly(code: int) -> NoReturn:
 
 def leave_group(group: Communicator | None = None) -> None:
     """Leave the process group, so that this process may join another."""
-    gc.collect()  # what was reduced in it must be gone
+    gc.collect()  # objects reduced in the group must be gone
     if "torch.distributed" in sys.modules:
         from unisono.engines.torch.parallel import process_group
 
@@ -108,7 +108,7 @@ def leave_group(group: Communicator | None = None) -> None:
 
 @contextmanager
 def log_errors(folder: Path, place: ProcessInfo) -> Iterator[None]:
-    """Write whatever goes wrong into the rank's log, which is there even where nobody sees its stderr."""
+    """Write errors into the rank's log, where they can be found even if nobody sees stderr."""
     try:
         yield
     except Exception as error:
@@ -118,7 +118,7 @@ def log_errors(folder: Path, place: ProcessInfo) -> Iterator[None]:
 
 @contextmanager
 def record_errors(folder: Path, place: ProcessInfo) -> Iterator[None]:
-    """`log_errors`, which also leaves a record for `unisono diagnose`, in a process that our launcher did not start."""
+    """Log errors and leave a record for `unisono diagnose`, in a process that our launcher did not start."""
     try:
         with log_errors(folder, place):
             yield
@@ -128,10 +128,10 @@ def record_errors(folder: Path, place: ProcessInfo) -> Iterator[None]:
 
 
 def run_and_exit(act: Any, place: ProcessInfo, report: Path | None = None) -> NoReturn:
-    """Run a whole process's work and end the process with the right code.
+    """Run all work of a process and exit with the right code.
 
-    A fault is written to `report` where a launcher reads it; without one, it goes to stderr: from every rank, unless
-    the ranks have agreed on it.
+    An error is written to `report` for the launcher. Without `report` it goes to stderr: from every rank, or only from
+    rank 0 if the ranks have agreed on it.
     """
 
     def ends(error: BaseException) -> NoReturn:
@@ -142,7 +142,7 @@ def run_and_exit(act: Any, place: ProcessInfo, report: Path | None = None) -> No
         else:
             time.sleep(
                 _RANK_0_HEAD_START
-            )  # torchrun ends all others with the first that leaves, before rank 0 has told why
+            )  # torchrun kills all others once one rank exits, perhaps before rank 0 has printed the reason
         exit_now(_exit_code(error))
 
     try:
@@ -165,7 +165,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _write_fault(path: Path, place: ProcessInfo, error: BaseException) -> None:
-    """Leave a fault where the launcher looks for it: in the run's folder or, if its disk is full, in shared memory."""
+    """Write an error where the launcher looks for it: the run's folder or, if its disk is full, shared memory."""
     fault = {"rank": place.rank, "kind": type(error).__name__, "text": _error_text(error), "code": _exit_code(error)}
     memory = isinstance(error, MemoryExhaustedError) or _is_out_of_memory(error)
     fault |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}
@@ -177,7 +177,7 @@ def _write_fault(path: Path, place: ProcessInfo, error: BaseException) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is torch's own error for a device, or a host, without memory."""
+    """Whether this is an out-of-memory error of the device or the host."""
     if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from unisono.engines.torch.guards.oom import is_out_of_memory
@@ -186,19 +186,19 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without waiting for anybody."""
+    """End this process without waiting for others."""
     heartbeat.stop(code)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
             stream.flush()
     os._exit(code)
 
 
 def _is_agreed(error: BaseException) -> bool:
-    """Whether rank 0 says the same: it told this rank so, or the ranks found out together."""
-    told_to_all = RunError | NonFiniteError | SaveError | Preempted
+    """Whether rank 0 reports the same error: it sent the error to this rank, or all ranks found it together."""
+    collective_errors = RunError | NonFiniteError | SaveError | Preempted
     alone = isinstance(error, RecordError)
-    return (isinstance(error, told_to_all) and not alone) or getattr(error, "agreed", False)
+    return (isinstance(error, collective_errors) and not alone) or getattr(error, "agreed", False)
 
 
 def _error_label(error: BaseException) -> str:
@@ -206,13 +206,13 @@ def _error_label(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """End with whoever started this process, so that a killed launcher leaves no orphan (on Linux)."""
-    if not fork_server.is_fork:  # whose server has seen to that
+    """End together with the parent process, so that a killed launcher leaves no orphans (on Linux)."""
+    if not fork_server.is_fork:  # a fork already does
         fork_server.die_with_process(cluster.launcher_pid())
 
 
 def main(folder: Path, digest: str) -> NoReturn:
-    """Entry of a process that `unisono.launch.processes.local_processes` started."""
+    """Run a process that `unisono.launch.processes.local_processes` started."""
     die_with_parent()
     place = cluster.process_info()
     assert place is not None

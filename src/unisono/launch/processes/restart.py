@@ -1,8 +1,8 @@
-"""Restart the processes of a run from the newest checkpoint after one of them died or was stuck.
+"""Restarts the processes of a run from the newest checkpoint after one of them died or was stuck.
 
-Every attempt is resolved again, with an address, a store and a monitor of its own, so it cannot be confused with the
-one before. After running out of memory, the next attempt has the next smaller micro-batch. A run that a refusal, a
-guard or a non-finite number has ended would end in the same way again, and is not restarted.
+Every attempt is resolved anew, with its own address, store and monitor, so it cannot be confused with the previous one.
+After an out-of-memory error, the next attempt uses the next smaller micro-batch. A run that ended by a refusal, a guard
+or a non-finite number would end the same way again, and is not restarted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ RESTARTABLE = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_cod
 
 
 def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | None = None) -> None:
-    """Launch a run on this host, as often as `launch.max_restarts` allows; see `local_processes.launch`.
+    """Launch a run on this host, restarting it up to `launch.max_restarts` times; see `local_processes.launch`.
 
     Args:
-        run: its directory is held.
+        run: Its directory is locked by the caller.
         threads: CPU threads per process.
-        server: forks the processes; None: they are new ones.
+        server: Forks the processes; None starts new ones.
 
     Raises:
-        WorkerError: the fault of the last attempt, or one after which there is no other.
+        WorkerError: The fault of the last attempt.
     """
     allowed = run.config.launch.max_restarts
     for attempt in range(allowed + 1):
@@ -42,7 +42,7 @@ def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | No
         except WorkerError as error:
             asked = (
                 preemption.seconds_since_signal() is not None
-            )  # to end: whoever did would not wait for another attempt
+            )  # to end; the sender would not wait for another attempt
             if error.exit_code not in RESTARTABLE or attempt == allowed or asked:
                 raise _final_error(run, error, attempt) from None
             try:
@@ -53,14 +53,14 @@ def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | No
 
 
 def _next_attempt(run: ResolvedRun, error: WorkerError) -> ResolvedRun:
-    """The run of the next attempt; an error where there can be none."""
+    """Return the run of the next attempt; raise an error if there can be none."""
     if error.exit_code == MemoryExhaustedError.exit_code:
         return resolve.with_smaller_micro_batch(run, error.random)
     return resolve.plan_restart(run)
 
 
 def _final_error(run: ResolvedRun, error: WorkerError, attempt: int) -> WorkerError:
-    """The error of the last attempt, with how often the run was restarted, and what to do where memory was short."""
+    """Add how often the run was restarted to the last error, and what to do if memory was short."""
     lines = [str(error)]
     if attempt:
         lines.append(f"It was restarted {'once' if attempt == 1 else f'{attempt} times'} (launch.max_restarts)")
@@ -73,7 +73,7 @@ def _final_error(run: ResolvedRun, error: WorkerError, attempt: int) -> WorkerEr
 
 
 def _report_restart(run: ResolvedRun, attempt: int, allowed: int, error: WorkerError) -> None:
-    """Say that the processes are started again, and why, here and in `events.jsonl`."""
+    """Report a restart and its reason on the console and in `events.jsonl`."""
     step = run.resume.step if run.resume else 0
     where = f"from the checkpoint of step {step}" if run.resume else "from the beginning: there is no checkpoint"
     rows = run.layout.micro_batch
@@ -83,7 +83,7 @@ def _report_restart(run: ResolvedRun, attempt: int, allowed: int, error: WorkerE
         "launch.max_restarts)",
         error=True,
     )  # fmt: skip
-    with suppress(OSError):  # it is reported above
+    with suppress(OSError):  # already reported above
         events.append_event(
             run.directory / "events.jsonl",
             {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]},
