@@ -181,10 +181,13 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
         say(f"row {row}: {reason}")
     if len(found.bad) > 10:
         say(f"… and {len(found.bad) - 10} more")
-    say(
-        f"{found.rows} recordings, {len(found.bad)} cannot be decoded; they are listed in {found.path}, "
-        f"for leave_out={found.path}"
-    )
+    if found.bad:
+        say(
+            f"{found.rows} recordings, {len(found.bad)} cannot be decoded; they are listed in {found.path}, "
+            f"for leave_out={found.path}"
+        )
+    else:
+        say(f"all {found.rows} recordings can be decoded")
     return 1 if found.bad else 0
 
 
@@ -192,18 +195,26 @@ def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.audio import Fbank, Pipeline
     from unisono.config.schema.data_verb import AudioCache
     from unisono.data.recordings import open_recordings
-    from unisono.data.recordings.decoded_cache import make_cache
+    from unisono.data.recordings.decoded_cache import cut_rows, make_cache
     from unisono.runtime.communicator import usable_cores
+    from unisono.runtime.errors import BadSamplesError, DataError
 
     own = arguments.parse_settings(parsed, AudioCache)
     source = open_recordings(parsed.folder, audio=own.audio, leave_out=own.leave_out, key="PATH")
     features = Fbank(own.num_mel_bins, window_type=own.window_type) if own.kind == "features" else None
     pipeline = Pipeline(own.rate, own.duration, features, own.frames, mean=own.mean, std=own.std, method=own.method)
-    with _progress(own.out, len(source), "left out") as progress:
-        made = make_cache(
-            source, pipeline, own.out, windows=own.windows, dtype=own.dtype, on_error=own.on_error,
-            workers=usable_cores() if own.workers == "auto" else own.workers, progress=progress,
-        )  # fmt: skip
+    rows = cut_rows(source, pipeline, own.windows)
+    with _progress(own.out, len(rows), "left out") as progress:
+        try:
+            made = make_cache(
+                rows, pipeline, own.out, windows=own.windows, dtype=own.dtype, on_error=own.on_error,
+                workers=usable_cores() if own.workers == "auto" else own.workers, progress=progress,
+            )  # fmt: skip
+        except BadSamplesError as error:
+            raise DataError(
+                f"{error}. Leave such rows out with on_error=mask; or list them with `unisono data scan "
+                f"{parsed.folder} out=bad.jsonl`, and add leave_out=bad.jsonl"
+            ) from error
     shape = " × ".join(map(str, made[0]["values"].shape))
     say(f"{own.out}: {len(made)} rows of {shape} {own.dtype}, {len(made.about['left_out'])} left out")
     return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.cli import arguments, data, export, new, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
+from unisono.runtime.text import format_value
 from unisono.version import __version__
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def _check(parsed: argparse.Namespace) -> int:
     devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
     say(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
     for name, value in facts.items():
-        say(f"  {name}: {value}")
+        say(f"  {name}: {format_value(value)}")
     say(f"  run: {run.directory}")
     if run.resume is not None:
         say(f"  resumes after step {run.resume.step}")

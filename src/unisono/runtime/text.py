@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_IN_LINES = re.compile(_CONTROLS.pattern.replace(r"\x00-\x1f", r"\x00-\x08\x0b-\x1f"))
@@ -31,6 +31,17 @@ def escape_controls(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def format_value(value: object) -> str:
+    """A value as it is shown to a person: what is below names comes as names and values.
+
+    >>> format_value({"kind": "maze 30×30", "puzzles": 1000}), format_value(["a", "b"]), format_value(4)
+    ('kind maze 30×30, puzzles 1000', 'a, b', '4')
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {format_value(inner)}" for name, inner in value.items())
+    return ", ".join(map(format_value, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def join_names(names: Iterable[str], most: int = 4) -> str:

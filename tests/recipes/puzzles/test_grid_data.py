@@ -69,6 +69,30 @@ def test_an_improper_maze_is_named_by_its_line(tmp_path: Path) -> None:
     assert improper[7] == "its rating 'long' is not a number"
 
 
+def test_a_maze_whose_way_has_a_gap_or_a_cell_apart_is_improper(tmp_path: Path) -> None:
+    write_mazes(tmp_path / "train.csv")
+    head, first, second = (tmp_path / "train.csv").read_text().splitlines()
+    source, question, answer, rating = first.split(",")
+    gap = [source, question, answer.replace("o", " ", 1), rating]
+    apart = [source, question[:-1] + " ", answer[:-1] + "o", rating]
+    (tmp_path / "bad.csv").write_text("\n".join([head, ",".join(gap), second, ",".join(apart)]))
+    improper = tables.check_mazes(tables.read_puzzles(tmp_path / "bad.csv")).improper
+    assert improper == dict.fromkeys((2, 4), "its way (o) does not lead from the start to the goal")
+
+
+def test_a_file_of_another_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
+    write_mazes(tmp_path / "train.csv")
+    write_csv(tmp_path / "sudokus.csv", small_sudokus(3))
+    config = {"held_out": 0.5, "cache": tmp_path / "cache"}
+    with pytest.raises(DataError, match=r"line 2 has 25 characters, and a Sudoku has 16, 36, 81; mazes .* data=maze"):
+        open_library(settings.Sudoku(kind="sudoku", path=tmp_path / "train.csv", **config))
+    with pytest.raises(DataError, match=r"3 of 3 puzzles are improper.* or choose the kind of puzzles"):
+        open_library(settings.Maze(kind="maze", path=tmp_path / "sudokus.csv", **config))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty \(data.path\) is a folder without train.csv"):
+        open_library(settings.Maze(kind="maze", path=tmp_path / "empty", **config))
+
+
 def test_arc_is_read_in_both_layouts_alike_and_tests_of_the_evaluation_are_held_out(tmp_path: Path) -> None:
     write_arc(tmp_path / "folders")
     tasks = arc.read_tasks(tmp_path / "folders")

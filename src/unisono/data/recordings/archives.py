@@ -47,7 +47,7 @@ class Archives:
     """
 
     def __init__(self, paths: Sequence[str], storage: Mapping[str, Any] | None, key: str) -> None:
-        self._storage = dict(storage or {})
+        self._storage, self._key = dict(storage or {}), key
         with ThreadPoolExecutor(8) as pool:
             indices = list(pool.map(self._index, paths))
         self._rows = [row for index in indices for row in index]
@@ -131,6 +131,8 @@ class Archives:
                         rows.setdefault(whole, {})[ending.lower()] = member.offset_data, member.size
                         if member.offset_data + member.size > file.seek(0, 2):
                             raise DataError(f"{path} is cut off in {member.name}; copy it again")
+        except FileNotFoundError as error:
+            raise DataError(f"{self._key}: {path} does not exist") from error
         except (tarfile.TarError, OSError, EOFError) as error:
             raise DataError(f"{path} cannot be read as a tar archive: {error}") from error
         return [

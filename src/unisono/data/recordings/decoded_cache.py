@@ -28,7 +28,7 @@ _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n"
 
 
 def make_cache(
-    source: Recordings,
+    source: Recordings | WindowedRecordings,
     pipeline: Pipeline,
     folder: Path,
     *,
@@ -41,7 +41,7 @@ def make_cache(
     """Make what a pipeline makes of each recording, once.
 
     Args:
-        source: the recordings.
+        source: the recordings; or their windows, as `cut_rows` cuts them.
         pipeline: what becomes of them; with a duration, so that all rows have one shape.
         folder: to write to.
         windows: which part of each; `all` gives a row for each window.
@@ -56,10 +56,7 @@ def make_cache(
     """
     if None in pipeline.shape:
         raise ConfigError("all rows of a cache have one shape; give the pipeline a duration")
-    rows: Recordings | WindowedRecordings = source
-    if windows == "all":
-        assert pipeline.duration is not None
-        rows = cut_windows(source, pipeline.duration)
+    rows = cut_rows(source, pipeline, windows)
     window = CENTRE if windows == "centre" else FIRST
     made_of = {
         "source": rows.fingerprint, "pipeline": pipeline.fingerprint(), "windows": windows, "dtype": dtype,
@@ -97,7 +94,8 @@ def make_cache(
             progress(min(_CHUNK_ROWS, len(rows) - first), len(bad))
     left_out = {row: text for bad in done.values() for row, text in bad.items()}
     numbers = np.array(
-        [rows[row]["row"] for row in range(len(rows))] if windows == "all" else source.rows, dtype=np.int64
+        [rows[row]["row"] for row in range(len(rows))] if isinstance(rows, WindowedRecordings) else rows.rows,
+        dtype=np.int64,
     )
     np.save(folder / "rows.npy", numbers)
     write_whole(
@@ -106,6 +104,15 @@ def make_cache(
     )
     (folder / "progress.jsonl").unlink()
     return DecodedCache(folder)
+
+
+def cut_rows(
+    source: Recordings | WindowedRecordings, pipeline: Pipeline, windows: Literal["first", "centre", "all"]
+) -> Recordings | WindowedRecordings:
+    """The rows of a cache: with `all`, the windows of the recordings; else the recordings themselves."""
+    if windows != "all" or isinstance(source, WindowedRecordings) or pipeline.duration is None:
+        return source
+    return cut_windows(source, pipeline.duration)
 
 
 class DecodedCache:

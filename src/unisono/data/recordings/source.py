@@ -200,6 +200,7 @@ class _ColumnTable:
         key: str,
     ) -> None:
         self._paths, self._storage, self._key = paths, storage, key
+        _require_columns(paths, key)
         schema = open_source(paths, storage=storage, key=key).schema
         kinds = {field.name: unwrap_type(field.type) for field in schema}
         self._audio = audio or "audio"
@@ -281,6 +282,18 @@ class _ColumnTable:
         self._files.check_files(share, shares)
 
 
+def _require_columns(paths: list[str], key: str) -> None:
+    """Refuse a folder without any file that could hold recordings; other files in it would be read as rows."""
+    for path in paths:
+        if not is_remote(path) and Path(path).is_dir():
+            kinds = {file.suffix.lower() for file in Path(path).rglob("*")}
+            if not kinds & {".arrow", ".feather", ".parquet", ".jsonl", ".ndjson"}:
+                raise DataError(
+                    f"{key}: {path} has no recordings: neither audio files, nor metadata.csv (.tsv, .json, .jsonl), "
+                    "Arrow, Parquet or .tar archives; choose the folder that they are in"
+                )
+
+
 def hash_rows(rows: NDArray[np.int64]) -> str:
     """A short digest of row numbers."""
     import hashlib
@@ -308,8 +321,15 @@ def _read_left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: 
         try:
             with Path(leave_out).open(encoding="utf-8") as file:
                 numbers = [json.loads(line).get("row") for line in file if line.strip()]
+        except FileNotFoundError as error:
+            raise DataError(
+                f"leave_out: {fspath(leave_out)} does not exist; `unisono data scan PATH out={fspath(leave_out)}` "
+                "makes it"
+            ) from error
         except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"leave_out: {fspath(leave_out)} cannot be read: {error}") from error
+            raise DataError(
+                f"leave_out: {fspath(leave_out)} is not a list that `unisono data scan` wrote: {error}"
+            ) from error
         leave_out = [number for number in numbers if number is not None]
     found = np.unique(np.fromiter(leave_out, dtype=np.int64))
     if len(found) and not 0 <= found[0] <= found[-1] < rows:

@@ -20,6 +20,7 @@ from unisono.observe.progress import Speed, Stopwatch, format_count
 from unisono.observe.run_record import RunRecord
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.text import format_value
 from unisono.training.callbacks.dispatch import LoopCallback
 from unisono.training.parts import TrainingParts, gather_rows
 
@@ -74,7 +75,7 @@ class Telemetry(LoopCallback):
             self.note(first, note)
         self.say(f"{name}: {format_count(facts.parameters)} parameters, {where}, {steps} steps, global batch {batch}")
         for key, value in {**facts.kernels, **self._data_facts}.items():
-            self.say(f"  {key}: {value}")
+            self.say(f"  {key}: {format_value(value)}")
         for line in facts.updates:
             self.say(f"  {line}")
         self.say(f"  loading: {self._parts.loader.facts()}")

@@ -19,7 +19,7 @@ from unisono.recipes.puzzles.data.formats import ARC_FORMAT, Format, Puzzle, Puz
 from unisono.recipes.puzzles.data.prepared import PreparedPuzzles, PuzzlePreparation
 
 Rows = Puzzles | StoredPuzzles | PreparedPuzzles
-_VERSION = 1  # of what is kept in the cache
+_VERSION = 2  # of what is kept in the cache
 
 
 class Example(NamedTuple):
@@ -233,6 +233,11 @@ def _of_tables(
 
     path, test = config.path, config.test
     if path.is_dir():
+        if not (path / "train.csv").is_file():
+            raise DataError(
+                f"{path} (data.path) is a folder without train.csv; name a file, or another folder (ARC-AGI tasks are "
+                "read by data=arc)"
+            )
         path, test = path / "train.csv", test or path / "test.csv"
         if config.test is None and not test.is_file():
             test = None

@@ -112,7 +112,11 @@ class Checked:
             total = len(self.improper) + len(self.puzzles)
             named = "; ".join(f"line {line}: {why}" for line, why in list(self.improper.items())[:_NAMED])
             more = f"; and {len(self.improper) - _NAMED} more" if len(self.improper) > _NAMED else ""
-            advice = "Fix the file, or leave them out with data.improper=skip" if len(self.puzzles) else "Fix the file"
+            advice = (
+                "Fix the file, or leave them out with data.improper=skip"
+                if len(self.puzzles)
+                else "Fix the file, or choose the kind of puzzles that it holds, e.g. data=sudoku or data=maze"
+            )
             raise DataError(f"{path}: {len(self.improper)} of {total} puzzles are improper: {named}{more}. {advice}")
         return self.puzzles
 
@@ -188,6 +192,9 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
         walked = np.where(ways == path, MAZE_SYMBOLS.index(" ") + 1, ways)
         differs = (walked != questions).any(axis=1) & ~missing
         _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
+        shape = (len(ways), height, width)
+        broken = ~_leads(ways.reshape(shape), path, start, goal) & ~missing
+        _add(improper, table, ["its way (o) does not lead from the start to the goal" if one else "" for one in broken])
     return _checked(table, format_, questions, ways, improper)
 
 
@@ -215,7 +222,7 @@ def _sudoku_format(table: Table) -> Format:
     if length not in sides:
         raise DataError(
             f"{table.path}: line {table.lines[0]} has {len(table.questions[0])} characters, and a Sudoku has "
-            f"{', '.join(map(str, sorted(sides)))}"
+            f"{', '.join(map(str, sorted(sides)))}; mazes are read by data=maze"
         )
     return sudoku_format(sides[length])
 
@@ -272,6 +279,22 @@ def _is_complete(format_: Format, answers: Tokens) -> NDArray[np.bool_]:
 def _clues_clash(format_: Format, questions: Tokens) -> NDArray[np.bool_]:
     lines = np.sort(questions[:, units(format_)], axis=2)
     return np.asarray(((lines[:, :, 1:] == lines[:, :, :-1]) & (lines[:, :, 1:] > BLANK)).any(axis=(1, 2)))
+
+
+def _leads(grids: Tokens, path: int, start: int, goal: int) -> NDArray[np.bool_]:
+    """Whether the way of each grid, (grids, rows, columns), is one that leads from start to goal, none of it apart."""
+    way = (grids == path) | (grids == start) | (grids == goal)
+    reached = grids == start
+    while True:
+        wider = reached.copy()
+        wider[:, 1:] |= reached[:, :-1]
+        wider[:, :-1] |= reached[:, 1:]
+        wider[:, :, 1:] |= reached[:, :, :-1]
+        wider[:, :, :-1] |= reached[:, :, 1:]
+        wider &= way
+        if (wider == reached).all():
+            return np.asarray((reached == way).all(axis=(1, 2)))
+        reached = wider
 
 
 def _first_reasons(table: Table, reasons: Sequence[str]) -> dict[int, str]:
