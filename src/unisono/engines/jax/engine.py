@@ -19,7 +19,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
 from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
-from unisono.engines.jax.forward import Inputs
+from unisono.engines.jax.forward import Columns, Inputs
 from unisono.engines.jax.guards import checks, faults, replicas
 from unisono.engines.jax.guards.compilation import Compiler
 from unisono.engines.jax.numerics import optimizers, precision, results
@@ -36,7 +36,7 @@ from unisono.engines.jax.step import (
     Step,
     StepOutcome,
 )
-from unisono.engines.jax.view import JaxModelView, local_outputs
+from unisono.engines.jax.view import JaxModelView, local_losses, local_outputs
 from unisono.engines.observers import Observer, Observers
 from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
 from unisono.engines.spike_detection import SpikeDetection
@@ -63,6 +63,7 @@ class JaxEngine:
     """One process's part of a JAX run; see `unisono.engines.protocol.Engine`. The launcher starts JAX.
 
     Attributes:
+        split: of the global batch.
         grid: of all devices.
         structure: of the model; like what follows from `setup` on.
         optimizer: makes the update.
@@ -81,7 +82,7 @@ class JaxEngine:
 
     def __init__(self, job: EngineJob) -> None:
         config = job.config
-        self.communicator, self._job, self._config, self._split = job.communicator, job, config, job.split
+        self.communicator, self._job, self._config, self.split = job.communicator, job, config, job.split
         self.seed, self._kind = config.run.seed, config.train.precision
         self._switches = precision.pin(self._kind)
         self.profiler = JaxProfiler()
@@ -134,12 +135,12 @@ class JaxEngine:
         size = sum(math.prod(array.shape) for array in arrays.values())
         return ModelFacts(
             size, "cpu" if device.platform == "cpu" else device.device_kind, {**kernels, **self._describe_mesh()},
-            tuple(self.optimizer.describe(self.structure)), self._split.devices,
+            tuple(self.optimizer.describe(self.structure)), self.split.devices,
         )  # fmt: skip
 
     def _check_functions(self, micro: MicroBatch, scalars: Scalars, names: ColumnNames) -> None:
         """Check the task's functions on one device, before anything is compiled."""
-        one = self.batches.pad(micro, self._split.micro_batch)
+        one = self.batches.pad(micro, self.split.micro_batch)
         alone = Grid.single_device(jax.local_devices()[0])
         for training in (True, False):
             forward = self.programs.forward(training, scalars, names, alone)
@@ -161,7 +162,7 @@ class JaxEngine:
         """Allocate the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
         shapes = jax.eval_shape(lambda arrays: protocols.initial_carry(self._job.task, arrays), one) or {}
-        lead = batch.number.shape[0], self._split.devices
+        lead = batch.number.shape[0], self.split.devices
         return {name: self.batches.spread(np.zeros((*lead, *like.shape), like.dtype)) for name, like in shapes.items()}
 
     # the step ---------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class JaxEngine:
         with self._translate_errors(f"the other processes in step {step + 1}", f"step {step + 1}"):
             self._compiler.take_recompiled.clear()
             rules.sum_counts(batches)
-            self.view.begin(scalars)
+            self.view.begin(scalars, step)
             self._observers.on_step_begin(step, batches)
             batch, names = self.batches.take(batches), ColumnNames.of(batches[0])
             inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
@@ -199,7 +200,7 @@ class JaxEngine:
                 self._raise_not_finite(batches, batch, names, result, step, scalars)
             self._carry_started = True
             for observed in seen:
-                self._show_observers(observed, outcome, batches)
+                self._show_observers(observed, outcome, columns, batches)
             result = self._apply_verdicts(result, outcome)
             if self._observed:
                 self._accept_update(after, seen[0], result, step, scalars)
@@ -216,10 +217,15 @@ class JaxEngine:
             NORM_LIMIT: limits.get("grad_norm", math.inf), AVERAGE_KEPT: 1.0 if kept is None else kept,
         }  # fmt: skip
 
-    def _show_observers(self, seen: ObservedStep, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> None:
+    def _show_observers(
+        self, seen: ObservedStep, outcome: StepOutcome, columns: Columns, batches: Sequence[MicroBatch]
+    ) -> None:
         """Show observers the passes and gradients of a step whose update is computed but not accepted yet."""
-        for micro, outputs in zip(batches, local_outputs(seen.outputs, batches), strict=True):
-            self._observers.on_forward(micro, outputs, None)
+        whole = protocols.cross_sample_mode(self._job.task) == "whole"  # then a micro-batch has no loss of its own
+        losses = [None] * len(batches) if whole else local_losses(columns, outcome.reports, batches)
+        for micro, outputs, loss in zip(batches, local_outputs(seen.outputs, batches), losses, strict=True):
+            self.view.begin_pass(micro)
+            self._observers.on_forward(micro, outputs, loss)
         self.view.gradients = seen.raw
         self._observers.on_gradients()
 
@@ -394,7 +400,7 @@ class JaxEngine:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            faults.raise_known_error(error, self._job.process, self._split, what, where)
+            faults.raise_known_error(error, self._job.process, self.split, what, where)
             raise
 
 

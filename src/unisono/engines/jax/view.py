@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax import state
 from unisono.engines.jax.batches import ColumnNames
+from unisono.engines.jax.forward import Columns, Forward
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.observers import Array, ArrayGroup
 from unisono.runtime import rng
 from unisono.runtime.errors import ConfigError
-from unisono.task import Loss
+from unisono.task import Context, Loss
 
 if TYPE_CHECKING:
     from unisono.engines.jax.engine import JaxEngine
@@ -43,6 +46,9 @@ class JaxModelView:
         self.size = sum(math.prod(structure.shapes[name].shape) for name in floats)
         self.gradients: Mapping[str, jax.Array] = {}
         self._scalars: Mapping[str, float] = {}
+        self._step = 0
+        self._pass: MicroBatch | None = None
+        self._programs: dict[Any, Any] = {}  # of one device, compiled once
 
     def whole(self, kind: ArrayGroup) -> dict[str, Array]:
         """Whole arrays by name, on rank 0; collective."""
@@ -73,9 +79,13 @@ class JaxModelView:
         """Whether any gradient is left from before."""
         return bool(self.gradients)
 
-    def begin(self, scalars: Mapping[str, float]) -> None:
-        """Keep the scheduled values of a step."""
-        self._scalars = scalars
+    def begin(self, scalars: Mapping[str, float], step: int = 0) -> None:
+        """Keep the scheduled values of a step, before which so many updates were made."""
+        self._scalars, self._step = scalars, step
+
+    def begin_pass(self, micro: MicroBatch) -> None:
+        """Keep the micro-batch that observers are shown next."""
+        self._pass = micro
 
     def learning_rates(self) -> list[float]:
         """The learning rate of every parameter group."""
@@ -107,26 +117,59 @@ class JaxModelView:
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, on one device; see `ModelView`."""
-        engine = self._engine
-        forward = engine.programs.forward(
-            True, scalars, ColumnNames.of(micro), Grid.single_device(jax.local_devices()[0])
-        )
-        inputs = engine.programs.inputs(0, scalars, False, {})
 
-        def made(parameters: Any, constants: Any, one: Any, inputs: Any) -> Any:
-            context = forward.context(one, inputs, carry=forward.carry(None, one, inputs))
+        def made(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
             return forward.outputs(parameters, constants, one, context)
 
-        one = engine.batches.pad(micro, micro.size)
-        return jax.jit(made)(engine.train_state.parameters, engine.constants, one, inputs)
+        return self._on_one_device("outputs", made, micro, micro.size, 0, scalars)
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Not known: a step is one program."""
-        return {}
+        """The sums of the task's loss for a micro-batch; see `ModelView`."""
+        task = self._engine.programs.task
+        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+            return {}
+        found = self._on_one_device("sums", _term_sums, micro, micro.size, 0, scalars)
+        return {name: float(value) for name, value in found.items()}
 
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
-        """Not known: a step is one program."""
-        return {}
+        """The gradient of every term's sum over the micro-batch that observers are shown; see `ModelView`."""
+        engine, micro = self._engine, self._pass
+        task = engine.programs.task
+        if micro is None or engine.grid.devices > 1 or engine.train_state.carry:
+            return {}
+        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+            return {}
+
+        def made(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
+            return jax.jacrev(lambda p: _term_sums(forward, p, constants, one, context))(dict(parameters))
+
+        rows = engine.split.micro_batch  # padded as in the step, so that the same is drawn
+        found = self._on_one_device("term gradients", made, micro, rows, self._step, self._scalars)
+        return {
+            term: {name: np.atleast_1d(np.asarray(value)) for name, value in gradients.items()}
+            for term, gradients in found.items()
+        }
+
+    def _on_one_device(
+        self, what: str, made: Any, micro: MicroBatch, rows: int, step: int, scalars: Mapping[str, float]
+    ) -> Any:
+        """A function of a micro-batch in training, with as many rows, on one device."""
+        engine, names = self._engine, ColumnNames.of(micro)
+        forward = engine.programs.forward(True, scalars, names, Grid.single_device(jax.local_devices()[0]))
+        inputs = engine.programs.inputs(step, scalars, False, {})
+
+        def call(parameters: Any, constants: Any, one: Any, inputs: Any) -> Any:
+            context = forward.context(one, inputs, carry=forward.carry(None, one, inputs))
+            return made(forward, parameters, constants, one, context)
+
+        given = engine.train_state.parameters, engine.constants, engine.batches.pad(micro, rows), inputs
+        if what == "term gradients":
+            return self._programs.setdefault((what, names, *sorted(forward.static.items())), jax.jit(call))(*given)
+        lowered = jax.jit(call).lower(*given)  # traced each time: what draws outside of its key shows by that
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if text not in self._programs:
+            self._programs[text] = lowered.compile()
+        return self._programs[text](*given)
 
     def perturb(self, size: float) -> None:
         """Change every parameter by a random relative change of at most this size."""
@@ -177,6 +220,28 @@ class JaxModelView:
         """A whole array, which every process has, as it lies on the devices."""
         whole = whole.astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
+
+
+def _term_sums(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
+    outputs = forward.outputs(parameters, constants, one, context)
+    return forward.loss(outputs, one.arrays, one.valid, context)[1]["sums"]
+
+
+def local_losses(columns: Columns, reports: np.ndarray[Any, Any], batches: Sequence[MicroBatch]) -> Iterator[Loss]:
+    """The sums of the task's loss for each micro-batch of this process, from the report of the step.
+
+    Args:
+        columns: what its numbers are.
+        reports: of all micro-batches of the global batch, (micro-batches, numbers).
+        batches: of this process.
+    """
+    parts = columns.split(np.asarray(reports, dtype=np.float64))
+    for micro in batches:
+        sums, weights, metrics = (parts[kind][micro.number].tolist() for kind in ("sums", "weights", "metrics"))
+        pairs = dict(zip(columns.metrics, zip(metrics[::2], metrics[1::2], strict=True), strict=True))
+        yield Loss(
+            dict(zip(columns.terms, sums, strict=True)), dict(zip(columns.terms, weights, strict=True)), metrics=pairs
+        )
 
 
 def local_outputs(outputs: Any, batches: Sequence[MicroBatch]) -> Iterator[Any]:

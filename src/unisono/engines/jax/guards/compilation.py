@@ -51,6 +51,12 @@ class ProgramKey:
     rows: int = 0
 
 
+class ProgramError(DesyncError):
+    """Processes that would run different programs. Every rank says so, before any of them is run."""
+
+    fault = "Processes have different programs"
+
+
 class Compiler:
     """Compiles the programs of one process.
 
@@ -75,7 +81,7 @@ class Compiler:
 
         Raises:
             ConfigError: on one process, where its arrays have shapes that others may not have.
-            DesyncError: on every process, if they do not have the same program.
+            ProgramError: on every process, if they do not have the same program.
         """
         if key not in self._programs:
             before = [k for k in self._programs if (k.name, k.static, k.rows) == (key.name, key.static, key.rows)]
@@ -105,10 +111,10 @@ class Compiler:
         messages = self._communicator.gather(digest, f"the program of {name} on all ranks")
         others = [str(rank) for rank, theirs in enumerate(messages) if theirs != messages[0]]
         if others:
-            raise DesyncError(
+            raise ProgramError(
                 f"rank 0 and rank {', '.join(others)} would run different programs for {name}: what outputs() and "
-                "loss() do depends on the process (an environment variable, the order of a set, a number of the "
-                "host). Nothing was computed",
+                "loss() do depends on the process (jax.process_index(), an environment variable, the order of a "
+                "set, a number of the host). Nothing was computed",
                 agreed=True,
             )
 

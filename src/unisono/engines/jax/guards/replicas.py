@@ -66,6 +66,13 @@ def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None
         GuardError: naming the first array that differs, and the devices.
     """
     for name, devices in differing.items():
+        if not updates:
+            raise GuardError(
+                f"the initial weights differ between processes: '{name}' is not the same on devices {devices} "
+                f"({len(differing)} of {count} arrays differ). build() reads something beside its key that differs "
+                "there: jax.process_index(), a generator without a seed, a file; draw from the key alone",
+                fault="Initialisation depends on the rank",
+            )
         raise GuardError(
             f"replicas differ: step {updates}, '{name}' is not the same on devices {devices} ({len(differing)} of "
             f"{count} arrays differ). A device computed something different: a nondeterministic "
