@@ -1,7 +1,7 @@
-"""Unisono trains a model on one process or on many, and the many compute exactly what the one computes.
+"""Unisono trains a model on one process or many, with exactly the same results.
 
-This module is the public face: all that a task, a recipe or a script needs, and all that recipes import. Names are
-resolved on first use, so that `unisono --help` imports neither torch nor pydantic.
+This module is the public API: everything that a task, a recipe or a script needs. Names are resolved on first use, so
+that `unisono --help` imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from unisono.training.callbacks.early_stopping import EarlyStopping
 
 _HOME = {
-    # what a task is made of
+    # tasks
     "Batch": "task",
     "Context": "task",
     "Data": "config.schema.data",
@@ -73,21 +73,21 @@ _HOME = {
     "Settings": "config.schema.base",
     "Source": "task",
     "Task": "task",
-    # what only some tasks have
+    # optional features of tasks
     "CrossSample": "protocols",
     "Packable": "protocols",
     "Predictive": "protocols",
     "Prepared": "protocols",
     "Recurrent": "protocols",
     "Totals": "protocols",
-    # what acts on a run
+    # callbacks
     "Callback": "callback",
     "EarlyStopping": "training.callbacks.early_stopping",
     "Evaluate": "callback",
     "RunInfo": "callback",
     "Save": "callback",
     "Stop": "callback",
-    # what is done with a task, and with a run
+    # training, proofs, runs
     "Recipe": "config.recipes",
     "Run": "launch.run",
     "World": "proof.scripts.script_recorder",
@@ -122,7 +122,7 @@ _HOME = {
     "sources": "data.sources:",
     "read_table": "data.table_files",
     "write_table": "data.table_files",
-    # randomness by address, files, errors
+    # random numbers, files, errors
     "BadSamplesError": "runtime.errors",
     "ConfigError": "runtime.errors",
     "DataError": "runtime.errors",

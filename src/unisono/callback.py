@@ -1,7 +1,7 @@
 """What a user writes to act on a run: a `Callback`, called after steps, evaluations and saves, and at the end.
 
-Every process has its own copy and calls it at the same points with the same values, so what it asks for is the same
-everywhere; where it is not, what one asks for counts for all.
+Every process has its own copy and calls it at the same points with the same values, so its requests normally agree.
+If they do not, a request from any process applies to all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stop:
-    """End the run after this step, saved.
+    """End the run after this step, with a checkpoint.
 
     Attributes:
         reason: for the log, e.g. `loss has not improved for 3 evaluations`.
@@ -57,11 +57,11 @@ CallbackResult = CallbackRequest | Sequence[CallbackRequest] | None  # what a me
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a callback may know of its run.
+    """Facts about the run for its callbacks.
 
     Attributes:
-        directory: of the run.
-        config: its configuration.
+        directory: the run directory.
+        config: the configuration.
         first: updates made before this start.
         steps: updates in the whole run.
         rank: number of this process.
@@ -77,21 +77,21 @@ class RunInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the process that prints and writes what is written once."""
+        """Whether this is rank 0, the process that prints and writes shared files."""
         return self.rank == 0
 
 
 class Callback:
-    """Acts on a run; every method may be left out.
+    """Acts on a run; every method is optional.
 
-    A method may return what it asks for: `Stop(reason)`, `Save()`, `Evaluate()`, or a list of them. It is done after
-    this step by all processes, whichever of them asked. An exception ends the run on all of them.
+    A method may return a request: `Stop(reason)`, `Save()`, `Evaluate()`, or a list of them. All processes carry it out
+    after this step, whichever of them made it. An exception ends the run on all processes.
 
     `Config` is the type of its settings, as for a `Task`.
     """
 
     class Config(Settings):
-        """The settings of a callback that has none."""
+        """The config of a callback without settings."""
 
     def __init__(self, config: Any = None) -> None:
         if config is None:
@@ -103,33 +103,33 @@ class Callback:
         self.config = config
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a configuration that this callback cannot work with, before anything starts.
+        """Reject a configuration that this callback cannot work with, before anything starts.
 
         Raises:
-            ConfigError: saying what to change.
+            ConfigError: with a message that says what to change.
         """
 
     def on_start(self, run: RunInfo) -> CallbackResult:
         """Before the first step of this start, after `load_state`."""
 
     def on_step(self, step: int, values: Mapping[str, float]) -> CallbackResult:
-        """After an update, the `step`-th from 1, with its loss, metrics, gradient norm and scheduled scalars."""
+        """After the `step`-th update (from 1), with its loss, metrics, gradient norm and scheduled scalars."""
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> CallbackResult:
-        """After an evaluation, `step` updates made, with loss and metrics on the held-out rows."""
+        """After an evaluation at `step` updates, with loss and metrics on the held-out rows."""
 
     def on_save(self, step: int, checkpoint: Path) -> CallbackResult:
-        """Once the checkpoint of a step is whole on the disk; that may be some steps later."""
+        """Once the checkpoint of a step is complete on disk, which may be some steps later."""
 
     def on_end(self, step: int, reason: str) -> None:
-        """At the end of this start, `step` updates made.
+        """When this start ends, after `step` updates.
 
-        The reason is `finished`, `stopped`, `preempted`, `interrupted` or `failed`. With the last two, other processes
-        may be gone, so nothing may be exchanged with them.
+        The reason is `finished`, `stopped`, `preempted`, `interrupted` or `failed`. In the last two cases other
+        processes may be gone, so do not communicate with them.
         """
 
     def state(self) -> Any:
-        """What `load_state` needs in a resumed run, as JSON, the same on every process; None for nothing."""
+        """The state that `load_state` needs on resume, as JSON, the same on every process; None if there is none."""
 
     def load_state(self, state: Any) -> None:
-        """Take over what `state` returned when the checkpoint was written from which the run resumes."""
+        """Restore what `state` returned when the checkpoint that the run resumes from was written."""

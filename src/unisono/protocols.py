@@ -1,7 +1,7 @@
-"""What only some tasks have: samples that share a row, losses across samples, totals, a carry, rows made ahead.
+"""Optional features of a task: packing, losses across samples, totals, recurrent state, prepared rows, predictions.
 
-A task has one of these by defining its methods; it need not inherit from the protocol. The rest of Unisono asks through
-the functions below, and nowhere else.
+A task has a feature if it defines its methods; it need not inherit from the protocol. The rest of Unisono checks for
+features only through the functions below.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ CrossSampleMode = Literal["rows", "whole"]
 
 @runtime_checkable
 class Packable(Protocol):
-    """A task whose samples can share a row (`data.packing`).
+    """A task whose samples can be packed into shared rows (`data.packing`).
 
-    A task may also have an attribute `capacity`: units that a row holds where `data.packing.length` is null.
+    It may also have an attribute `capacity`: the number of units in a row if `data.packing.length` is null.
     """
 
     def length(self, sample: Any) -> int:
-        """Units (tokens, frames) that a sample takes of a packed row."""
+        """The number of units (tokens, frames) that a sample occupies in a packed row."""
 
     def cut(self, sample: Any, first: int, last: int) -> Any:
-        """The units `first..last-1` of a sample, for itself; for samples longer than a packed row."""
+        """The units `first..last-1` of a sample as a sample; called for samples longer than a packed row."""
 
     def pack(self, samples: Sequence[Any]) -> Any:
-        """Samples that share a row, as one sample that `collate` takes; none of them may see another."""
+        """Combine the samples of a row into one sample for `collate`; none of them may attend to another."""
 
 
 @runtime_checkable
 class Totals(Protocol):
-    """A task whose loss needs sums over the whole global batch first, e.g. a product of means.
+    """A task whose loss depends on sums over the whole global batch, e.g. through a product of means.
 
-    A task that needs them under some settings only says so by an attribute `needs_totals`.
+    If it needs them only under some settings, it sets the attribute `needs_totals` accordingly.
     """
 
     def totals(self, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
-        """Sums of these rows, under names of the task's own.
+        """Sums over these rows, under names of your choice.
 
-        All micro-batches make one forward pass without gradients before the first backward pass, with the same random
-        draws as the second. What this returns is added up over all of them, and is a constant in `context.totals` of
-        every `loss`.
+        Before the first backward pass, all micro-batches run one forward pass without gradients, with the same random
+        draws as the second. The sums over all of them are then available to every `loss` as constants, in
+        `context.totals`.
         """
 
 
@@ -56,19 +56,19 @@ class CrossSample(Protocol):
     """A task whose loss looks across the rows of the global batch.
 
     Attributes:
-        cross_sample: with "rows", `loss` is given rows and `context.global_batch`, and sums over pairs of one of its
-            rows and any row. With "whole" it is given all rows, and sums over them; that is for what no row has a
-            share of. None for a task that looks across rows under other settings only. Where a process has several
-            micro-batches, a step begins with a pass without gradients.
+        cross_sample: with "rows", `loss` gets some rows and `context.global_batch`, and sums over pairs of one of its
+            rows and any row of the global batch. With "whole", it gets all rows and sums over them; for losses that
+            are not a sum over rows. None if the task looks across rows only under other settings. If a process has
+            several micro-batches, each step begins with a forward pass without gradients.
     """
 
     cross_sample: CrossSampleMode | None
 
     def shared(self, batch: Batch) -> dict[str, Any]:
-        """Arrays of these rows that a loss needs of all rows, e.g. their numbers; may be left out.
+        """Arrays that a loss needs for all rows besides their outputs, e.g. row numbers; optional.
 
-        The first axis of each is the row, and the others are the same in every micro-batch; so it is for what
-        `outputs` returns, a tensor or a nested dict of them.
+        The first axis of each is the row; the other axes must have the same size in every micro-batch. The same
+        applies to what `outputs` returns: a tensor or a nested dict of tensors.
         """
 
 
@@ -76,7 +76,7 @@ class CrossSample(Protocol):
 class Recurrent(Protocol):
     """A task that carries state from step to step, one entry per row *of the global batch*.
 
-    It is saved with the checkpoint and follows its rows to any other layout.
+    The state is saved in checkpoints and stays with its rows when the layout changes.
     """
 
     def initial_carry(self, batch: Batch) -> dict[str, Any] | None:
@@ -85,21 +85,18 @@ class Recurrent(Protocol):
 
 @runtime_checkable
 class Prepared(Protocol):
-    """A task whose rows can be made ahead, by `unisono data prepare`."""
+    """A task whose rows can be computed in advance, by `unisono data prepare`."""
 
     def preparation(self) -> dict[str, tuple[Any, Path]]:
-        """What is made of each source, and the folder where no other is asked for; the only source is called ''.
-
-        What is made is a `unisono.Preparation`.
-        """
+        """A `unisono.prepare.Preparation` and its default output folder, by source; a single source is named ''."""
 
 
 @runtime_checkable
 class Predictive(Protocol):
-    """A task that says what `unisono predict` writes of its rows; others have their outputs written as they are."""
+    """A task that defines what `unisono predict` writes; for other tasks, it writes their outputs unchanged."""
 
     def predictions(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
-        """Columns by name, each with a value for every row: tensors, arrays or lists; what is known of the rows, too.
+        """Columns by name, each with a value per row: tensors, arrays or lists. May include inputs and targets.
 
         Args:
             outputs: what `Task.outputs` returned for a micro-batch.
@@ -108,10 +105,10 @@ class Predictive(Protocol):
 
 
 def require_packable(task: Task) -> Packable:
-    """The task, as one whose samples can share a row.
+    """The task as a `Packable`.
 
     Raises:
-        ConfigError: where it has no `length`, `cut` and `pack`.
+        ConfigError: if it does not define `length`, `cut` and `pack`.
     """
     if isinstance(task, Packable):
         return task
@@ -123,16 +120,16 @@ def require_packable(task: Task) -> Packable:
 
 
 def packed_capacity(task: Task) -> int | None:
-    """Units that a packed row of the task holds where `data.packing.length` is null; None where it does not say."""
+    """The number of units in a packed row if `data.packing.length` is null; None if the task does not define it."""
     found: int | None = getattr(task, "capacity", None)
     return found
 
 
 def needs_totals(task: Task) -> bool:
-    """Whether the task's loss reads `context.totals`, as its settings are.
+    """Whether the task's loss reads `context.totals`, given its settings.
 
     Raises:
-        ConfigError: where it says so, and does not define them.
+        ConfigError: if it sets `needs_totals` but does not define `totals`.
     """
     asked = getattr(task, "needs_totals", None)
     defined = isinstance(task, Totals)
@@ -145,15 +142,15 @@ def needs_totals(task: Task) -> bool:
 
 
 def compute_totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
-    """What these rows contribute to the task's totals; nothing where it needs none."""
+    """These rows' contribution to the task's totals; empty if it needs none."""
     return task.totals(outputs, batch, context) if needs_totals(task) and isinstance(task, Totals) else {}
 
 
 def cross_sample_mode(task: Task) -> CrossSampleMode | None:
-    """How the task's loss looks across the rows of the global batch; None where it does not.
+    """How the task's loss looks across the rows of the global batch; None if it does not.
 
     Raises:
-        ConfigError: for a value that is none of them.
+        ConfigError: for any other value.
     """
     found: CrossSampleMode | None = getattr(task, "cross_sample", None)
     if found not in (None, "rows", "whole"):
@@ -162,21 +159,21 @@ def cross_sample_mode(task: Task) -> CrossSampleMode | None:
 
 
 def shared_arrays(task: Task, batch: Batch) -> dict[str, Any]:
-    """What a loss across samples needs of all rows, besides their outputs."""
-    made: Mapping[str, Any] = task.shared(batch) if hasattr(task, "shared") else {}
-    return dict(made)
+    """What a loss across samples needs for all rows besides their outputs."""
+    arrays: Mapping[str, Any] = task.shared(batch) if hasattr(task, "shared") else {}
+    return dict(arrays)
 
 
 def initial_carry(task: Task, batch: Batch) -> dict[str, Any] | None:
-    """The carry of rows before their first step; None where the task has none."""
+    """The carry of rows before their first step; None if the task is not recurrent."""
     return task.initial_carry(batch) if isinstance(task, Recurrent) else None
 
 
 def find_preparations(task: Task) -> dict[str, tuple[Any, Path]]:
-    """What can be made ahead of a task's rows, by source; errors as `Prepared.preparation` raises them.
+    """The preparations of a task's rows, by source; errors of `Prepared.preparation` propagate.
 
     Raises:
-        ConfigError: where nothing can.
+        ConfigError: if the task defines none.
     """
     if not isinstance(task, Prepared):
         raise ConfigError(

@@ -1,9 +1,8 @@
 """What a user writes: a `Task`, and the `Loss` it returns.
 
-A task says what *one* process would compute on the whole global batch. It never sees ranks, wrappers or accumulation;
-what it must give in return is that its loss is made of sums over rows and of counts that depend on the batch alone.
-What only some tasks need (rows that share a place, losses across samples, state from step to step) is in
-`unisono.protocols`.
+A task describes what *one* process would compute on the whole global batch. It never sees ranks, wrappers or
+accumulation; in return, its loss must consist of sums over rows, and of counts that depend only on the batch.
+Features that only some tasks need (packed rows, losses across samples, recurrent state) are in `unisono.protocols`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from unisono.callback import Callback
 
 Batch = dict[str, Any]
-_OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # of the second argument of `sample` in older versions
+_OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # `sample`'s second argument in older versions
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Rows that can be had by number: a list, a NumPy array, a map-style `torch.utils.data.Dataset`."""
+    """Rows that can be indexed: a list, a NumPy array, a map-style `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int: ...
 
@@ -42,19 +41,19 @@ class Source(Protocol):
 
 
 class EmptyConfig(BaseModel):
-    """The settings of a task that has none."""
+    """The config of a task without settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleContext:
-    """What a task is given to build a sample.
+    """The context in which a task builds a sample.
 
     Attributes:
-        rng: the generator for all random draws. In training it is keyed by seed, epoch and row, so a draw is the same
-            on any layout and another one in each epoch; for held-out rows by the row alone.
-        training: False for held-out rows, which are not augmented.
+        rng: the generator for all random draws. In training it is keyed by seed, epoch and row, so draws are the same
+            on every layout and differ between epochs; for held-out rows it is keyed by the row alone.
+        training: False for held-out rows, which must not be augmented.
     """
 
     rng: np.random.Generator
@@ -69,12 +68,12 @@ class SampleContext:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """All rows of the global batch, whoever computed them, in the order of the batch; see `CrossSample`.
+    """All rows of the global batch, gathered from all processes, in batch order; see `CrossSample`.
 
     Attributes:
-        outputs: what `Task.outputs` returned for them, of the same structure; in training, gradients flow through it.
-        batch: what `CrossSample.shared` gave for them, as tensors on the device.
-        first: place in it of the first row that the loss is given.
+        outputs: the rows' `Task.outputs`, in the same structure; in training, gradients flow through it.
+        batch: the rows' `CrossSample.shared`, as tensors on the device.
+        first: index in the global batch of the first row passed to `loss`.
     """
 
     outputs: Any
@@ -84,17 +83,17 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Context:
-    """What a task is given beside its batch.
+    """What a task needs to know besides its batch.
 
     Attributes:
-        step: updates made before this one, from 0.
+        step: updates made so far, from 0.
         training: False in evaluation.
         scalars: scheduled scalars by name (`schedules.<name>` in the config), pure functions of the step.
-        carry: the task's state for these rows, or None where the task keeps none; see `Recurrent`.
-        totals: in training, what `Totals.totals` added up to over the whole global batch, where the task asks for it.
-        global_batch: in a loss with `cross_sample="rows"`, all rows of the global batch.
-        key: in JAX, the micro-batch's own key.
-        valid: in JAX, which of its rows are real, (rows,) booleans; the others pad a short batch.
+        carry: the recurrent state of these rows, or None if the task has none; see `Recurrent`.
+        totals: in training, `Totals.totals` summed over the whole global batch, if the task defines it.
+        global_batch: all rows of the global batch, in a loss with `cross_sample="rows"`.
+        key: in JAX, the micro-batch's PRNG key.
+        valid: in JAX, (rows,) booleans: True for real rows, False for those that pad a short batch.
     """
 
     step: int
@@ -111,16 +110,16 @@ class Context:
 class Loss:
     """Named sums over the rows of one micro-batch.
 
-    The loss of the global batch is `Σ weight · (Σ sums) / (Σ counts)` over the terms, where the counts are those of
-    `Task.counts` summed over the whole global batch, and a term whose count is zero is zero. So no term is ever an
-    average of averages.
+    The loss of the global batch is `Σ weight · (Σ sums) / (Σ counts)` over the terms, where the counts are
+    `Task.counts` summed over the whole global batch. A term whose count is zero is zero. No term is ever an average of
+    averages.
 
     Attributes:
-        sums: scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those `Task.counts` returns;
-            in evaluation, terms that only guide the training may be left out.
-        weights: weight per term; 1 where absent. The same for all rows.
+        sums: a scalar tensor per term, e.g. the summed cross-entropy in nats. The names must match `Task.counts`;
+            in evaluation, auxiliary terms may be omitted.
+        weights: weight per term, 1 by default; the same for all rows.
         metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
-        carry: the state of these rows for the next step, detached; only for tasks that have a carry.
+        carry: the detached state of these rows for the next step; only for recurrent tasks.
     """
 
     sums: Mapping[str, Tensor]
@@ -135,14 +134,14 @@ class Loss:
                 f"a metric cannot be called {', '.join(sorted(reserved))}: events use that name; choose another"
             )
         if any(hasattr(weight, "requires_grad") for weight in self.weights.values()):
-            raise ConfigError("weights of a loss must be numbers, not tensors; put what is to be learnt into the sums")
+            raise ConfigError("loss weights must be numbers, not tensors; multiply learned weights into the sums")
 
 
 class Task(ABC):
-    """One problem: its data, its model and its loss. `data`, `build`, `counts`, `outputs` and `loss` must be defined.
+    """One problem: its data, its model and its loss. Define at least `data`, `build`, `counts`, `outputs` and `loss`.
 
     `Config`, `Model` and `Data` are the types of the config groups `task`, `model` and `data`: pydantic models, or
-    `Annotated` unions of them with a discriminator. A key they do not know is refused.
+    `Annotated` unions of them with a discriminator. Unknown keys are rejected.
 
     Attributes:
         config: the settings of the group `task`, a `Config`.
@@ -151,22 +150,22 @@ class Task(ABC):
     """
 
     engine: ClassVar[str] = "torch"
-    """What it is written in, `torch` or `jax`."""
+    """The framework it is written in, `torch` or `jax`."""
 
     Config: Any = EmptyConfig
     Model: Any = EmptyConfig
     Data: Any = DataGroup
 
     static_scalars: Sequence[str] = ()
-    """In JAX: scheduled scalars that are whole Python numbers, e.g. a depth, rounded from the schedule; each new value
-    compiles the step again. Those that nothing schedules are not there."""
+    """In JAX: scheduled scalars to round to Python integers, e.g. a depth; each new value recompiles the step. Names
+    without a schedule are ignored."""
 
     frozen: Sequence[str] = ()
-    """In JAX: patterns over names of parameters that are not trained, e.g. `("encoder.*",)`."""
+    """In JAX: patterns of the names of parameters that are not trained, e.g. `("encoder.*",)`."""
 
     draws_in_evaluation = False
-    """Whether `sample` draws random numbers for held-out rows on purpose, as a masked language model does. Where this
-    is False, drawing for them is refused: it would be an augmentation of the rows to be measured."""
+    """Whether `sample` deliberately draws random numbers for held-out rows, as a masked language model does. If False,
+    drawing for them is an error, because it would augment the rows being evaluated."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -191,28 +190,28 @@ class Task(ABC):
 
     @abstractmethod
     def data(self) -> Source | Mapping[str, Source]:
-        """The rows to train on; several sources by name are mixed, see `data.mixture`."""
+        """The rows to train on. Several named sources are mixed, see `data.mixture`."""
 
     def held_out(self) -> Source | None:
         """The rows to evaluate on, or None for no evaluation."""
         return None
 
     def sample(self, record: Any, context: SampleContext) -> Any:
-        """One record to one sample: draw from `context.rng`, and augment only under `if context.training:`."""
+        """Turn a record into a sample. Draw from `context.rng`, and augment only under `if context.training:`."""
         return record
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Samples to a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
+        """Turn samples into a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
 
-        The default stacks dicts of equally shaped arrays. If it finds samples that it cannot use, as a decoder of
-        whole batches may, it raises `BadSamplesError` with the reason of each.
+        The default stacks dicts of equally shaped arrays. An override that decodes whole batches should raise
+        `BadSamplesError`, with a reason per sample, for samples it cannot use.
         """
         if not isinstance(samples[0], Mapping):
             raise DataError(
                 f"{type(self).__name__}.sample returned a {type(samples[0]).__name__}; the default collate stacks "
                 "dicts of arrays. Return a dict, or define collate()."
             )
-        for sample in samples:  # else a batch would depend on which sample comes first
+        for sample in samples:  # otherwise the first sample would decide the batch's keys
             if sample.keys() != samples[0].keys():
                 raise DataError(
                     f"{type(self).__name__}.sample returned the keys {sorted(samples[0])} for one row and "
@@ -221,7 +220,7 @@ class Task(ABC):
         return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
 
     def work(self, batch: Batch) -> dict[str, float]:
-        """What a micro-batch amounts to: the first name is the unit of throughput; `flops` (both passes) gives MFU."""
+        """Units of work in a micro-batch. The first is the unit of throughput; `flops` (both passes) enables MFU."""
         return {}
 
     # model and loss ---------------------------------------------------------------------------------------------
@@ -230,83 +229,84 @@ class Task(ABC):
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """The model, with the same initial weights on every process.
 
-        In torch `build(self)` returns a module on the CPU, and is called under a keyed seed; in JAX `build(self, key)`
-        returns a pytree of arrays, and is called under `jit`.
+        In torch, `build(self)` returns a module on the CPU and is called with a fixed seed. In JAX, `build(self, key)`
+        returns a pytree of arrays and is called under `jit`.
         """
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:
-        """What each loss term counts in this micro-batch (targets, pairs, rows), from the batch alone."""
+        """The count of each loss term in this micro-batch (targets, pairs, rows), computed from the batch alone."""
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch, context: Context) -> Any:
-        """The per-row part of one micro-batch; all that `loss` reads is returned here."""
+        """The forward pass of one micro-batch, row by row. Return everything `loss` needs."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch, context: Context) -> Loss:
-        """Sums over the rows it is given."""
+        """The loss terms and metrics of the given rows, as sums."""
 
     def summary(self, values: Mapping[str, float]) -> dict[str, float]:
-        """What an evaluation reports, from its loss, terms and metrics over all held-out rows.
+        """The values an evaluation reports, given its loss, terms and metrics over all held-out rows.
 
-        For what is no mean but follows from means: a correlation from those of products and squares.
+        Override it to report what can be derived from means but is not a mean itself, e.g. a correlation from the means
+        of products and squares.
         """
         return dict(values)
 
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:  # noqa: B027 - optional, not abstract
-        """Refuse what can be refused before processes start: a missing file, settings that do not fit each other."""
+        """Raise for problems that can be found before any process starts: a missing file, contradictory settings."""
 
     def setup(self) -> None:  # noqa: B027 - optional, not abstract
-        """Compute what `data`, `sample` and `build` share, and open what a process needs for itself.
+        """Compute what `data`, `sample` and `build` share, and open per-process resources.
 
-        Called once in every process that uses the task, worker processes among them, before any thread asks for a
-        sample. What takes long belongs into the cache (`unisono.compute_once`), where other processes find it.
+        Called once in every process that uses the task, including data workers, before any sample is requested.
+        Cache expensive results with `unisono.compute_once`, so that the other processes can reuse them.
         """
 
     def kernels(self, device: str, precision: str) -> dict[str, str]:
-        """Choose among kernels that compute the same, before `build`; returns what was chosen, by setting, for the log.
+        """Choose among equivalent kernels, before `build`; returns the choices by setting, for the log.
 
-        Called before the start, and on every process; all have to choose alike.
+        Called before launch and on every process; all must make the same choice.
 
         Args:
-            device: its kind, e.g. `cpu` or `cuda`.
+            device: device type, e.g. `cpu` or `cuda`.
             precision: `fp64`, `fp32` or `bf16`.
 
         Raises:
-            KernelError: for a kernel that was asked for and cannot be had.
+            KernelError: if an explicitly requested kernel is not available.
         """
         return {}
 
     def callbacks(self) -> Sequence[Callback]:
-        """Callbacks of every run of the task, besides those that the user names."""
+        """Callbacks for every run of the task, in addition to those in the config."""
         return []
 
     def facts(self) -> dict[str, Any]:
-        """What is worth knowing about the data before the start, as JSON; printed by `check` and kept with the run."""
+        """Facts about the data, as JSON; printed by `unisono check` and recorded with the run."""
         return {}
 
     def shrunk(self, limit: int) -> Task | None:
-        """The same task with a smaller model of the same code, for `unisono prove`: fewer layers, fewer features.
+        """The same task with a smaller model of the same architecture (fewer layers or features), for `unisono prove`.
 
         Args:
-            limit: parameters that a model may have without being made smaller.
+            limit: models with at most this many parameters are not shrunk.
 
         Returns:
-            A task of the same class; None if the model is small enough, or if there is no smaller one.
+            A task of the same class; None if the model is small enough or cannot be shrunk.
         """
         return None
 
     def save_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
-        """Write what a reader of the run needs besides the weights (tokenizer, sizes); called once per run."""
+        """Write what loading the model needs besides the weights (tokenizer, sizes); called once per run."""
 
     def load_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
-        """Take over what `save_assets` wrote, so that `build` makes the run's model without the run's data."""
+        """Read what `save_assets` wrote, so that `build` can create the model without the training data."""
 
 
 def run_setup(task: Task) -> None:
-    """Have a task's `setup` called, unless this process has done so for this very object."""
+    """Call a task's `setup`, once per object and process."""
     if vars(task).get("_set_up_by") != os.getpid():
         before = vars(task).keys() - setup_attributes(task)
         task.setup()
@@ -315,12 +315,12 @@ def run_setup(task: Task) -> None:
 
 
 def setup_attributes(task: Task) -> set[str]:
-    """The attributes of a task that its `setup` makes, so that they are no state of the object's own."""
+    """The attributes that a task's `setup` has set, which are not part of the object's own state."""
     return {"_set_up_by", "_made_by_setup", *vars(task).get("_made_by_setup", ())}
 
 
 def _refuse_old_sample(cls: type[Task]) -> None:
-    """Refuse `sample(self, record, rng)`, the signature of older versions, where a class defines it."""
+    """Raise if a class defines `sample(self, record, rng)`, the signature of older versions."""
     try:
         parameters = list(inspect.signature(cls.sample).parameters.values())
     except (TypeError, ValueError):

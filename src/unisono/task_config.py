@@ -1,7 +1,7 @@
 """Builds the typed configuration from a task's name and the user's overrides, and the task from the configuration.
 
-The types of the groups `task`, `model` and `data` are those of the task, so whoever validates a configuration has to
-find its task first; `unisono.config` itself knows no task.
+The task defines the types of the groups `task`, `model` and `data`, so it must be found before a configuration can be
+validated; `unisono.config` itself does not depend on tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.task import Task
 def load_config(
     recipe: str, overrides: Sequence[str] = (), config_dir: Path | None = None
 ) -> tuple[RunConfig, ComposedConfig]:
-    """Compose and validate; see `unisono.config.compose.compose` for the arguments.
+    """Compose and validate a configuration; see `unisono.config.compose.compose` for the arguments.
 
     Raises:
         ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
@@ -33,39 +33,39 @@ def load_config(
 def read_run(
     folder: Path, task: str | type[Task] | None = None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunConfig:
-    """The configuration of a run that may be somebody else's, typed by a task that may be imported, without callbacks.
+    """The configuration of a run from any origin, without its callbacks; imports only a task that is trusted.
 
     Args:
-        folder: of the run.
-        task: as for `unisono.config.foreign_run.resolve_task`, which says what may be imported.
+        folder: the run directory.
+        task: as for `unisono.config.foreign_run.resolve_task`, which decides what may be imported.
         overrides: settings that replace those of the run, as for `read_config`.
-        trust: the same.
+        trust: as for `resolve_task`.
 
     Raises:
-        RunError: if the folder is not that of a run.
-        TrustError: if the run names a task that nobody has vouched for.
-        ConfigError: where its file is not a configuration of this task.
+        RunError: if the folder is not a run directory.
+        TrustError: if the run names a task that is not trusted.
+        ConfigError: if its file is not a configuration of this task.
     """
     config = read_config(
         folder / foreign_run.CONFIG_FILE, foreign_run.resolve_task(folder, task, trust=trust), overrides
     )
-    return config.model_copy(update={"callbacks": []})  # code of its author, which acts on a training only
+    return config.model_copy(update={"callbacks": []})  # callbacks are the author's code and only act on training
 
 
 def read_config(path: Path, task: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run, from its `config.yaml`, for a task that the caller names.
+    """The configuration in a run's `config.yaml`, for a task that the caller names.
 
-    What the file itself names as its task is never imported: a file of a run may come from anywhere. Whoever has no
-    task to name asks `read_run`.
+    The task that the file names is never imported, since the file may be untrusted. Without a task to name, use
+    `read_run`.
 
     Args:
         path: of the file.
-        task: reference of the task whose settings these are.
-        overrides: settings that replace those of the run. Where one chooses another `kind` of a group, what the run has
-            stays as far as that kind has a key of the same name and type.
+        task: reference to the task that the settings are for.
+        overrides: settings that replace those of the run. If one selects another `kind` of a group, settings of the run
+            are kept where that kind has a key of the same name and type.
 
     Raises:
-        ConfigError: where the file is missing or is not a configuration.
+        ConfigError: if the file is missing or is not a configuration.
     """
     values = {**safe_yaml.read_yaml(path), "recipe": task}
     composed = ComposedConfig(values, {name: str(path) for name in values})
@@ -80,32 +80,32 @@ def validate_config(composed: ComposedConfig) -> RunConfig:
 
 
 def build_task(config: RunConfig) -> Task:
-    """The task that a configuration names, with its settings."""
+    """The task named by a configuration, with its settings."""
     return find_task(config.recipe, config.layout.engine)(config.task, model=config.model, data=config.data)
 
 
 def composed_engine(values: Mapping[str, Any]) -> str:
-    """What `layout.engine` is in values that nobody has validated; auto where that is no engine."""
+    """`layout.engine` of unvalidated values; `auto` if it does not name an engine."""
     layout = values.get("layout")
     engine = layout.get("engine") if isinstance(layout, Mapping) else None
     return engine if engine in ("torch", "jax") else "auto"
 
 
 def resolve_engine(config: RunConfig) -> str:
-    """The engine of a run: what its layout names, or else what its task is written in."""
+    """The engine of a run: the one named by its layout, or else the one its task is written for."""
     named = config.layout.engine
     return find_task(config.recipe).engine if named == "auto" else named
 
 
 def find_task(reference: str, engine: str = "auto") -> type[Task]:
-    """The task that a config names: a packaged recipe, `path/to/file.py:Class` or `package.module:Class`.
+    """The task class for a reference: a packaged recipe, `path/to/file.py:Class` or `package.module:Class`.
 
     Args:
         reference: to the task.
-        engine: `layout.engine`, which chooses among the tasks of a recipe.
+        engine: `layout.engine`, which selects among the tasks of a recipe.
 
     Raises:
-        ConfigError: where the file, the class or one of its methods is missing, or a recipe has no task for the engine.
+        ConfigError: if the file, the class or one of its methods is missing, or a recipe has no task for the engine.
     """
     place, _, name = references.resolve_reference(reference, engine).rpartition(":")
     module = references.load_module(reference, place)
@@ -122,7 +122,7 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
 
 
 def _apply_overrides(composed: ComposedConfig, overrides: Sequence[str]) -> ComposedConfig:
-    """Values of a run with some of them replaced."""
+    """A run's values with overrides applied."""
     reference = validate.task_reference(composed)
     folders = [GROUPS_DIR]
     if reference in recipes.recipe_names():

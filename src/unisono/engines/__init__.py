@@ -1,4 +1,4 @@
-"""How a step is computed: the protocol that the loop uses, the rules that all engines share, one package per engine."""
+"""How a step is computed: the protocol the loop uses, the rules all engines share, and one package per engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def create_engine(job: EngineJob) -> Engine:
-    """The engine that the layout names, which is that of the task's framework."""
+    """The engine that the layout names; for `auto`, that of the task's framework."""
     asked = job.config.layout.engine
     name = job.task.engine if asked == "auto" else asked
     engine: Engine = import_module(f"unisono.engines.{name}.engine").create(job)

@@ -8,5 +8,5 @@ from types import ModuleType
 
 def device_module(engine: str) -> ModuleType:
     """The device module of an engine; all have `accelerators`, `resolve`, `product` and `machine`."""
-    named = "torch" if engine == "auto" else engine  # of a layout that is not resolved yet
+    named = "torch" if engine == "auto" else engine  # `auto` means the layout is not resolved yet
     return import_module(f"unisono.engines.{named}.devices")

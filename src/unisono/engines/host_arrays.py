@@ -1,6 +1,6 @@
-"""Arrays of any framework as NumPy arrays: what engines hand to checkpoints, which know none of them.
+"""Converts arrays of any framework to NumPy arrays, so that checkpoints depend on no framework.
 
-`bfloat16` and `float8` are those of `ml_dtypes`, which have the names that torch, JAX and safetensors give them.
+`bfloat16` and `float8` are those of `ml_dtypes`, which has the same names for them as torch, JAX and safetensors.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Array = np.ndarray[Any, Any]
 
 
 def to_numpy(data: Any) -> Array:
-    """The content of an array; no copy where it lies in the memory of this host.
+    """An array as a NumPy array; not copied if it is already in host memory.
 
     Args:
-        data: of NumPy, torch or JAX, on whatever device.
+        data: a NumPy, torch or JAX array, on any device.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(data, torch.Tensor):
@@ -37,22 +37,22 @@ def dtype_name(data: Any) -> str:
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a name."""
+    """The dtype with a name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def is_ml_dtype(kind: np.dtype[Any]) -> bool:
-    """Whether NumPy knows a dtype only through `ml_dtypes`."""
+    """Whether a dtype is not NumPy's own but from `ml_dtypes`."""
     return hasattr(ml_dtypes, kind.name)
 
 
 def can_copy_async(data: Any) -> bool:
-    """Whether it can be copied to the host while its device computes: a torch tensor on an accelerator."""
+    """Whether an array can be copied to the host while its device computes: a torch tensor on an accelerator."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor) and data.device.type not in ("cpu", "mps")
 
 
 def nbytes(data: Any) -> int:
-    """Its size, without touching its content."""
+    """An array's size in bytes, without reading it."""
     size = int(np.prod(tuple(data.shape), dtype=np.int64))
     return size * parse_dtype(dtype_name(data)).itemsize

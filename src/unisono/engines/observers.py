@@ -1,8 +1,8 @@
 """Observers watch a step without being part of it: guards, spike detection, profiling, the recorder of a proof.
 
-An observer reads and never changes a number: with or without observers a run computes the same bits. It may refuse a
-step, or have its update skipped. Such a verdict is the same on every rank, because it follows from numbers that came
-out of the one reduction that a step ends with; what a rank alone knows goes into that reduction as its votes.
+An observer only reads: a run computes the same bits with and without observers. It may reject a step, or have its
+update skipped. Such a verdict is the same on every rank, because it is computed from the results of the step's final
+reduction; what only one rank knows enters that reduction as votes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepVerdict:
     """An observer's decision about a step, the same on every rank.
 
     Attributes:
-        error: refuses the step: every rank raises it before the update.
+        error: rejects the step: every rank raises it before the update.
         skip: why the update is skipped; empty if it is not.
         recompiled: what was recompiled, for the step's record.
     """
@@ -40,7 +40,7 @@ class StepVerdict:
 
 
 class Observer:
-    """One observer; override the hooks you need. They are listed in the order in which a step calls them."""
+    """Base class of observers; override the hooks you need. They are listed in calling order."""
 
     def part(self, name: str) -> AbstractContextManager[Any] | None:
         """A context manager around a part of a step, or None.
@@ -59,18 +59,18 @@ class Observer:
         Args:
             micro: the micro-batch.
             outputs: what the task returned; None if several devices each computed a part of it.
-            loss: unscaled sums; None if the engine's program does not return them separately.
+            loss: unscaled sums; None if the engine does not return them separately.
         """
 
     def on_gradients(self) -> None:
-        """All passes are done: the step's gradients are reduced and not yet clipped.
+        """All passes are done; the step's gradients are reduced but not yet clipped.
 
         Raises:
-            UnisonoError: for a fault that only this rank knows and that no other rank waits for.
+            UnisonoError: for a fault that only this rank knows of, while no other rank waits for it.
         """
 
     def votes(self) -> Sequence[float]:
-        """Numbers to sum over ranks in the step's reduction, which is next; the same count in every step."""
+        """Numbers to sum over ranks in the step's reduction, which is next; equally many in every step."""
         return ()
 
     def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
@@ -83,7 +83,7 @@ class Observer:
         return None
 
     def on_update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """The update is next: gradients are clipped. Not called if the update is skipped."""
+        """The update is next; gradients are clipped. Not called if the update is skipped."""
 
     def on_step_end(self, step: int, result: StepResult) -> None:
         """The step is over; `result.skipped` says whether its update was skipped."""
@@ -139,7 +139,7 @@ class Observers:
         """The result with all verdicts applied.
 
         Raises:
-            UnisonoError: raised by the first observer that refuses the step.
+            UnisonoError: from the first observer that rejects the step.
         """
         first = 0
         for observer, count in zip(self._observers, self._counts, strict=True):
@@ -198,13 +198,13 @@ class ModelView(Protocol):
         """Outputs for a micro-batch in training mode, without gradients; use within `without_side_effects`."""
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
-        """The sums of the loss for a micro-batch, as `outputs`; empty where a micro-batch has none of its own."""
+        """The loss sums for a micro-batch, used like `outputs`; empty if a micro-batch has none of its own."""
 
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
-        """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty where it is not known."""
+        """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty if unknown."""
 
     def perturb(self, size: float) -> None:
         """Change every parameter by a random relative amount of at most `size`, the same on every layout."""
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
-        """Make one update from whole gradients; parameters not named have none. No observer is called."""
+        """Make one update from whole gradients; unnamed parameters have none. No observer is called."""

@@ -1,4 +1,4 @@
-"""An iterator over steps whose next item can be seen while the current step is still computed."""
+"""An iterator over steps that can peek at the next one while the current one is computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine protocol: everything that the loop, evaluation and proofs know about a framework.
 
-An engine of another framework is a module `unisono.engines.<name>.engine` with a function `create(job)`, see
-`unisono.engines.create_engine`; code that all engines share is in `rules` and `observers`.
+An engine for another framework is a module `unisono.engines.<name>.engine` with a function `create(job)`, see
+`unisono.engines.create_engine`; code shared by all engines is in `rules` and `observers`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class EngineJob:
         process: this process.
         communicator: of all processes; started and stopped by the caller.
         split: of the global batch.
-        rows_of: the rank whose rows of the global batch this process computes; None for its own.
-        guarded: whether updates are checked (`train.guard_every`); a proof compares them itself.
+        rows_of_rank: the rank whose rows of the global batch this process computes; None for its own.
+        check_updates: whether updates are checked (`train.guard_every`); a proof compares them itself.
     """
 
     task: Task
@@ -129,11 +129,11 @@ class Engine(Protocol):
 
     @property
     def profiler(self) -> Profiler:
-        """Of this process."""
+        """The profiler of this process."""
 
     @property
     def view(self) -> ModelView:
-        """Of the model, for observers; from `setup` on."""
+        """A view of the model for observers; available after `setup`."""
 
     def setup(self, batches: list[MicroBatch], scalars: Mapping[str, float]) -> ModelFacts:
         """Build, lay out, check and warm up, with `batches` and `scalars` of step 0, even for a resumed run."""

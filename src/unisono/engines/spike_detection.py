@@ -1,10 +1,10 @@
 """Skips an update if its loss or gradient is far from those of the previous steps.
 
-A step is compared with the median of the history plus a multiple of its deviation, both robust: the deviation is 1.4826
-times the median absolute deviation, which is the standard deviation of normal numbers (Hampel, "The influence curve
-and its role in robust estimation", 1974). So spikes go into the history like any step: some of them do not move the
-limit, and a run whose level has changed for good is let through once half of the history has it. OLMo-core has such a
-switch with mean and standard deviation, which a spike in the history raises for as long as it stays there.
+A step is compared with the median of the history plus a multiple of its deviation, which is 1.4826 times the median
+absolute deviation, i.e. the standard deviation for normal numbers (Hampel, "The influence curve and its role in robust
+estimation", 1974). Both are robust, so spikes are added to the history like any other step: a few of them hardly move
+the limit, and after a permanent change of level, steps pass once half of the history is at the new level. OLMo-core
+uses mean and standard deviation instead, which a spike raises for as long as it stays in the history.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from unisono.engines.observers import Observer, StepVerdict
 from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import SpikeError
 
-_MIN_DEVIATION = 1e-2  # of the median: in a history of equal numbers, a small change is no spike
+_MIN_DEVIATION = 1e-2  # of the median, so that a small change after a history of equal numbers is not a spike
 
 
 def spike_limit(history: Sequence[float], sigma: float) -> float:
-    """The largest number that is no spike.
+    """The largest number that is not a spike.
 
-    >>> round(limit([1.0, 1.1, 0.9, 1.0, 50.0], sigma=6), 2)
+    >>> round(spike_limit([1.0, 1.1, 0.9, 1.0, 50.0], sigma=6), 2)
     1.89
     """
     middle = median(history)
     largest = middle + sigma * max(
         1.4826 * median(abs(value - middle) for value in history), _MIN_DEVIATION * abs(middle)
     )
-    # An engine that decides on its device compares the same number, even where it has 32 bits only.
+    # Rounded so that an engine that compares in 32 bits on its device uses the same limit.
     return float(np.float32(largest))
 
 
 class SpikeDetection(Observer):
-    """The history of a run, and its verdict on the next step.
+    """Keeps the history of a run and judges each step.
 
-    What it looks at came out of the step's reduction, so all ranks have the same history and give the same verdict.
+    It only uses results of the step's reduction, so all ranks have the same history and reach the same verdict.
 
     Args:
-        config: None to let every step through.
+        config: None to accept every step.
     """
 
     def __init__(self, config: SkipSpikes | None) -> None:
@@ -64,7 +64,7 @@ class SpikeDetection(Observer):
         self._step = step
 
     def on_reduced(self, result: StepResult, votes: Sequence[float]) -> StepVerdict | None:
-        """Skip the update if the step is a spike; refuse the step if there are too many in a row."""
+        """Skip the update if the step is a spike; reject the step if there are too many in a row."""
         if self._config is None:
             return None
         values = {kind: getattr(result, kind) for kind in self._history}
@@ -93,7 +93,7 @@ class SpikeDetection(Observer):
         }
 
     def load(self, saved: Mapping[str, Sequence[float]]) -> None:
-        """Load a saved state; without one, begin with an empty history."""
+        """Load a saved state; an empty one resets the history."""
         self._consecutive_spikes = int(saved.get("in_a_row", [0])[0])
         for kind, history in self._history.items():
             history.clear()

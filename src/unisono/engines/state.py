@@ -1,6 +1,6 @@
-"""Pieces of named arrays: how an engine hands over its state to be saved, and reads it back.
+"""Pieces of named arrays, as which an engine passes on its state to be saved and reads it back.
 
-Engines know arrays and meshes, checkpoints know files; they share only names, global shapes and offsets, so a
+Engines know about arrays and meshes, checkpoints about files; they share only names, global shapes and offsets, so a
 checkpoint of one layout can be read by any other.
 """
 
@@ -22,9 +22,9 @@ class ArrayShard:
         name: unique in the state, e.g. `model/layers.0.mlp.weight` or `optimizer/layers.0.mlp.weight/exp_avg`.
         shape: of the whole array.
         offset: of this piece in it, one number per axis.
-        data: the piece itself, a NumPy, torch or JAX array on any device; it may be the trained array itself and change
-            with the next step.
-        finite: whether it must be finite, as parameters must; a buffer need not be.
+        data: the piece, a NumPy, torch or JAX array on any device; it may be the array being trained and change with
+            the next step.
+        finite: whether all values must be finite, as for parameters but not for buffers.
     """
 
     name: str
@@ -51,4 +51,4 @@ class StateReader(Protocol):
         """The dtype in which an array was saved."""
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
-        """Read the piece of an array that begins at `offset` into contiguous memory of its shape and its dtype."""
+        """Read the piece of an array that begins at `offset` into a contiguous array of its shape and dtype."""

@@ -1,7 +1,7 @@
-"""The best of every value that evaluations reported, and after which step.
+"""The best of every value that evaluations reported, and its step.
 
-A value's name does not say whether less or more is better, so both extremes are kept. A checkpoint saves them, so a
-run that was interrupted has the same as one that was not.
+A value's name does not say whether lower or higher is better, so both extremes are kept. They are saved in checkpoints,
+so an interrupted run has the same ones as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class Best:
-    """The least and the most of each value so far.
+    """The minimum and maximum of each value so far.
 
     Args:
-        kept: what `state` returned before.
+        kept: an earlier `state()` to restore.
     """
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
@@ -24,7 +24,7 @@ class Best:
         }
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Include an evaluation after `step` updates; of equal values the first is kept, and NaN is ignored."""
+        """Include an evaluation after `step` updates. Of equal values the first is kept; non-finite are ignored."""
         for name, value in values.items():
             if not math.isfinite(value):
                 continue
@@ -35,5 +35,5 @@ class Best:
                 ends["most"] = [value, step]
 
     def state(self) -> dict[str, Any]:
-        """By name of a value: `least` and `most`, each with its step."""
+        """For each value name, `least` and `most`, each with its step."""
         return {name: {end: list(at) for end, at in ends.items()} for name, ends in self._extremes.items()}

@@ -21,18 +21,18 @@ from unisono.task import Source, Task
 class HeldOut:
     """The held-out rows of a task, ready to be evaluated any number of times.
 
-    No row is dropped or counted twice: a last short batch is short, and a process without rows in it repeats one at
-    weight zero, so that all make equally many passes. Where only some rows are asked for, they are drawn from all of
-    them, the same in every run: neighbouring rows are often alike, so the first would say little of the others.
+    No row is dropped or counted twice: the last batch may be short, and a process without rows in it repeats one with
+    weight zero, so that all run equally many passes. If `eval.rows` limits the number of rows, they are a random
+    subset, the same in every run: neighbouring rows are often similar, so the first ones would not be representative.
 
     Args:
         task: whose rows they are.
         source: the rows.
         config: its `eval` group sets the number of rows and the micro-batch.
-        place: of this process.
-        micro_batch: of the training, used where `eval.micro_batch` is null.
-        global_batch: of the training, if it is not the configuration's. A loss across samples is evaluated on as many
-            rows at a time, whatever the layout; micro-batches are then the largest that divide them.
+        place: this process.
+        micro_batch: of training, used if `eval.micro_batch` is null.
+        global_batch: of training, if it is not the configuration's. A loss across samples is evaluated on this many
+            rows at a time on every layout; the micro-batch is then the largest that divides them.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class HeldOut:
             self._loader.rest()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._loader.close()
 
     def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Loss and metrics, with the weights that `eval.weights` names; those of the moving average are `ema/…`.
+        """Loss and metrics, with the weights that `eval.weights` selects; those of the moving average are `ema/…`.
 
         Args:
-            engine: to compute with.
+            engine: the engine.
             step: updates made.
             scalars: of that step.
         """
@@ -89,7 +89,7 @@ class HeldOut:
         return values
 
     def names(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> list[str]:
-        """The names that `evaluate` returns, found with its first rows only; same arguments."""
+        """The names that `evaluate` would return, found with the first batch only; same arguments."""
         names: list[str] = []
         for average in self._weight_sets:
             with closing(self.batches()) as batches:

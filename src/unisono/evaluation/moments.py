@@ -1,4 +1,4 @@
-"""Correlations, R² and the like of an evaluation: not means themselves, but computed from means over all rows.
+"""Correlation, R² and similar values of an evaluation: not means themselves, but computed from means over all rows.
 
 A loss reports the moments of predicted and true values as metrics, which are summed over rows, micro-batches and
 processes like any metric; `Task.summary` turns them into readable values.
@@ -17,11 +17,11 @@ def moments(name: str, predicted: Any, true: Any, weight: Any, count: Any = None
     """The absolute error and the moments of predicted and true values, as metrics of a `Loss`.
 
     Args:
-        name: put before each metric.
+        name: prefix of each metric.
         predicted: values of any shape.
         true: of the same shape, finite everywhere.
-        weight: of the same shape; 0 for values that are not known.
-        count: what the sums are divided by; None for the sum of the weights.
+        weight: of the same shape; 0 for unknown values.
+        count: the divisor of the sums; None for the sum of the weights.
     """
     values = {
         "error": abs(predicted - true),
@@ -36,14 +36,14 @@ def moments(name: str, predicted: Any, true: Any, weight: Any, count: Any = None
 
 
 def summarise_moments(values: Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation, with what follows from each set of moments in place of it.
+    """The values of an evaluation, with each set of moments replaced by the values computed from it.
 
     Args:
-        values: by name, as `Task.summary` is given them; an average of weights may have put a word before a name.
+        values: by name, as passed to `Task.summary`; names may have a prefix.
 
     Returns:
-        `name/correlation` (0 where either is constant), `name/sd_ratio`, predicted over true, `name/r2`, against the
-        mean of these very rows, and `name/bias`, by which predictions are too high; the other values as they are.
+        `name/correlation` (0 if either is constant); `name/sd_ratio`, predicted over true; `name/r2`, relative to the
+        mean of the same rows; `name/bias`, the mean of predicted minus true; and the other values unchanged.
     """
     found = {name: value for name, value in values.items() if not name.endswith(tuple(f"/{end}" for end in _MOMENTS))}
     for key in values:

@@ -1,9 +1,9 @@
-"""torch's Adafactor, also for sharded parameters.
+"""torch's Adafactor, extended to sharded parameters.
 
-Its row and column means are those of whole matrices. `torch.optim.Adafactor` refuses sharded parameters (2.13: an
-update in place of what would have to be reduced first), so each is gathered with its gradient, updated by torch's own
-code as on one process, and put back. A step costs two gathers of every parameter, and memory for one whole tensor at a
-time; the state is what saves memory: `rows + columns` numbers for a matrix, kept by every process.
+Adafactor needs row and column means of whole matrices, and `torch.optim.Adafactor` does not support sharded parameters
+(2.13: it updates in place what would have to be reduced first). So each parameter is gathered with its gradient,
+updated by torch's own code as on one process, and scattered again. A step costs two gathers of every parameter, and
+memory for one whole tensor at a time. The state is still small: `rows + columns` numbers per matrix, on every process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.optim.sharded import copy_local_part, gather_full
 
 
 class ShardedAdafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor`, equal in every bit on shards and on whole tensors."""
+    """`torch.optim.Adafactor` with bitwise equal results on shards and on whole tensors."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Adam with an arctangent in place of the division: θ ← θ − lr·a·atan2(m̂, b·√v̂).
 
-Everett et al., "Scaling Exponents Across Parameterizations and Optimizers" (arXiv 2407.05872): it has no epsilon that
-could be too large for small gradients, and a step does not change when all gradients are multiplied.
-Elementwise, so that shards are updated where they lie.
+Everett et al., "Scaling Exponents Across Parameterizations and Optimizers" (arXiv 2407.05872): there is no epsilon that
+could be too large for small gradients, and the update is invariant to the scale of the gradients.
+It is elementwise, so shards are updated in place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class AdamAtan2(torch.optim.Optimizer):
         lr: learning rate.
         betas: decay rates of the first and the second moment.
         a: factor of the arctangent.
-        b: factor of the second moment's root inside.
-        weight_decay: times `lr`, taken off before the step.
-        foreach: all parameters of a group in one call per operation, instead of one by one.
+        b: factor of the second moment's root.
+        weight_decay: decoupled, multiplied by `lr` and applied before the step.
+        foreach: use torch's foreach kernels, for all parameters of a group at once.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class AdamAtan2(torch.optim.Optimizer):
         updates = torch._foreach_div(firsts, [1 - beta1**step for step in steps])
         roots = torch._foreach_div(seconds, [(1 - beta2**step) / group["b"] ** 2 for step in steps])
         torch._foreach_sqrt_(roots)
-        for update, root in zip(updates, roots, strict=True):  # torch has no foreach arctangent of two
+        for update, root in zip(updates, roots, strict=True):  # there is no torch._foreach_atan2
             torch.atan2(update, root, out=update)
         torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
         torch._foreach_add_(values, updates, alpha=-lr * group["a"])
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, as torch's own optimizers see them."""
+    """A view of complex numbers as pairs of real ones, as in torch's own optimizers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

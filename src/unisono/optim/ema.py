@@ -1,6 +1,6 @@
 """Which weights have a moving average, and its decay: a pure function of the number of updates.
 
-So an average needs no counter: a resume needs only the step, and processes cannot disagree.
+So the average needs no counter: resuming needs only the step, and processes cannot disagree.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from unisono.runtime.errors import ConfigError, nearest
 
 
 def decay(config: Ema, made: int) -> float | None:
-    """The fraction of itself that the average keeps at an update; None if it is not renewed.
+    """The decay of the average at an update; None if the average is not updated then.
 
-    Until `config.start` it keeps nothing, and is the weights. The n-th renewal after that keeps n / (n + 9), and never
-    more than `config.decay`: an average that kept all of it from the beginning would stay near the initial weights for
-    about 1 / (1 - decay) updates. (The rule of TensorFlow's `ExponentialMovingAverage`, `(1 + m) / (10 + m)` with
-    `m = n - 1` renewals before.)
+    Until `config.start` it is 0, so the average equals the weights. At the n-th update of the average after that it is
+    n / (n + 9), but at most `config.decay`: with the full decay from the beginning, the average would stay near the
+    initial weights for about 1 / (1 - decay) updates. (The rule of TensorFlow's `ExponentialMovingAverage`,
+    `(1 + m) / (10 + m)` with `m = n - 1`.)
 
     Args:
         config: the group `ema`, with a decay.
-        made: updates including this one, from 1.
+        made: number of updates including this one, from 1.
 
     >>> [round(decay(Ema(decay=0.2, start=1), made), 3) for made in range(1, 5)]
     [0.0, 0.1, 0.182, 0.2]
@@ -37,10 +37,10 @@ def decay(config: Ema, made: int) -> float | None:
 
 
 def averaged(config: Ema, trained: Sequence[str]) -> list[str]:
-    """Which of the trained parameters are averaged: all that `config.exclude` leaves; none without a decay.
+    """Which trained parameters are averaged: all that `config.exclude` does not match; none without a decay.
 
     Raises:
-        ConfigError: for a pattern that matches none of them.
+        ConfigError: if a pattern matches none of them.
     """
     for pattern in config.exclude:
         if not any(fnmatchcase(name, pattern) for name in trained):
@@ -51,13 +51,13 @@ def averaged(config: Ema, trained: Sequence[str]) -> list[str]:
 
 
 def check(config: Ema, total: int) -> None:
-    """Refuse an average that would never be renewed.
+    """Reject an average that would never be updated.
 
     Raises:
         ConfigError: naming the key and the length of the run.
     """
     if config.decay is not None and config.start + config.every > total:
         raise ConfigError(
-            f"ema.start={config.start} and ema.every={config.every}: the average would be renewed for the first time "
-            f"after {config.start + config.every} updates, but the run has only {total}; lower them"
+            f"ema.start={config.start} and ema.every={config.every}: the average would first be updated after "
+            f"{config.start + config.every} updates, but the run has only {total}; lower them"
         )

@@ -1,6 +1,6 @@
 """Lion from the package lion-pytorch (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675).
 
-Its update is elementwise, so shards are updated where they lie. Imported only where it is asked for.
+Its update is elementwise, so shards are updated in place. Imported only when requested, since the package is optional.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lion_pytorch.foreach import Lion as _Foreach
 
 
 class LionForeach(_Foreach):  # type: ignore[misc]
-    """The package's own, where all parameters of a group may be without gradient: torch refuses empty lists."""
+    """The package's foreach version, skipping groups without any gradient: torch rejects empty lists."""
 
     param_groups: list[dict[str, Any]]
 

@@ -1,15 +1,15 @@
-"""Muon: the momentum of each hidden matrix, orthogonalised, whole, on every layout.
+"""Muon: orthogonalises the momentum of each hidden matrix as a whole, on every layout.
 
-Update and coefficients are those of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
-`match_rms_adamw` is of Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), and options mean what they
-mean for `torch.optim.Muon`. That one is not used, for two reasons that `benchmarks/torch_muon.py` measures: it
-orthogonalises in bf16 whatever the precision of the run, and sharded matrices it updates otherwise, or not at all.
+Update and coefficients are those of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024);
+`match_rms_adamw` is from Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). The options are those of
+`torch.optim.Muon`, which is not used for two reasons (measured by `benchmarks/torch_muon.py`): it always
+orthogonalises in bf16, and it updates sharded matrices differently, or not at all.
 
-Momentum and decay are elementwise, and are done on shards. A matrix is orthogonalised by one process, in the same
-operations as on a single one, so the layout changes no bit of its update: the matrices are dealt out among all
-processes, the largest first, and one round handles as many as there are processes. A round gathers each matrix at its
-owner, and sends the result back to the shards and to the copies. So a step costs the iterations once for the whole job,
-traffic of two shards per process and matrix (of one matrix under ddp), and memory for one whole matrix.
+Momentum and decay are elementwise and computed on shards. Each matrix is orthogonalised by one process, with the same
+operations as in a single-process run, so the update is bitwise the same on every layout. Matrices are assigned to
+processes in rounds, the largest first, one per process and round. A round gathers each matrix at its owner, and sends
+the result back to its shards and copies. So each iteration runs once in the whole job; a step moves two shards per
+process and matrix (one matrix under ddp), and needs memory for one whole matrix.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: matrices or groups of them.
-        lr: learning rate, before its adjustment to the shape.
-        weight_decay: times `lr`, taken off before the step.
+        lr: learning rate, before it is adjusted to the shape.
+        weight_decay: decoupled, multiplied by `lr` and applied before the step.
         momentum: decay rate of the momentum.
-        nesterov: whether the gradient is mixed in once more.
+        nesterov: whether to use Nesterov momentum.
         ns_coefficients: a, b, c of the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
-        ns_steps: iterations.
-        ns_dtype: in which they are made; None for that of the parameter. Parameters in fp64 are never lowered.
-        eps: least Frobenius norm that a matrix is divided by.
+        ns_steps: number of iterations.
+        ns_dtype: dtype of the iterations; None for the parameter's. Not applied to fp64 parameters.
+        eps: lower bound of the Frobenius norm that a matrix is divided by.
         adjust_lr: `original` or `match_rms_adamw`.
 
     Raises:
-        ValueError: for a parameter that is not a matrix.
+        ValueError: if a parameter is not a real matrix.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
                 local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Momentum, of this process's parts."""
+        """Update the momentum; returns the directions, of this process's parts."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -105,18 +105,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A matrix with about the same singular vectors and singular values near one, by a quintic Newton-Schulz iteration.
+    """Approximately orthogonalise a matrix: a quintic Newton-Schulz iteration moves its singular values close to one.
 
-    With the usual coefficients the values end between 0.68 and 1.13 (Jordan et al., 2024).
+    With the usual coefficients they end up between 0.68 and 1.13 (Jordan et al., 2024).
 
     Args:
-        matrix: shape (rows, columns), of any floating dtype, in which it is computed.
+        matrix: (rows, columns), in any floating dtype, which is also that of the computation.
         coefficients: a, b, c.
-        steps: iterations.
-        eps: least norm that the matrix is divided by.
+        steps: number of iterations.
+        eps: lower bound of the norm that the matrix is divided by.
     """
     a, b, c = coefficients
-    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller side's products are cheaper
+    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # makes the Gram matrix small
     x = wide / torch.linalg.vector_norm(wide).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
@@ -126,10 +126,10 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
 
 
 def lr_adjustment(kind: str, rows: int, columns: int) -> float:
-    """The learning rate's factor for a matrix of that shape.
+    """The factor of the learning rate for a matrix of this shape.
 
-    `original` is that of Jordan et al. (2024); `match_rms_adamw` gives an update the root mean square that AdamW's have
-    in practice, 0.2 (Liu et al., 2025).
+    `original` is from Jordan et al. (2024); `match_rms_adamw` gives updates a root mean square of 0.2, typical of AdamW
+    (Liu et al., 2025).
     """
     return math.sqrt(max(1.0, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
 
@@ -141,7 +141,7 @@ class _MatrixLayout:
     Attributes:
         shards: the group of processes that hold the shards of this process's copy; None if it is not sharded.
         copies: the group of those that hold the same shard; None if there is one copy.
-        place: of this process in the grid.
+        place: this process's coordinates in the grid.
         size: of the grid.
     """
 
@@ -152,7 +152,7 @@ class _MatrixLayout:
 
     @classmethod
     def of(cls, parameter: Tensor) -> _MatrixLayout:
-        """A sharded parameter says it itself; of any other every process of the job has a copy."""
+        """The layout of a parameter: a DTensor's own; any other parameter is replicated on every process."""
         if not isinstance(parameter, DTensor):
             world = dist.get_world_size() if dist.is_initialized() else 1
             if world == 1:
@@ -178,9 +178,9 @@ def apply_distributed(
     """Apply a function of whole matrices to distributed matrices, each computed by one process.
 
     Args:
-        function: of a matrix, to one of the same shape.
-        parts: what this process has of each matrix.
-        parameters: which the matrices belong to, and lie like.
+        function: maps a matrix to one of the same shape.
+        parts: this process's part of each matrix.
+        parameters: the parameter of each matrix, which has the same layout.
 
     Returns:
         This process's part of each result.
@@ -189,7 +189,7 @@ def apply_distributed(
     copies, shards = spread.size
     if copies * shards == 1:
         return [function(part) for part in parts]
-    # Matrices of one round wait for each other, so they should be of similar size.
+    # A round is as slow as its largest matrix, so its matrices should be of similar size.
     order = sorted(range(len(parts)), key=lambda number: (-parameters[number].numel(), tuple(parameters[number].shape)))
     results: dict[int, Tensor] = {}
     for first in range(0, len(order), copies * shards):
@@ -211,7 +211,7 @@ class _Matrix:
     def __init__(self, part: Tensor, shape: torch.Size, spread: _MatrixLayout, owner: tuple[int, int]) -> None:
         self._spread, self._owner, self._shape = spread, owner, shape
         self._own_rows = part.shape[0]
-        # FSDP2 cuts as torch.chunk does: all shards but the last ones have this many rows.
+        # FSDP2 shards like torch.chunk: all shards but the last ones have this many rows.
         self._rows = -(-shape[0] // spread.size[1])
         self._here = _pad_rows(part, self._rows)
         self._parts: list[Tensor] | None = None
@@ -246,7 +246,7 @@ class _Matrix:
 
 
 def _pad_rows(matrix: Tensor, rows: int) -> Tensor:
-    """A copy padded with zero rows, since all shards must be sent with the same size."""
+    """A copy padded with zero rows, since gather and scatter need shards of equal size."""
     result = matrix.new_zeros(rows, matrix.shape[1])
     result[: matrix.shape[0]] = matrix
     return result

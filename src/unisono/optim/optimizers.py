@@ -1,4 +1,4 @@
-"""Optimizers and their parameter groups, built after the model is wrapped, from the parameters to be updated."""
+"""Builds optimizers and their parameter groups from the trainable parameters of a wrapped model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.runtime.text import join_names
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NO_DECAY = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # however many axes their weights have
+_NO_DECAY = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # whatever the number of axes of their weights
 
 
 def build_optimizer(
@@ -37,7 +37,7 @@ def build_optimizer(
         blocks: its repeated blocks, whose matrices Muon takes.
 
     Raises:
-        ConfigError: for a pattern that matches no parameter, or a model with nothing to train.
+        ConfigError: if a pattern matches no parameter, or the model has none to train.
     """
     groups = parameter_groups(config, model, blocks)
     parts: list[torch.optim.Optimizer] = []
@@ -69,7 +69,7 @@ def _build_muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.op
 
 
 def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
-    """The optimizer of one kind for all groups."""
+    """One optimizer for all groups."""
     how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
     match config:
         case AdamW():
@@ -89,9 +89,9 @@ def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementat
             from unisono.optim.lion import Lion, LionForeach
 
             kind = LionForeach if how["foreach"] else Lion
-            # It refuses lr=0; `apply_schedule` sets the lr of every step.
-            made: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
-            return made
+            # It rejects lr=0; `apply_schedule` sets the lr of every step anyway.
+            optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
+            return optimizer
         case settings.AdamAtan2():
             return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
         case settings.Adafactor():
@@ -108,10 +108,10 @@ def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementat
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one, with concatenated groups and a common state.
+    """Several optimizers as one, with concatenated groups and a common state.
 
     Args:
-        parts: at least one; a parameter is in one of them.
+        parts: at least one; each parameter belongs to exactly one of them.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -133,11 +133,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
 def parameter_groups(
     config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Groups of parameters that share settings; each has its `lr_scale`, its own decay, and its optimizer.
+    """Groups of parameters that share a learning rate scale, a weight decay and an optimizer.
 
-    Two rules apply, unless the first matching pattern overrides them: matrices decay,
-    but not biases, norm weights and embeddings (unless `decay_all`); Muon updates the matrices of blocks, but not
-    embeddings.
+    Two defaults apply, unless the first matching pattern overrides them: weight decay applies to matrices, but not to
+    biases, norm weights and embeddings (unless `decay_all`); Muon updates the matrices of blocks, but not embeddings.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
@@ -211,10 +210,10 @@ def apply_schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float
 
 
 def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Which kernel updates the parameters; the same on every layout, since kernels round differently.
+    """Which implementation updates the parameters; the same on every layout, since they round differently.
 
-    torch has no fused SGD for sharded parameters (2.13), so SGD is foreach unless asked otherwise; it has its Adafactor
-    go through parameters one by one, since foreach needs memory for another copy of them.
+    By default, SGD uses foreach, since torch has no fused SGD for sharded parameters (2.13), and Adafactor loops over
+    the parameters, since foreach would need memory for another copy of them.
     """
     if implementation == "auto":
         fused = isinstance(config, AdamW) and all(p.device.type in _FUSED and p.is_floating_point() for p in parameters)
@@ -230,7 +229,7 @@ def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Par
 
 
 def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
-    """The parameters that modules of certain types own directly."""
+    """The ids of parameters owned directly by modules of certain types."""
     return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
 
 

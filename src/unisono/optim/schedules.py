@@ -1,7 +1,7 @@
 """Schedules: pure functions from the step to a factor between the floor and one.
 
-A step's value does not depend on the run's history, so a resume needs only the step, and no process can
-advance a schedule once too often.
+The value at a step does not depend on the run's history, so resuming needs only the step, and no process can
+advance a schedule too often.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def scheduled_value(schedule: ScheduleGroup, peak: float, step: int, total: int)
 
     Args:
         schedule: kind and shape.
-        peak: value where the factor is one.
-        step: updates made before this one, from 0.
+        peak: the value at a factor of one.
+        step: updates made so far, from 0.
         total: steps in the run.
     """
     return peak * schedule_factor(schedule, step, total)
@@ -29,11 +29,11 @@ def scheduled_value(schedule: ScheduleGroup, peak: float, step: int, total: int)
 def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
     """The factor at a step: warm-up from `start`, then the shape of the kind, never below `floor`.
 
-    The first update is made at `1/warmup` of the way and the peak is reached with the last update of the warm-up, so no
-    update is wasted at zero; the last update of a decay stands one step before the floor, for the same reason.
+    The first update has `1/warmup` of the peak (if `start` is 0), and the last update of the warm-up reaches the peak,
+    so no update is wasted at zero. For the same reason, the last update of a decay is one step before the floor.
 
     >>> from unisono.config.schema.schedules import Linear
-    >>> [round(factor(Linear(kind="linear", warmup=2), step, 6), 3) for step in range(6)]
+    >>> [round(schedule_factor(Linear(kind="linear", warmup=2), step, 6), 3) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     total = schedule.steps or total
@@ -44,7 +44,7 @@ def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
 
 
 def check(schedules: Mapping[str, ScheduleGroup], total: int) -> None:
-    """Refuse schedules longer than the run.
+    """Reject schedules longer than the run.
 
     Raises:
         ConfigError: naming the schedule and the lengths.

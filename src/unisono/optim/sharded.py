@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this process: all of it, unless it is sharded."""
+    """This process's part of a tensor: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The whole tensor; gathered, which is collective, if it is sharded."""
+    """The whole tensor; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

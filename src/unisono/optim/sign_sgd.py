@@ -1,8 +1,8 @@
-"""Sign SGD by rows, for large embeddings of which a batch uses few: θ ← (1 - lr·decay)·θ - lr·sign(gradient).
+"""Row-wise sign SGD, for large embeddings of which a batch uses few rows: θ ← (1 - lr·decay)·θ - lr·sign(gradient).
 
-Only rows that have a gradient change, their decay included (sapientinc/HRM: what Adam comes to where a row is seldom
-seen). The gradient is the sum over the global batch, whichever way a layout adds it up, so no rows have to be gathered
-and no row numbers compared; a row without a gradient is one whose elements are all exactly zero.
+Only rows with a gradient are updated and decayed (as in sapientinc/HRM: for rarely seen rows, Adam behaves like this).
+The gradient is already the sum over the global batch, so no rows need to be gathered and no row numbers compared. A row
+without a gradient is one whose gradient is exactly zero.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unisono.optim.sharded import local
 
 
 class RowSignSgd(torch.optim.Optimizer):
-    """Sign SGD with decoupled weight decay, on rows that have a gradient.
+    """Sign SGD with decoupled weight decay, on rows with a gradient.
 
     Args:
         params: parameters or groups of them; the first axis is the row.
         lr: learning rate.
-        weight_decay: times `lr`, taken off the rows that change.
+        weight_decay: decoupled, multiplied by `lr`; applied to the rows that are updated.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-4, weight_decay: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: order → step → requests: evaluate, save, stop. It knows neither torch nor JAX.
+"""The training loop, top to bottom: micro-batches, step, then evaluate, save or stop. Independent of torch and JAX.
 
 Everything around a step (evaluation, saving, the ledger, uploads, …) is a callback of the loop, one module each in
 `unisono.training.callbacks`; the user's callbacks are called at the same points.
@@ -66,14 +66,14 @@ def train(
     communicator: Communicator,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train, from the newest checkpoint if there is one; returns the result.
+    """Train, resuming from the newest checkpoint if there is one.
 
     Args:
         task: what to train.
         run: resolved; its directory exists.
         process: this process.
         communicator: of all processes.
-        callbacks: of the user.
+        callbacks: the user's.
     """
     logs.start_logging(run.directory, process)
     try:
@@ -103,14 +103,14 @@ def evaluate(task: Task, run: ResolvedRun, process: ProcessInfo, communicator: C
 
 
 class Training:
-    """One process's part of a run. Entering it builds, resumes and opens; `steps` is the loop.
+    """One process's part of a run. Entering it builds everything and resumes; `steps` is the loop.
 
     Args:
         task: what to train.
         run: resolved.
         process: this process.
         communicator: of all processes.
-        callbacks: of the user.
+        callbacks: the user's.
 
     Attributes:
         first: updates made before this start.
@@ -288,7 +288,7 @@ class Training:
 
 @contextmanager
 def _suggest_proof(recipe: str) -> Iterator[None]:
-    """Extend a guard's error by the likely fault, its page, and the proof that would locate it."""
+    """Add to a guard's error the likely fault, its page in the docs, and the proof that would locate it."""
     try:
         yield
     except GuardError as error:

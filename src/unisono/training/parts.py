@@ -32,7 +32,7 @@ class TrainingParts:
         run: resolved.
         process: this process.
         communicator: of all processes.
-        writing: whether the run is continued, not only read.
+        writing: whether the run continues, rather than only being read.
 
     Attributes:
         source: the rows to train on.
@@ -80,7 +80,7 @@ class TrainingParts:
 
     def setup(self, resumption: Resumption) -> tuple[ModelFacts, int]:
         """Build the model and load its state; returns facts about the model, and the updates made."""
-        self.loader.start()  # while the model is built
+        self.loader.start()  # loads the first batches while the model is built
         with heartbeat.phase("setup"):
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
             return facts, resumption.load(self.engine, self.plan)
@@ -109,6 +109,6 @@ def build_held_out(task: Task, config: RunConfig, process: ProcessInfo, split: B
 
 
 def gather_rows(batches: Sequence[MicroBatch], communicator: Communicator) -> list[int]:
-    """The source rows of a step, of all processes in the order of the global batch; collective."""
+    """The source rows of a step over all processes, in the order of the global batch; collective."""
     own = [row for micro in batches if not micro.idle for row in micro.rows.tolist()]
     return [row for rows in communicator.gather(own, "the rows of an update left out") for row in rows]

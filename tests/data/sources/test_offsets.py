@@ -1,4 +1,4 @@
-"""Arrow files whose offsets lead out of their values: refused with the row; Arrow itself would read whatever lies there."""
+"""Arrow files with offsets outside their values are refused with the row; Arrow itself would read past the buffer."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_ranks_that_report_other_metrics_are_refused() -> None:
 
 
 def test_a_weight_is_a_number() -> None:
-    with pytest.raises(ConfigError, match="weights of a loss must be numbers, not tensors"):
+    with pytest.raises(ConfigError, match="loss weights must be numbers, not tensors"):
         Loss({"x": torch.tensor(1.0)}, weights={"x": torch.tensor(2.0)})  # type: ignore[dict-item]
 
 

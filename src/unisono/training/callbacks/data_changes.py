@@ -1,4 +1,4 @@
-"""Refuses to save a state that was trained on files which have changed."""
+"""Prevents saving a state that was trained on files that have changed since."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.training.callbacks.dispatch import LoopCallback
 
 
 class DataChanges(LoopCallback):
-    """Refuses to save a state trained on changed data; each process of a host checks its share of the files.
+    """Prevents saving after data files have changed; each process of a host checks its share of the files.
 
     Args:
         sources: those whose files can be checked.

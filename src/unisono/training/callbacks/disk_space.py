@@ -10,7 +10,7 @@ from unisono.training.callbacks.dispatch import LoopCallback
 
 
 class DiskSpace(LoopCallback):
-    """Refuses a run whose checkpoints do not fit.
+    """Rejects a run whose checkpoints would not fit on the disk.
 
     Args:
         communicator: of all processes.

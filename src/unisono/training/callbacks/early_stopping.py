@@ -1,6 +1,6 @@
 """Early stopping: saves and ends the run once an evaluation metric has stopped improving.
 
-It is written like a user's callback, and is the example in the docs.
+It is written like a user's callback and serves as the example in the docs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EarlyStopping(Callback):
     """Stops a run whose held-out metric has stopped improving."""
 
     class Config(Settings):
-        """What an improvement is, and how long to wait for one."""
+        """What counts as an improvement, and how long to wait for one."""
 
         metric: str = Field("loss", min_length=1, description="of the evaluations, as events name it")
         mode: Literal["min", "max"] = Field("min", description="whether less or more is better")
@@ -37,12 +37,12 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a run without evaluations during training."""
+        """Reject a run without evaluations during training."""
         if config.eval.every is None:
             raise ConfigError("EarlyStopping needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
 
     def on_start(self, run: RunInfo) -> Stop | None:
-        """End at once if the run was already stopped and patience was not increased since."""
+        """Stop at once if the run had already stopped and patience was not increased since."""
         return self._verdict()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> Stop | None:

@@ -44,13 +44,13 @@ class Evaluation(LoopCallback):
         self.best = best
 
     def on_start(self, run: RunInfo) -> Evaluate | None:
-        """Refuse `keep_best` by an unknown metric; catch up on a missed evaluation."""
+        """Reject an unknown metric in `checkpoint.keep_best`; request an evaluation that was missed."""
         held_out, scalars = self._parts.held_out, self._parts.scalars(run.first)
         if self._checkpoint.keep_best is not None:
             names = held_out.names(self._parts.engine, run.first, scalars) if held_out else []
             retention.check_metric(self._checkpoint, names)
         missed = run.first and self._is_due(run.first) and not self._is_recorded(run)
-        return Evaluate() if missed else None  # a preempted run had no time for it
+        return Evaluate() if missed else None  # a preempted run may have had no time for it
 
     def on_step(self, step: int, values: Mapping[str, float]) -> Evaluate | None:
         """Request an evaluation if one is due."""

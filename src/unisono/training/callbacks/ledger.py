@@ -1,4 +1,4 @@
-"""The ledger records what each step consumed, after the step."""
+"""Records in the ledger, after each step, which rows it consumed."""
 
 from __future__ import annotations
 

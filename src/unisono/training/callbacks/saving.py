@@ -29,12 +29,12 @@ class Saving(LoopCallback):
         run: resolved.
         parts: of the run.
         communicator: of all processes.
-        sync: protects the directory against another start.
-        resumption: from where this start resumed.
+        sync: protects the directory against a concurrent start.
+        resumption: what this start resumed from.
         evaluation: provides the metrics of the saved state.
         ledger: flushed before a save; its position is saved.
         until: updates after which this start ends.
-        before: called with the updates made before the state is saved; may raise to prevent it.
+        before: called with the number of updates before a save; may raise to prevent it.
         saved: called on every rank with the updates and the directory of every finished checkpoint.
         callbacks: the state of the user's callbacks.
         say: shows a line on the console.
@@ -103,7 +103,7 @@ class Saving(LoopCallback):
 
     def _commit(self, step: int) -> None:
         engine, run, plan = self._parts.engine, self._run, self._parts.plan
-        engine.check_replicas(step)  # since a checkpoint takes pieces of replicas from different ranks
+        engine.check_replicas(step)  # a checkpoint combines pieces of replicas from different ranks
         rank = self._communicator.rank
         state = resume.collect_state(
             self._resumption, step, plan, run.split.rows_of(rank), self._communicator, random=engine.random,

@@ -36,7 +36,7 @@ class Telemetry(LoopCallback):
         process: this process.
         communicator: of all processes.
         facts: of the model.
-        about: facts of the data and the task.
+        about: facts about the data and the task.
         unsaved_since: the step of the last checkpoint, if a save has failed since.
     """
 
@@ -65,7 +65,7 @@ class Telemetry(LoopCallback):
         self._record = record.__enter__()
 
     def introduce(self, resumption: Resumption, first: int) -> None:
-        """Show what is about to be trained, on which devices, and from where it resumes."""
+        """Show what will be trained, on which devices, and where it resumes from."""
         facts, layout, split = self._facts, self._run.layout, self._run.split
         devices = self._process.world_size * facts.devices
         where = f"{devices} × {facts.device}, {layout.strategy}, {self._run.config.train.precision}"
@@ -140,7 +140,8 @@ class Telemetry(LoopCallback):
         config = self._run.config
         unit = next((name for name in result.work if name not in ("rows", "flops", "masked")), "rows")
         peak = peak_flops(self._facts.device, config.train.precision)
-        # A frozen matrix gets no gradient, so with adapters there are fewer than the task counts.
+        # With adapters, frozen matrices need no weight gradients, so the task's count is too high.
+
         flops = 0.0 if config.adapter else result.work.get("flops", 0.0)
         devices = self._process.world_size * self._facts.devices
         mfu = flops / seconds / (peak * devices) if peak and flops else None
