@@ -1,11 +1,11 @@
 """Commands of Python without the seconds that imports take: forks of one process that has imported torch.
 
-Once a test run has called `install`, what is started as `python -m unisono…`, `python -m tests…`, `unisono …` or
-`torchrun …`, with `subprocess` and by whomever, is a fork of a server, which is started when it is first needed. All
-else about it is as it would be: its parent, its command line and environment in `/proc`, its streams, folder, session
-and import path. Two things are not: more has been imported, and the hash seed of strings is the same in all. What a
-command starts, as a launcher its ranks, is forked too: from a copy of the command that was made before it began. In
-`real`, processes are started as ever; so is one whose environment asks for what only a new process can do, as
+Once a test run has called `install`, what is started as `python -m unisono…`, `python -m tests…`, `python script.py`,
+`unisono …` or `torchrun …`, with `subprocess` and by whomever, is a fork of a server, which is started when it is first
+needed. All else about it is as it would be: its parent, its command line and environment in `/proc`, its streams,
+folder, session and import path. Two things are not: more has been imported, and the hash seed of strings is the same in
+all. What a command starts, as a launcher its ranks, is forked too: from a copy of the command that was made before it
+began. In `real`, processes are started as ever; so is one whose environment asks for what only a new process can do, as
 `PYTHONHASHSEED` does.
 
 A fork would miss the threads of what it was forked from, and find their locks locked: the server computes nothing and
@@ -15,6 +15,7 @@ has no threads. Linux alone lets a process inherit the orphans of its children; 
 from __future__ import annotations
 
 import atexit
+import builtins
 import ctypes
 import gc
 import importlib
@@ -48,7 +49,8 @@ IMPORTED = (
 # Libraries that these import start threads; each fork imports them for itself.
 NEVER_IMPORTED = ("tests.recipes.microbiome", "tests.proofs.test_microbiome")
 SCRIPTS = {"unisono": "unisono", "torchrun": "torch.distributed.run"}  # beside the interpreter: the modules they run
-STARTERS = ("unisono", "torch.distributed.run")  # whose processes start others
+SCRIPT = "<script>"  # in place of a module: a file, which is the first argument
+STARTERS = ("unisono", "torch.distributed.run", SCRIPT)  # whose processes start others
 FORKS = "unisono.launch.processes.fork_server"  # a server of its own, which is given a descriptor
 PATIENCE = 600.0  # seconds for a process to be there, the imports of a server on a busy machine included
 
@@ -178,6 +180,12 @@ def _read(given: Mapping[str, Any]) -> Request | None:
         module, arguments = SCRIPTS[script.name], words[1:]
     elif words[:2] == (sys.executable, "-m") and words[2].partition(".")[0] in ("unisono", "tests"):
         module, arguments, path = words[2], words[3:], [folder, *path]
+    elif (
+        words[0] == sys.executable
+        and (rest := words[2:] if words[1:2] == ("-u",) else words[1:])
+        and (script := Path(folder, rest[0])).suffix == ".py"
+    ):
+        module, arguments, path = SCRIPT, rest, [str(script.resolve().parent), *path]
     else:
         return None
     if not Path(folder).is_dir() or module == "tests.fork_server" or (given["pass_fds"] and module != FORKS):
@@ -293,6 +301,12 @@ def _begin(request: Request, streams: Sequence[int]) -> Callable[[], None]:
             sys.modules["__main__"] = module = importlib.import_module(FORKS)
             number, *modules = request.arguments
             module.main(int(passed[number]), modules)
+        if request.module == SCRIPT:
+            file = str(Path(request.arguments[0]).absolute())
+            sys.argv, sys.modules["__main__"] = list(request.arguments), (main := types.ModuleType("__main__"))
+            main.__dict__.update(__file__=file, __builtins__=builtins)
+            exec(compile(Path(file).read_bytes(), file, "exec"), main.__dict__)
+            return
         sys.argv = [request.module, *request.arguments]
         sys.modules["__main__"] = types.ModuleType("__main__")
         sys.modules.pop(

@@ -17,6 +17,7 @@ from tests import fork_server
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-m", "tests.test_fork_server"]
+FILE = [sys.executable, str(Path(__file__))]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are real ones elsewhere")
 
 
@@ -43,16 +44,18 @@ def describe() -> dict[str, Any]:
     }
 
 
-def ask(*words: str, **options: Any) -> tuple[dict[str, Any], str, int]:
+def ask(*words: str, program: list[str] = PROGRAM, **options: Any) -> tuple[dict[str, Any], str, int]:
     done = subprocess.run(
-        [*PROGRAM, *words], capture_output=True, text=True, timeout=120,
+        [*program, *words], capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'docs'}", "OURS": "a=b"}, **options,
     )  # fmt: skip
     return json.loads(done.stdout or "{}"), done.stderr, done.returncode
 
 
 @pytest.mark.parametrize(
-    "options", [{"input": "said"}, {"input": "", "start_new_session": True}], ids=["plain", "session"]
+    "options",
+    [{"input": "said"}, {"input": "", "start_new_session": True}, {"input": "", "program": FILE}],
+    ids=["plain", "session", "script"],
 )
 def test_a_fork_sees_of_itself_what_a_new_process_does(
     tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest

@@ -327,6 +327,7 @@ def test_a_closed_loader_plans_no_more_though_its_steps_are_still_held(kind: str
     assert not feed._thread.is_alive()
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None:
     """The class is in `__main__`, whose guard is all that keeps a worker from starting the run again."""
     script = tmp_path / "train.py"
