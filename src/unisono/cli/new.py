@@ -1,4 +1,4 @@
-"""The verb `unisono new`: a recipe's package, with a test that proves it, to begin from."""
+"""The verb `unisono new`: creates a recipe's package, with a test that proves it, as a starting point."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TEXT = "create the package of a new recipe: task, configuration, a verb, and a t
 
 
 def add_verb(verbs: Any) -> None:
-    """Put the verb among the others."""
+    """Add the verb."""
     verb = verbs.add_parser("new", help=TEXT, description=TEXT)
-    verb.add_argument("name", metavar="NAME", help="of the recipe and its package, e.g. my_recipe")
-    verb.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where the package's folder is made")
+    verb.add_argument("name", metavar="NAME", help="name of the recipe and its package, e.g. my_recipe")
+    verb.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where to create the package's folder")
     verb.set_defaults(run=_new)
 
 
@@ -35,14 +35,14 @@ def create_recipe(name: str, within: Path) -> Path:
     """Write a recipe's package.
 
     Args:
-        name: of the recipe, its package and, in camel case, its task.
-        within: folder for the package's own.
+        name: Of the recipe, its package and, in camel case, its task.
+        within: Parent of the package's folder.
 
     Returns:
         The package's folder.
 
     Raises:
-        ConfigError: for a name that cannot be a package's, one of another recipe, or a folder that exists already.
+        ConfigError: If the name is not a valid package name or belongs to another recipe, or the folder exists.
     """
     from unisono.config import recipes
     from unisono.runtime.errors import ConfigError

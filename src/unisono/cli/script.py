@@ -1,4 +1,4 @@
-"""`unisono prove train.py worlds=[1,2] -- its arguments`: a proof of a training script that is not ours."""
+"""`unisono prove train.py worlds=[1,2] -- its arguments`: proves a training script that was not written for Unisono."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from unisono.runtime.console import say
 
 
 def is_proof_of_script(words: Sequence[str]) -> bool:
-    """Whether a command asks for one: its target is a file, and not a class in it."""
+    """Whether a command proves a script: its target is a file, not a class in one."""
     return words[:1] == ["prove"] and len(words) > 1 and words[1].endswith(".py")
 
 
 def prove(words: Sequence[str]) -> int:
-    """Prove a script; returns the exit code.
+    """Prove a script; return the exit code.
 
     Args:
-        words: the script, settings as `key=value`, and after `--` the arguments of the script.
+        words: The script, settings as `key=value`, and after `--` the arguments of the script.
     """
     import yaml
     from pydantic import ValidationError

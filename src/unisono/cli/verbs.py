@@ -1,14 +1,14 @@
-"""Verbs of recipes and of users' files: plain functions whose arguments are the words of the command.
+"""Verbs of recipes and of users' files: plain functions whose parameters are the arguments of the command.
 
     unisono VERB RUN [WORD …] [key=value …]
 
-What stands after the verb is a run, or the task of none (a recipe, or `path/to/file.py:Class`); it says whose verb is
-meant. A recipe lists its verbs in its `RECIPE`, a user's file in `VERBS = {"listen": listen}`. A function's parameters
-are the words: those without a default in their order, the others as `key=value`, each of the type that it is annotated
-with. A parameter called `run` is given the opened run; then `key=value` words that are none of the function's replace
-settings of the run. What a function returns or yields is printed, line by line.
+The verb is followed by a run, or by a task without a run (a recipe, or `path/to/file.py:Class`), which determines whose
+verb is meant. A recipe lists its verbs in `RECIPE`, a user's file in `VERBS = {"listen": listen}`. Parameters of the
+function without a default are positional arguments, the others are `key=value`; values are converted to the annotated
+types. A parameter called `run` receives the opened run; then `key=value` arguments that are no parameters override
+settings of the run. What the function returns or yields is printed line by line.
 
-`--task FILE.py:CLASS` and `--trust` say which code a run may import, as for the core's verbs on runs.
+`--task FILE.py:CLASS` and `--trust` control which code a run may import, as for the built-in verbs on runs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HELP = ("-h", "--help")
 
 
 def list_verbs() -> str:
-    """What recipes bring, for `unisono --help`; none of their tasks is imported."""
+    """List the recipes and their verbs for `unisono --help`, without importing their tasks."""
     from unisono.config import recipes
 
-    lines = ["recipes and their verbs (unisono VERB RUN --help says more):"]
+    lines = ["recipes and their verbs (see unisono VERB RUN --help):"]
     lines += [f"  {verb:<10} {'every task':<12} {text}" for verb, (_, text) in DEFAULTS.items()]
     found = recipes.all_recipes()
     for name in recipes.recipe_names():
@@ -48,12 +48,12 @@ def list_verbs() -> str:
 
 
 def replaces_core(words: Sequence[str]) -> bool:
-    """Whether a run's recipe has an `export` of its own, which is taken; `to=FORM` asks for the core's."""
+    """Whether a run's recipe has its own `export`, which takes precedence; `to=FORM` selects the built-in one."""
     if words[0] != "export" or any(word.startswith("to=") for word in words):
         return False
     from unisono.config import foreign_run, recipes, safe_yaml
 
-    # A word may be longer than a name of a file can be: `Path.is_file` raises then.
+    # A word may be too long for a file name, for which `Path.is_file` raises an error.
     config = foreign_run.CONFIG_FILE
     run = next((Path(word) for word in words[1:] if os.path.isfile(Path(word, config))), None)  # noqa: PTH113
     if run is None:
@@ -61,20 +61,20 @@ def replaces_core(words: Sequence[str]) -> bool:
     try:
         reference = str(safe_yaml.read_yaml(run / foreign_run.CONFIG_FILE).get("recipe"))
     except ConfigError:
-        return False  # the verb says what is wrong with it
+        return False  # the verb reports what is wrong with it
     name = reference if reference in recipes.recipe_names() else recipes.find_recipe_name(reference)
     return name is not None and "export" in recipes.find_recipe(name).verbs
 
 
 def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
-    """Run a verb that is not one of the core's; returns the exit code.
+    """Run a verb that is not built in; return the exit code.
 
     Args:
-        argv: the words of the command.
-        core: names of the core's verbs, for errors.
+        argv: The words of the command.
+        core: Names of the built-in verbs, for errors.
 
     Raises:
-        ConfigError: for an unknown verb, or words that do not fit it.
+        ConfigError: For an unknown verb, or invalid arguments.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     arguments.add_task_options(parser)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
 
 
 def _reference(target: str, task: str | None, trust: bool) -> str:
-    """The task that a command is about: that of a run, if it may be imported, or the one that it names."""
+    """Return the task that a command is about: that of a run, if it may be imported, or the one named directly."""
     from unisono.config import foreign_run, recipes
 
     if (Path(target) / foreign_run.CONFIG_FILE).is_file():
@@ -113,7 +113,7 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
 
 
 def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any]:
-    """The function of a verb for a task."""
+    """Return the function of a verb for a task."""
     verbs = {**DEFAULTS, **_verbs_of(reference)}
     if verb not in verbs:
         raise ConfigError(f"{reference} has no verb '{verb}', {_suggest(verb, [*verbs], core)}")
@@ -135,7 +135,7 @@ def _verbs_of(reference: str) -> Mapping[str, Any]:
 
 
 def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callable[..., Any]]]:
-    """A verb as every recipe has it."""
+    """Return a verb's functions in all recipes that have it."""
     from unisono.config import recipes
 
     known = {name: recipe.verbs for name, recipe in recipes.all_recipes().items()}
@@ -149,9 +149,9 @@ def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callab
 
 
 def _suggest(verb: str, own: Collection[str], core: Collection[str]) -> str:
-    """The nearest verb of all; where none is near, those of the task, as the core's are listed by the help."""
+    """Suggest the nearest verb; if none is near, list those of the task, since the help lists the built-in ones."""
     hint = nearest(verb, [*own, *core])
-    return hint if hint.startswith("did you mean") else f"{nearest(verb, own)}; unisono --help lists those of the core"
+    return hint if hint.startswith("did you mean") else f"{nearest(verb, own)}; unisono --help lists the built-in ones"
 
 
 def _import_function(reference: str) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ def _import_function(reference: str) -> Callable[..., Any]:
 
 
 def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list[str], reference: str) -> Any:
-    """Call a function with the words of a command, and with its run, whose task is that of the reference."""
+    """Call a function with the arguments of a command, and with the opened run, whose task is `reference`."""
     from unisono.launch.run import open_run
 
     parameters = dict(inspect.signature(function).parameters)
@@ -196,7 +196,7 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
 
 
 def _parse_value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:
-    """A word as its parameter's type has it."""
+    """Convert an argument to its parameter's type."""
     import yaml
     from pydantic import TypeAdapter, ValidationError
 
@@ -222,7 +222,7 @@ def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
 
 
 def _help(verb: str, target: str, function: Callable[..., Any]) -> str:
-    """Usage, and what the function's docstring says of itself and of its arguments."""
+    """Return the usage, followed by the function's docstring and its description of the arguments."""
     text = inspect.getdoc(function) or ""
     described, _, rest = text.partition("\nArgs:\n")
     arguments = re.split(r"\n\S", rest)[0]

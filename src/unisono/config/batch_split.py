@@ -1,7 +1,7 @@
 """How a global batch is split into micro-batches, and these among processes.
 
-Global micro-batch *k* is rows `[k·m, (k+1)·m)` of the global batch, whoever computes it; process *r* owns a
-contiguous range of micro-batches. A short last batch keeps the owners: those whose rows it lacks are idle.
+Global micro-batch *k* is rows `[k·m, (k+1)·m)` of the global batch, whichever process computes it; process *r* owns a
+contiguous range of micro-batches. A short last batch keeps the same owners: those without rows are idle.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from unisono.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """The cut of a global batch.
+    """A split of a global batch.
 
     Attributes:
-        global_batch: rows of a full global batch, a multiple of `world_size · micro_batch`.
-        world_size: number of processes.
-        micro_batch: rows of a full micro-batch.
-        devices: of each process that compute micro-batches at the same time.
+        global_batch: Rows of a full global batch, a multiple of `world_size · micro_batch`.
+        world_size: Number of processes.
+        micro_batch: Rows of a full micro-batch.
+        devices: Devices per process that compute micro-batches at the same time.
     """
 
     global_batch: int
@@ -30,9 +30,9 @@ class BatchSplit:
 
     @classmethod
     def create(cls, global_batch: int, world_size: int, micro_batch: int | str | None, devices: int = 1) -> BatchSplit:
-        """The split as asked, or an error that lists the numbers that can be asked for.
+        """Create a split, or raise an error that lists valid numbers.
 
-        `micro_batch=None` gives each device its rows in one piece, and so does `auto` until it is a number.
+        `micro_batch=None` gives each device all its rows at once, and so does `auto` until it is resolved.
         """
         micro_batch = micro_batch if isinstance(micro_batch, int) else None
         if world_size > global_batch:
@@ -65,11 +65,11 @@ class BatchSplit:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of each process in a step, idle ones included; a device makes `passes / devices` of them."""
+        """Micro-batches per process and step, including idle ones; a device computes `passes / devices` of them."""
         return self.global_batch // (self.world_size * self.micro_batch)
 
     def micro_batches(self, rank: int) -> range:
-        """Numbers of the global micro-batches that a process owns.
+        """Return the numbers of the global micro-batches that a process owns.
 
         >>> BatchSplit(global_batch=12, world_size=2, micro_batch=2).micro_batches(1)
         range(3, 6)
@@ -77,7 +77,7 @@ class BatchSplit:
         return range(rank * self.passes, (rank + 1) * self.passes)
 
     def rows_of(self, rank: int) -> range:
-        """Rows of a full global batch that a process owns.
+        """Return the rows of a full global batch that a process owns.
 
         >>> BatchSplit(global_batch=12, world_size=2, micro_batch=2).rows_of(1)
         range(6, 12)
@@ -86,7 +86,7 @@ class BatchSplit:
         return range(rank * rows, (rank + 1) * rows)
 
     def rows(self, micro_batch: int, length: int) -> range:
-        """Rows of a global micro-batch in a global batch of `length` rows; empty where a short batch lacks them.
+        """Return the rows of a micro-batch in a global batch of `length` rows; empty if a short batch lacks them.
 
         >>> BatchSplit(global_batch=12, world_size=2, micro_batch=4).rows(2, length=10)
         range(8, 10)
@@ -96,13 +96,13 @@ class BatchSplit:
 
 
 def resolve_split(config: RunConfig) -> BatchSplit:
-    """The cut of a run's global batch, from its layout.
+    """Return the split of a run's global batch, from its layout.
 
     Args:
-        config: with a concrete layout; its micro-batch may be open.
+        config: With a concrete layout; its micro-batch may be undecided.
 
     Raises:
-        ConfigError: as `BatchSplit.create`.
+        ConfigError: As for `BatchSplit.create`.
     """
     layout = config.layout
     assert isinstance(layout.world_size, int)
@@ -110,7 +110,7 @@ def resolve_split(config: RunConfig) -> BatchSplit:
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide it, the smallest first."""
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -1,8 +1,8 @@
 """The code of a run: a digest of every source file of Unisono, of the task, and of what it imports.
 
-Files are found by reading import statements, at any depth, so that what a function imports late counts before it has
-run, and nothing that this process happens to have loaded does. Not seen: a module whose name is computed
-(`import_module(f"models.{name}")`), and files that code reads as data. What is installed is known by its version.
+Files are found by parsing import statements at any depth, so a function's local import counts before it has run, and
+modules that happen to be loaded do not. Not found: modules with computed names (`import_module(f"models.{name}")`), and
+files that code reads as data. Installed packages are identified by their versions.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _INSTALL_DIRS = tuple(
 
 
 def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
-    """File -> SHA-256 of its content, line ends aside.
+    """Return the SHA-256 of every source file, normalising line ends.
 
-    A file is called by its module, as in `models/net.py` for `models.net`, so a project may lie anywhere.
+    A file is named after its module, e.g. `models/net.py` for `models.net`, so a project may be moved.
 
     Args:
-        recipe: as a configuration names it; its task must have been imported, which extends `sys.path`.
-        engine: `layout.engine`, which chooses among the tasks of a recipe.
+        recipe: As named in a configuration; its task must have been imported, which extends `sys.path`.
+        engine: `layout.engine`, which selects among the tasks of a recipe.
     """
     files: dict[str, Path] = {}
     place = (references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe).rpartition(
         ":"
     )[0]
     if place.endswith(".py") and not Path(place).is_file():
-        pass  # a task whose file is gone, or was never one, has no code that could be read
+        pass  # a task whose file is gone, or never existed, has no readable code
     elif place.endswith(".py"):
         path = Path(place).resolve()
         files |= _project_files(references.find_package(path)[1] or path.stem, path)
-    elif place:  # else a recipe of no file, as callers of `unisono.training.loop` may have it
+    elif place:  # empty for a recipe without a file, as callers of `unisono.training.loop` may have
         files |= _project_files(place, None)
     return _unisono_digests() | {name: _file_digest(path) for name, path in files.items()}
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What happened to the files, one phrase for each that is not the same.
+    """Describe each file that differs in one phrase.
 
     >>> describe_changes({"a.py": "1", "b.py": "1"}, {"a.py": "2", "c.py": "1"})
     ['a.py has changed', 'b.py is gone', 'c.py is new']
@@ -62,11 +62,11 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 
 def _project_files(task: str, path: Path | None) -> dict[str, Path]:
-    """The files of a task's module and of everything of the user's own that it imports, however far away."""
-    own = task.partition(".")[0]  # counts even where it is installed
+    """Return the files of a task's module and of all user modules that it imports, directly or indirectly."""
+    own = task.partition(".")[0]  # counts even if it is installed
     found: dict[str, Path] = {}
     waiting = list(_modules_run_by(task, own))
-    if path is not None:  # a file is what it is, whatever else has its name
+    if path is not None:  # a given file takes precedence over any other module of that name
         waiting = [(name, place) for name, place in waiting if name != task] + [(task, path)]
     while waiting:
         name, place = waiting.pop()
@@ -82,10 +82,10 @@ def _project_files(task: str, path: Path | None) -> dict[str, Path]:
 
 
 def _imported_names(name: str, path: Path, packaged: bool) -> Iterator[str]:
-    """Every dotted name that may be a module imported by a source file."""
+    """Return every dotted name in a source file that may be an imported module."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # it is imported late or not at all; its digest is taken all the same
+    except (SyntaxError, ValueError):  # imported late or not at all; its digest counts in any case
         return
     for node in ast.walk(tree):
         match node:
@@ -104,14 +104,14 @@ def _imported_names(name: str, path: Path, packaged: bool) -> Iterator[str]:
 
 
 def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
-    """Modules of the user's own that importing a dotted name runs: packages from the top, and what it names itself."""
+    """Return the user's modules that importing a dotted name runs: parent packages first, then the module itself."""
     parts, search = dotted.split("."), None
     if parts[0] == "unisono":
         return
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         spec = _find_spec(name, search)
-        if spec is None:  # an attribute of the module above
+        if spec is None:  # an attribute of the parent module
             return
         if spec.has_location and spec.origin:
             path = Path(spec.origin).resolve()
@@ -124,13 +124,13 @@ def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
 
 
 def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
-    """Where a module would be found: on `sys.path`, or inside of a package that need not have been imported."""
+    """Find a module on `sys.path`, or inside a package that need not have been imported."""
     if search is None:
         asked = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         return next(filter(None, asked), None)
     inside = (importer.find_spec(name) for place in search if (importer := pkgutil.get_importer(place)) is not None)
     specs = [spec for spec in inside if spec is not None]
-    return next((spec for spec in specs if spec.loader), next(iter(specs), None))  # a folder of that name comes last
+    return next((spec for spec in specs if spec.loader), next(iter(specs), None))  # namespace packages come last
 
 
 def _is_installed(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""The environment of a run that could change what it computes: library versions and environment variables.
+"""The environment of a run that could change its results: library versions and environment variables.
 
-Of the environment only variables of the kinds named here are looked at, and of these not those that say where something
-lies or what is logged: they differ from host to host, and nothing computed depends on them. None is a secret.
+Only the variables matched here count, except those that name locations or logging: they differ from host to host
+without affecting results. None of them is a secret.
 """
 
 from __future__ import annotations

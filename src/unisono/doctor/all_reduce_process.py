@@ -1,4 +1,4 @@
-"""One process of the measurement of an all-reduce."""
+"""One process of the all-reduce measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEADLINE = 60.0  # seconds
 
 
 def main(folder: Path) -> None:
-    """Add up a tensor with the other processes, and write how long it took."""
+    """Reduce a tensor with the other processes, and write how long it took."""
     rank_process.die_with_parent()
     place = cluster.process_info()
     assert place is not None

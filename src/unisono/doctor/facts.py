@@ -1,4 +1,4 @@
-"""The facts of this host. `None` means that a fact cannot be found out here; nothing is judged."""
+"""Collects the facts of this host. `None` means that a fact cannot be determined here; nothing is judged."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What there is on this host.
+    """What this host has.
 
     Attributes:
-        environment: variables of this process.
-        versions: of packages, of CUDA, its driver and NCCL.
-        system: name and release of the operating system.
-        host: the host's name.
-        resolves: the address that its name leads to; empty if none.
-        interfaces: of the network.
-        cores: that this process may use.
-        quota: cores' worth of time that its container may use; 0 if not limited.
-        memory_gib: that could be had now.
-        shared_gib: free in /dev/shm.
-        files: open files that a process may have.
-        locked_memory: bytes that a process may lock, -1 without a limit.
-        infiniband: whether there is such a device.
-        accelerator: kind of the accelerators that torch sees, or `cpu`.
-        devices: their names.
-        jax: what JAX computes on, as `N × kind`, and `XLA_FLAGS` if they are set; empty where it is not installed.
-        device_memory: free part of the memory of each, 0 to 1.
-        driver_devices: accelerators that a driver offers, whether torch sees them or not.
-        compiler: whether there is a C++ compiler.
-        audio_core: what the native core of `unisono.audio` runs; empty where it was not built.
-        clock_behind: seconds by which the clock is behind what it must have shown once.
-        directory: where runs will lie.
-        writable: whether it can be written to; empty if so, else why not.
-        disk_gib: free there.
+        environment: Variables of this process.
+        versions: Of packages, CUDA, its driver and NCCL.
+        system: Name and release of the operating system.
+        host: The host's name.
+        resolves: The address that its name resolves to; empty if none.
+        interfaces: Network interfaces.
+        cores: Cores that this process may use.
+        quota: CPU quota of the container in cores; 0 if unlimited.
+        memory_gib: Available memory.
+        shared_gib: Free in /dev/shm.
+        files: Open files allowed per process.
+        locked_memory: Bytes that a process may lock; -1 if unlimited.
+        infiniband: Whether there is an InfiniBand device.
+        accelerator: Kind of the accelerators that torch sees, or `cpu`.
+        devices: Their names.
+        jax: What JAX computes on, as `N × kind`, and `XLA_FLAGS` if set; empty if JAX is not installed.
+        device_memory: Free share of each device's memory, 0 to 1.
+        driver_devices: Accelerators offered by a driver, whether torch sees them or not.
+        compiler: Whether there is a C++ compiler.
+        audio_core: Instruction set used by the native core of `unisono.audio`; empty if it was not built.
+        clock_behind: Seconds by which the clock is behind the time at which Unisono was installed.
+        directory: Where runs will be written.
+        writable: Why that directory is not writable; empty if it is.
+        disk_gib: Free there.
     """
 
     environment: dict[str, str]
@@ -95,10 +95,10 @@ class HostFacts:
 
 
 def gather_facts(directory: Path) -> HostFacts:
-    """The facts of this host.
+    """Collect the facts of this host.
 
     Args:
-        directory: where runs will lie; it need not be there yet.
+        directory: Where runs will be written; it need not exist yet.
     """
     from unisono.engines.torch import devices
 
@@ -133,7 +133,7 @@ def gather_facts(directory: Path) -> HostFacts:
 
 
 def _jax() -> str:
-    """What JAX computes on here; asked in a process of its own, which alone imports it."""
+    """Return what JAX computes on here, determined in a separate process, the only one that imports JAX."""
     if not find_spec("jax"):
         return ""
     from unisono.engines.jax import devices
@@ -153,8 +153,8 @@ def _versions(kind: str) -> dict[str, str]:
         **environment.library_versions(),
         **{name: metadata.version(name) for name in _PACKAGES if name in installed},
     }
-    found["torch"] = torch.__version__  # with its build
-    with suppress(Exception):  # each of these is there on some builds only
+    found["torch"] = torch.__version__  # including its build
+    with suppress(Exception):  # each of these exists on some builds only
         if torch.version.cuda:
             found["cuda"] = torch.version.cuda
         if getattr(torch.version, "hip", None):
@@ -184,7 +184,7 @@ def _resolve_name(host: str) -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time, by control groups of either version; 0 where there is no limit."""
+    """Return the CPU quota in cores, for cgroup version 2 or 1; 0 if there is no limit."""
     if sys.platform != "linux":
         return None
     with suppress(OSError, ValueError):
@@ -219,7 +219,7 @@ def _device_memory(kind: str, count: int) -> tuple[float, ...] | None:
 
 
 def _driver_devices() -> int | None:
-    """Accelerators that NVIDIA's or AMD's driver offers; None where only Linux would know."""
+    """Return the number of accelerators that NVIDIA's or AMD's driver offers; None on systems other than Linux."""
     if sys.platform != "linux":
         return None
     nvidia = list(Path("/dev").glob("nvidia[0-9]*"))

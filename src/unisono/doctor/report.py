@@ -14,18 +14,18 @@ from unisono.launch.host.host_variables import HostFinding
 from unisono.launch.nodes import network
 from unisono.observe.peak_rates import peak_flops
 
-_SLOW_SHARE = 0.3  # of the data sheet; a product of 8192 × 8192 reaches more than half of it on a healthy device
+_SLOW_SHARE = 0.3  # of the data sheet; a healthy device reaches more than half of it on an 8192 × 8192 product
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found out.
+    """The result of an examination.
 
     Attributes:
-        facts: of this host.
-        rates: measured, if they were.
-        findings: of the rules.
-        advice: settings that fit this host, each with its reason.
+        facts: Of this host.
+        rates: Empty if not measured.
+        findings: Of the rules.
+        advice: Settings that suit this host, each with its reason.
     """
 
     facts: HostFacts
@@ -35,11 +35,11 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """1 if anything failed; warnings and what could not be checked are no failures."""
+        """1 if anything failed; warnings and abstentions are not failures."""
         return int(any(finding.level == "FAIL" for finding in self.findings))
 
     def lines(self) -> list[str]:
-        """The report for a reader."""
+        """Format the report for people."""
         here = self.facts
         devices = ", ".join(f"{here.devices.count(name)} × {name}" for name in dict.fromkeys(here.devices)) or "none"
         memory = "?" if here.memory_gib is None else f"{here.memory_gib:.1f}"
@@ -65,7 +65,7 @@ class DoctorReport:
         return [*lines, summary or "no known problems found"]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values; of the environment only what a rule has found, since the rest may hold secrets."""
+        """Return the report as JSON values, without the environment, which may hold secrets; except in findings."""
         here = {name: value for name, value in asdict(self.facts).items() if name != "environment"}
         return {
             "facts": here,
@@ -80,9 +80,9 @@ def report(directory: Path, processes: int | None = None, measuring: bool = True
     """Examine this host.
 
     Args:
-        directory: where runs will lie.
-        processes: that add up a tensor together; None: one per accelerator, or two where there is none.
-        measuring: whether rates are measured, which takes some seconds.
+        directory: Where runs will be written.
+        processes: Number of processes for the all-reduce; None: one per accelerator, or two if there is none.
+        measuring: Whether to measure rates, which takes some seconds.
     """
     here = facts.gather_facts(directory)
     rates: list[Rate] = []
@@ -94,7 +94,7 @@ def report(directory: Path, processes: int | None = None, measuring: bool = True
 
 
 def find_slow_devices(here: HostFacts, rates: Sequence[Rate]) -> list[HostFinding]:
-    """Rates that are far below what the maker of the device says."""
+    """Return the rates that are far below the vendor's data sheet."""
     found = []
     for precision in ("bf16", "fp32"):
         peak = peak_flops(here.devices[0], precision) if here.devices else None
@@ -107,7 +107,7 @@ def find_slow_devices(here: HostFacts, rates: Sequence[Rate]) -> list[HostFindin
 
 
 def advice(here: HostFacts, rates: Sequence[Rate]) -> list[str]:
-    """Settings that follow from what was found."""
+    """Return the settings that the results suggest."""
     lines = []
     if len(here.devices) > 1:
         lines.append(f"layout.world_size={len(here.devices)}: one process per accelerator (the default, auto)")

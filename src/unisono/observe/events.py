@@ -15,7 +15,7 @@ from unisono.runtime import secrets
 from unisono.runtime.files import wrap_record_errors, write_whole
 from unisono.runtime.shapes import Integer, Number, misfit
 
-NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events that say where and how a run went on
+NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
 
 
 class _Numbered(TypedDict):
@@ -29,8 +29,8 @@ class _Step(_Numbered):
 class Events:
     """An append-only file of JSON lines.
 
-    A resumed run takes back the lines of steps that it will make again, so that every step stands in the file once.
-    What says where it went on before, and how, stays.
+    A resumed run removes the lines of steps that it will repeat, so that every step appears once. Notes about earlier
+    resumptions are kept.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
@@ -52,7 +52,7 @@ class Events:
         """Append one event and flush it.
 
         Raises:
-            RecordError: if it cannot be written.
+            RecordError: If it cannot be written.
         """
         assert self._file is not None
         with wrap_record_errors(self._path):
@@ -60,37 +60,37 @@ class Events:
             self._file.flush()
 
     def note(self, event: dict[str, Any]) -> None:
-        """Append what is no step and stays whatever is made again, one of `NOTE_KEYS`; the same is written once."""
+        """Append a note (one of `NOTE_KEYS`), which survives a resumption; duplicates are written once."""
         if _line(event).rstrip() not in self._notes:
             self.write(event)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            with suppress(OSError):  # only of what could not be written before, which was told
+            with suppress(OSError):  # of a write that failed before and has been reported
                 self._file.close()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a run; a last line that was cut off is left out."""
+    """Return all events of a run; a truncated last line is skipped."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [json.loads(line) for line in lines if _step_of_line(line) is not None]
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
-    """Append an event to a file that no process of the run has open, after whatever a process left half written."""
+    """Append an event to a file that no process of the run has open, after any half-written line."""
     text = path.read_bytes() if path.exists() else b""
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * (not text.endswith(b"\n") and bool(text)) + _line(event))
 
 
 def step_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of the events that are steps."""
+    """Return the events that are steps."""
     return [event for event in events if misfit(event, _Step) is None and not event.get("eval")]
 
 
 def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Loss and metrics of the newest evaluation among events, or nothing."""
+    """Return loss and metrics of the newest evaluation; empty if there is none."""
     newest: Mapping[str, Any] = next((event for event in reversed(events) if event.get("eval")), {})
     return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
 
@@ -108,7 +108,7 @@ def _step_of_line(line: str) -> int | None:
 
 
 def _line(event: Mapping[str, Any]) -> str:
-    """An event as it stands in the file: without secrets, and null for numbers that JSON cannot hold."""
+    """Format an event for the file: without secrets, and with null for numbers that JSON cannot represent."""
     return json.dumps({name: _finite_or_none(value) for name, value in event.items()}) + "\n"
 
 

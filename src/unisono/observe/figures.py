@@ -1,4 +1,4 @@
-"""Pictures of a run that has ended, handed to the trackers that have followed it: they stand beside its curves."""
+"""Adds pictures of a finished run to its trackers, next to its curves."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from unisono.observe import events, trackers
 
 
 def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
-    """Hand pictures to the trackers of a run, and wait for them no longer than at a run's end.
+    """Send pictures to the trackers of a run, waiting no longer than at the end of a run.
 
-    A tracker that fails costs a warning, as in training.
+    As in training, a tracker that fails only causes a warning.
 
     Args:
-        folder: of the run.
-        pictures: PNG files by the name that they are to have.
+        folder: The run's directory.
+        pictures: PNG files by display name.
 
     Returns:
         The names of the run's trackers.
 
     Raises:
-        ConfigError: for a tracker that is not installed any more, or has no key.
+        ConfigError: For a tracker that is no longer installed, or has no key.
     """
     observe = safe_yaml.read_yaml(folder / "config.yaml")["observe"]
     ids = folder / trackers.IDS

@@ -1,4 +1,4 @@
-"""A log file for every rank, and the console for rank 0 alone; what is logged is `clean`."""
+"""A log file for every rank, and the console for rank 0 only; everything logged passes `clean`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _undo = ExitStack()
 
 
 def start_logging(run: Path, place: ProcessInfo) -> None:
-    """Send the `unisono` logger of this process to its file; warnings of rank 0 go to the console too."""
+    """Send this process's `unisono` logger to its file; warnings of rank 0 also go to the console."""
     stop_logging()
     logger = logging.getLogger("unisono")
     _undo.callback(logger.setLevel, logger.level)
@@ -32,18 +32,18 @@ def start_logging(run: Path, place: ProcessInfo) -> None:
 
 
 def stop_logging() -> None:
-    """Flush and close what `start_logging` opened, and leave the logger as it was before."""
+    """Flush and close what `start_logging` opened, and restore the logger."""
     _undo.close()
 
 
 def log_fault(run: Path, place: ProcessInfo, text: str) -> None:
-    """Write what ended this process into its file, if that can be, whether `start_logging` was called or is over."""
+    """Write the error that ended this process into its log file, if possible, whether or not logging is started."""
     with suppress(OSError), _log_file(run, place).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {clean(text.rstrip())}\n")
 
 
 class _MaskingFormatter(logging.Formatter):
-    """Lines without secrets and control characters: a library's error may hold the URL, with its password."""
+    """Masks secrets and escapes control characters: a library's error may contain a URL with its password."""
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))

@@ -1,7 +1,7 @@
 """Dense peak rates of devices, for MFU. An unknown device gives no MFU rather than a wrong one.
 
-Rates are TFLOP/s without sparsity, with fp32 accumulation, of one device as torch sees it. `bf16` is the matrix unit's
-rate; `fp32` is the rate of plain fp32 arithmetic, since `fp32` runs do not switch TF32 on.
+Rates are TFLOP/s without sparsity, with fp32 accumulation, of one device as torch sees it. `bf16` is the rate of the
+matrix unit; `fp32` is the rate of plain fp32 arithmetic, since `fp32` runs do not enable TF32.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ class Peak:
     """Peak rates of one device.
 
     Attributes:
-        match: all of these words are in the device's name, in lower case.
-        bf16: TFLOP/s, or None where the device has no bf16 matrix unit.
+        match: Words that must all occur in the device's lower-case name.
+        bf16: TFLOP/s, or None if the device has no bf16 matrix unit.
         fp32: TFLOP/s.
-        source: the maker's document.
+        source: The vendor's document.
     """
 
     match: tuple[str, ...]
@@ -29,10 +29,10 @@ class Peak:
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
-# Words for less than the whole device: a slice of it, or a smaller chip sold under the same name.
+# Words that mean less than the whole device: a slice of it, or a smaller chip sold under the same name.
 _PARTIAL_DEVICE_WORDS = {"mig", "laptop", "mobile", "d"}
 
-# The first entry that matches counts, so the more particular names come first.
+# The first match counts, so more specific names come first.
 PEAKS = (
     Peak(("gb200",), 2500.0, 80.0, f"{_NVIDIA}/gb200-nvl72 (rack / 72)"),
     Peak(("b300",), 2250.0, 75.0, f"{_NVIDIA}/dgx-b300 (system / 8)"),
@@ -77,11 +77,11 @@ PEAKS = (
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Peak rate of one device in FLOP/s, or None where it is not known.
+    """Return the peak rate of one device in FLOP/s, or None if unknown.
 
     Args:
-        device: the name its maker gives it.
-        precision: `bf16`, `fp32` or `fp64`; there is no table for fp64.
+        device: The vendor's name for it.
+        precision: `bf16`, `fp32` or `fp64`; there are no rates for fp64.
     """
     words = device.lower().replace("-", " ").split()
     if _PARTIAL_DEVICE_WORDS.intersection(words):

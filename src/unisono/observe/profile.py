@@ -1,9 +1,9 @@
 """Where the time of a few steps goes: a trace for a viewer, and a table whose parts add up to the step.
 
-Every instant of a step belongs to one part. On the CPU it is the innermost part that the process is in, unless that is
-the forward or backward pass, a collective is under way, and no operation of the model is running: that is time lost to
-the reduction. On an accelerator what the device does comes first: computing, then an exposed collective, then an
-exposed copy; where it is idle the process's own part counts, since that is what the device waits for.
+Every instant of a step belongs to one part. On the CPU it is the innermost part that the process is in, except during
+the forward or backward pass while a collective is running and no operation of the model is: that is time lost to the
+reduction. On an accelerator the device's activity comes first: compute, then an exposed collective, then an exposed
+copy; while it is idle, the process's own part counts, since the device is waiting for it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _COLLECTIVES = ("gloo:", "nccl:", "rccl:", "xccl:", "ccl:", "mpi:", "ncclDevKern
 _OPERATIONS = ("cpu_op",)
 _KERNELS = ("kernel", "gpu_memset")
 _COPIES = ("gpu_memcpy",)
-Span = tuple[float, float]  # from, to; microseconds
+Span = tuple[float, float]  # begin, end; microseconds
 Named = tuple[float, float, str]
 
 
 class Profile:
-    """Records the steps that `observe.profile` names, on every rank; collective when the last of them is made.
+    """Records the steps selected by `observe.profile` on every rank; the call after the last of them is collective.
 
     Args:
-        steps: first and last, from 1; None for none.
-        engine: whose profiler is used.
-        folder: of the run; traces and tables go to `profile/`.
-        first: updates made before.
-        total: steps in the run.
-        say: tells a line to the user.
+        steps: First and last, from 1; None for no profile.
+        engine: Whose profiler is used.
+        folder: Of the run; traces and tables go to `profile/`.
+        first: Steps done before this start.
+        total: Steps in the run.
+        say: Prints a line for the user.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Profile:
             self._engine.profiler.stop(None)
 
     def step(self) -> AbstractContextManager[Any]:
-        """The context of one step, from the wait for its data to its update."""
+        """Return the context of one step, from the wait for its data to its update."""
         return self._engine.profiler.part("step") if self._running else nullcontext()
 
     def start_or_stop(self, made: int) -> None:
-        """To be called between steps, after `made` updates: here the profile begins and ends."""
+        """Start or stop profiling between steps, after `made` steps."""
         if self._steps is None:
             return
         if made + 1 == self._steps[0]:
@@ -91,7 +91,7 @@ class Profile:
         try:
             self._engine.profiler.stop(path)
             own = breakdown(read_trace(path))
-        except (OSError, ValueError) as error:  # a full disk is no reason to end a run
+        except (OSError, ValueError) as error:  # a full disk should not end a run
             fault = f"{type(error).__name__}: {error}"
         everyone = group.gather([fault, own], "the profiles of all ranks")
         faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(everyone) if fault]
@@ -112,11 +112,11 @@ class Profile:
 
 
 def format_table(ranks: Sequence[Mapping[str, float]], steps: tuple[int, int]) -> list[str]:
-    """Milliseconds a step of each part, on each rank, and its share.
+    """Format the milliseconds per step of each part on each rank, and its share.
 
     Args:
-        ranks: what `breakdown` says of each.
-        steps: first and last.
+        ranks: The `breakdown` of each rank.
+        steps: First and last.
     """
     first, last = steps
     names = [f"rank {rank}" for rank in range(len(ranks))]
@@ -132,17 +132,17 @@ def _cell(text: str) -> str:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace in gzip."""
+    """Read the events of a gzipped Chrome trace."""
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return events
 
 
 def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds a step of each of `PARTS`, which add up to `step`, averaged over the steps of a trace.
+    """Return the milliseconds per step of each of `PARTS`, which add up to `step`, averaged over a trace's steps.
 
     Raises:
-        ValueError: if there is no step in it.
+        ValueError: If the trace has no step.
     """
     own: list[Named] = []
     on_device: dict[Any, list[Named]] = {}
@@ -171,7 +171,7 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         raise ValueError("the trace has no step")
     inner = [part for part in own if part[2] != _STEP]
     busy = [(*span, _innermost(on_device.get(tid, []), span[0])) for tid, span, collective in kernels if not collective]
-    layers: list[Sequence[Named]] = [  # the first that says something of an instant counts
+    layers: list[Sequence[Named]] = [  # the first layer that is active at an instant decides
         busy,
         [(*span, "reduction") for _, span, collective in kernels if collective],
         [(*span, "transfer") for span in copies],
@@ -191,8 +191,8 @@ def _divide_step(
     operations: Sequence[Span],
     collectives: Sequence[Span],
 ) -> dict[str, float]:
-    """How the instants of one step are dealt out among its parts: between any two borders nothing changes."""
-    marks: list[tuple[float, int, int, Any]] = []  # when, which layer, in or out, what
+    """Divide the instants of one step among its parts; nothing changes between two consecutive marks."""
+    marks: list[tuple[float, int, int, Any]] = []  # time, layer, +1 or -1, what
 
     def mark(layer: int, begin: float, end: float, what: Any) -> None:
         if end > step[0] and begin < step[1] and end > begin:
@@ -224,11 +224,11 @@ def _divide_step(
 
 
 def _part_at(active: Sequence[Mapping[Any, int]], host: int) -> str:
-    """The part that an instant belongs to."""
+    """Return the part that an instant belongs to."""
     for layer in active[:host]:
         if layer:
             return _part_name(next(iter(layer)))
-    inside = max(active[host])[1] if active[host] else "other"  # the one that began last
+    inside = max(active[host])[1] if active[host] else "other"  # the most recently started
     if inside in ("forward", "backward") and active[host + 2] and not active[host + 1]:
         return "reduction"
     return _part_name(inside)

@@ -20,11 +20,11 @@ class Speed:
     """How fast a step was.
 
     Attributes:
-        unit: of `rate`, e.g. `tokens`.
-        rate: units per second over all processes.
-        mfu: model FLOP utilisation between 0 and 1, or None where the device's peak is not known.
-        wait: share of the time spent waiting for data, between 0 and 1.
-        seconds: per step.
+        unit: Of `rate`, e.g. `tokens`.
+        rate: Units per second over all processes.
+        mfu: Model FLOP utilisation between 0 and 1; None if the device's peak rate is unknown.
+        wait: Share of the time spent waiting for data, between 0 and 1.
+        seconds: Per step.
     """
 
     unit: str
@@ -38,9 +38,9 @@ class Progress:
     """The console of a run.
 
     Args:
-        total: steps in the run.
-        every: steps between lines where there is no terminal.
-        shown: False for silence, as on ranks other than 0.
+        total: Steps in the run.
+        every: Steps between lines if there is no terminal.
+        shown: False for no output, as on ranks other than 0.
     """
 
     def __init__(self, total: int, every: int, shown: bool) -> None:
@@ -63,14 +63,14 @@ class Progress:
             self._live = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if self._shown:
             self._console.print(clean(line), markup=False)
 
     def step(self, step: int, loss: float, speed: Speed, unsaved_since: int | None = None) -> None:
         """Show a finished step; `step` counts from 1.
 
-        Where saves have failed since, `unsaved_since` is the step of the last checkpoint.
+        `unsaved_since` is the step of the last checkpoint if saves have failed since then.
         """
         if not self._shown:
             return
@@ -85,7 +85,7 @@ class Progress:
             line += f"  unsaved since step {unsaved_since}"
         if self._live is not None and step < self._total:
             self._live.update(Text(line))
-        elif self._live is not None:  # the last one stays
+        elif self._live is not None:  # the line of the last step is permanent
             self._live.update(Text(""))
             self.say(line)
         elif step % self._every == 0 or step in (1, self._total):
@@ -93,7 +93,7 @@ class Progress:
 
 
 class Stopwatch:
-    """Seconds spent in whole steps, and waiting for data in them."""
+    """Measures the seconds of whole steps, and the part of them spent waiting for data."""
 
     def __init__(self) -> None:
         self._last = perf_counter()
@@ -101,13 +101,13 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The context in which data are waited for."""
+        """Return a context whose duration counts as waiting for data."""
         began = perf_counter()
         yield
         self._waited += perf_counter() - began
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap, and the share of them that was waiting for data."""
+        """Return the seconds since the last lap, and the share of them spent waiting for data."""
         now = perf_counter()
         seconds, share = now - self._last, self._waited / max(now - self._last, 1e-9)
         self._last, self._waited = now, 0.0
@@ -115,9 +115,9 @@ class Stopwatch:
 
 
 def format_count(number: float) -> str:
-    """A number for people: 950, 12.3k, 2.41M, 7.24G.
+    """Format a number for people: 950, 12.3k, 2.41M, 7.24G.
 
-    >>> short(2_412_480), short(12_345), short(950)
+    >>> format_count(2_412_480), format_count(12_345), format_count(950)
     ('2.41M', '12.3k', '950')
     """
     for limit, sign, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e3, "k", 1)):

@@ -1,4 +1,4 @@
-"""What rank 0 records of a run: the console line, `events.jsonl` and trackers, from one call per step."""
+"""What rank 0 records of a run: console lines, `events.jsonl` and trackers, from one call per step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
 from unisono.runtime.communicator import ProcessInfo
 
-_MASKED_STEPS_SHOWN = 3  # steps that lack samples of which the console tells
+_MASKED_STEPS_SHOWN = 3  # steps with missing samples that are reported on the console
 
 
 class RunRecord:
-    """Where the results of steps go. On ranks other than 0 every method does nothing.
+    """Distributes the results of steps. On ranks other than 0 every method does nothing.
 
     Args:
-        folder: of the run.
-        config: the `observe` group.
-        place: of this process.
-        first_step: steps made before, in an earlier process.
-        total: steps in the run.
+        folder: The run's directory.
+        config: The `observe` group.
+        place: This process.
+        first_step: Steps done by an earlier process.
+        total: Steps in the run.
         writing: False to record nothing.
         about: `config` and `facts` of the run, for trackers.
     """
@@ -71,7 +71,7 @@ class RunRecord:
             self._trackers.close(failed=kind is not None)
 
     def say(self, line: str) -> None:
-        """A line on the console."""
+        """Print a line on the console."""
         self._progress.say(line)
 
     def step(
@@ -83,10 +83,10 @@ class RunRecord:
         skipped_rows: Sequence[int] = (),
         unsaved_since: int | None = None,
     ) -> None:
-        """A finished step; `step` counts from 1.
+        """Record a finished step; `step` counts from 1.
 
-        Where its update was left out, with the source rows of its batch; where saves have failed since, with the step
-        of the last checkpoint.
+        `skipped_rows` are the source rows of the batch if its update was skipped. `unsaved_since` is the step of the
+        last checkpoint if saves have failed since then.
         """
         values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
         values |= scalars
@@ -108,18 +108,18 @@ class RunRecord:
         self._progress.step(step, result.loss, speed, unsaved_since)
 
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
-        """A finished evaluation after `step` updates."""
+        """Record a finished evaluation after `step` steps."""
         self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"eval after step {step}: {shown}  ({rows} held-out row{'s' * (rows != 1)}, {seconds:.1f} s)")
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep in `events.jsonl` alone what happened to a checkpoint, or how a run went on, after `step` updates."""
+        """Note in `events.jsonl` only what happened to a checkpoint, or how a run resumed, after `step` steps."""
         if self._events is not None:
             self._events.note({"step": step, **values})
 
     def _report_masked(self, step: int, masked: int) -> None:
-        """Say of the first few steps how many samples they lack, whichever process was to make them."""
+        """Report for the first few such steps how many samples they lack, over all processes."""
         self._masked += 1
         if self._masked <= _MASKED_STEPS_SHOWN:
             several = masked > 1

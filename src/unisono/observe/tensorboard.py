@@ -1,4 +1,4 @@
-"""TensorBoard: files in the run directory."""
+"""The TensorBoard tracker: files in the run directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.observe.trackers import TrackedRun
 
 
 class Tracker:
-    """Scalars, configuration and facts of a run; a resumed run takes back what it will write again."""
+    """Scalars, configuration and facts of a run; a resumed run removes the steps that it will repeat."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -24,13 +24,13 @@ class Tracker:
             self._text(name, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of one step by name."""
+        """Write the scalars of one step by name."""
         self._step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG file."""
+        """Write a PNG file."""
         import numpy as np
         from PIL import Image
 
@@ -38,7 +38,7 @@ class Tracker:
             self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
-        """Write what is left."""
+        """Write the summary, and close the files."""
         self._text("summary", dict(summary))
         self._writer.close()
 
@@ -46,11 +46,11 @@ class Tracker:
         if not values:
             return
         lines = yaml.safe_dump(_to_yaml_value(values), sort_keys=False).splitlines()
-        self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a block of Markdown
+        self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a Markdown code block
 
 
 def _to_yaml_value(value: Any) -> Any:
-    """What YAML can say."""
+    """Convert a value to what YAML can represent."""
     if isinstance(value, Mapping):
         return {str(name): _to_yaml_value(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,8 @@
-"""Trackers: where a run's metrics go besides its own files. Rank 0 alone has them, and the loop never waits for one.
+"""Trackers: where a run's metrics go in addition to its own files. Only rank 0 has them, and training never waits.
 
-Every tracker lives in a thread of its own behind a bounded queue, so a network that hangs costs a warning, not a run.
-The price is that a tracker may be a moment behind, and that what it cannot take by the end is lost to it;
-`events.jsonl` has it in any case. Ids of tracked runs are kept in the run directory, so a resumed run continues the
-same one.
+Every tracker runs in its own thread behind a bounded queue, so a network that hangs causes a warning and does not stop
+the run. The price is that a tracker may lag behind and loses what it has not accepted by the end; `events.jsonl` has
+everything in any case. The ids of tracked runs are kept in the run directory, so a resumed run continues the same one.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from unisono.runtime.files import write_whole
 
 log = logging.getLogger(__name__)
 
-IDS = "trackers.json"  # in the run directory: the id of the tracked run, by tracker
+IDS = "trackers.json"  # in the run directory: the id of the tracked run for each tracker
 NAMES = ("tensorboard", "wandb", "trackio")
-_MAX_PENDING = 10_000  # events that a tracker may be behind before they are dropped
+_MAX_PENDING = 10_000  # queued events per tracker, beyond which new ones are dropped
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run it is to show. There is no secret in it.
+    """What a tracker receives about its run. It contains no secrets.
 
     Attributes:
-        folder: of the run.
-        name: of the run.
-        project: that it stands in.
-        id: of the tracked run, the same after every resumption and unlike that of any other run.
-        first_step: updates made before; 0 for a new run.
-        config: the whole configuration, nested; empty where the tracker knows it already.
-        facts: versions, host, devices, and what the task says of its data; the same.
-        timeout: seconds that a tracker may take to finish.
+        folder: The run's directory.
+        name: Of the run.
+        project: The project that it belongs to.
+        id: Of the tracked run; unique, and the same after every resumption.
+        first_step: Steps done before; 0 for a new run.
+        config: The whole configuration, nested; empty if the tracker already has it.
+        facts: Versions, host, devices, and the task's facts about its data; empty if the tracker already has them.
+        timeout: Seconds that a tracker may take to finish.
     """
 
     folder: Path
@@ -59,26 +58,26 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One tracker. It is made with a `TrackedRun`, used by one thread, and may raise whenever it likes."""
+    """One tracker. It is created from a `TrackedRun`, used by a single thread, and may raise at any time."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Values by name after `step` updates. Several calls may have the same step."""
+        """Write values by name after `step` steps. Several calls may have the same step."""
         ...
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG file under a name."""
+        """Write a PNG file under a name."""
         ...
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
-        """Write what is left, the newest value of everything, and whether an error ended the run."""
+        """Write remaining data, the latest value of everything, and whether the run ended with an error."""
         ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot start: not installed, or without what they need to log in.
+    """Refuse trackers that cannot start: not installed, or without login credentials.
 
     Raises:
-        ConfigError: with the remedy.
+        ConfigError: With the remedy.
     """
     for name in names:
         if find_spec(name) is None:
@@ -89,11 +88,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run, as one; see the module.
+    """All trackers of a run as one; see the module.
 
     Args:
-        names: of `NAMES`.
-        run: what they are told; each gets an id of its own.
+        names: A subset of `NAMES`.
+        run: Returns what a tracker receives, by tracker name.
+        timeout: Seconds for all of them to finish.
     """
 
     def __init__(self, names: Sequence[str], run: Callable[[str], TrackedRun], timeout: float) -> None:
@@ -102,18 +102,18 @@ class Trackers:
         self._summary: dict[str, float] = {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand values to every tracker; never waits."""
+        """Queue values for every tracker; never waits."""
         self._summary |= values
         for line in self._lines:
             line.put(("write", step, dict(values)))
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """Hand a PNG file to every tracker; never waits."""
+        """Queue a PNG file for every tracker; never waits."""
         for line in self._lines:
             line.put(("picture", step, name, path))
 
     def close(self, failed: bool = False) -> None:
-        """Let every tracker finish, all of them within one deadline."""
+        """Let every tracker finish, all within one deadline."""
         deadline = monotonic() + self._timeout
         for line in self._lines:
             line.put(("close", dict(self._summary), failed))
@@ -122,7 +122,7 @@ class Trackers:
 
 
 class _TrackerThread:
-    """One tracker, its thread, and what waits for it."""
+    """One tracker, its thread, and its queue."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self._name, self._make = name, make
@@ -138,7 +138,7 @@ class _TrackerThread:
         try:
             self._pending.put_nowait(call)
         except queue.Full:
-            if call[0] == "close":  # it must learn of the end
+            if call[0] == "close":  # must not be lost
                 self._pending.get_nowait()
                 self._pending.put_nowait(call)
             elif not self._dropped:
@@ -165,7 +165,7 @@ class _TrackerThread:
                 getattr(tracker, what)(*arguments)
                 if what == "close":
                     return
-        except BaseException as error:  # SystemExit too, which libraries raise; training has nothing to do with it
+        except BaseException as error:  # libraries also raise SystemExit, which must not affect training
             log.warning(
                 "%s failed (%s: %s); the run continues without it, and events.jsonl has everything",
                 self._name,
@@ -179,16 +179,16 @@ class _TrackerThread:
 def open_trackers(
     names: Sequence[str], folder: Path, project: str, first_step: int, config: Any, facts: Any, timeout: float
 ) -> Trackers:
-    """The trackers of a run on rank 0.
+    """Open the trackers of a run, on rank 0.
 
     Args:
-        names: of `NAMES`.
-        folder: of the run.
-        project: for those that have projects.
-        first_step: updates made before.
-        config: nested values, secrets and all; what trackers get has none.
-        facts: the same.
-        timeout: seconds that they have to finish.
+        names: A subset of `NAMES`.
+        folder: The run's directory.
+        project: For trackers that have projects.
+        first_step: Steps done before.
+        config: Nested values; secrets are masked before trackers receive them.
+        facts: Likewise.
+        timeout: Seconds that they have to finish.
     """
     check_trackers(names)
     ids = _ensure_ids(folder, names)
@@ -201,20 +201,20 @@ def open_trackers(
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """The ids of a run's tracked runs, by tracker, for its checkpoints; nothing where it has none."""
+    """Return the ids of the tracked runs by tracker, for checkpoints; empty if there are none."""
     path = folder / IDS
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def restore_ids(folder: Path, kept: Mapping[str, str]) -> None:
-    """Write the ids that a checkpoint keeps down again where they are gone; what is there counts more."""
+    """Restore ids saved in a checkpoint if they are missing; existing ids take precedence."""
     known = read_ids(folder)
     if kept.keys() - known.keys():
         write_whole(folder / IDS, json.dumps({**kept, **known}, indent=1) + "\n")
 
 
 def _ensure_ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The id of each tracked run, as it was when the run began; those of trackers that are new here are made."""
+    """Return the id of each tracked run, creating ids for new trackers."""
     known = read_ids(folder)
     missing = {name: uuid.uuid4().hex[:12] for name in names if name not in known}
     if missing:

@@ -1,4 +1,4 @@
-"""trackio: a local database (`trackio show`), or a Space or server of its own where its variables say so."""
+"""The trackio tracker: a local database (`trackio show`), or a Space or server if its variables are set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.observe.trackers import TrackedRun
 
 
 class Tracker:
-    """One run of trackio. It has no ids that one can choose, so the id is a part of the run's name."""
+    """One run of trackio, which does not let us choose ids, so the id is part of the run's name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -27,19 +27,19 @@ class Tracker:
         self._step = run.first_step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A row of the database."""
+        """Write a row of the database."""
         self._step = step
         self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG file in a row of the database."""
+        """Write a PNG file into a row of the database."""
         import trackio
 
         self._step = step
         self._run.log({name: trackio.Image(str(path))}, step=step)
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
-        """Write what is left; trackio has no summary, so it stands with the last step."""
+        """Write the summary with the last step, since trackio has no summaries, and finish."""
         if summary:
             self._run.log({f"summary/{name}": value for name, value in summary.items()}, step=self._step)
         self._run.finish()

@@ -1,7 +1,7 @@
-"""Weights & Biases, online or with `WANDB_MODE=offline`; its files lie in the run directory.
+"""The Weights & Biases tracker, online or with `WANDB_MODE=offline`; its files are in the run directory.
 
-It is told what the other trackers are told and finds out nothing by itself that could hold a secret: it reads neither
-the command line, nor the console, nor the git remote, nor the code.
+It receives what the other trackers receive, and collects nothing by itself that could contain a secret: neither the
+command line, the console, the git remote nor the code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from unisono.runtime.errors import ConfigError
 
 
 def check() -> None:
-    """Refuse to start without a key where one is needed: wandb would ask for it on the terminal.
+    """Refuse to start without a key if one is needed: wandb would ask for it on the terminal.
 
     Raises:
-        ConfigError: with the remedy.
+        ConfigError: With the remedy.
     """
     try:
         from wandb.sdk import wandb_setup
@@ -27,7 +27,7 @@ def check() -> None:
         settings = wandb_setup.singleton().settings
         wanted = settings.mode in ("online", "run")
         known = settings.api_key or settings.identity_token_file or read_netrc_auth(host=settings.base_url)
-    except (ImportError, AttributeError, TypeError):  # another version's insides; it says so itself when it starts
+    except (ImportError, AttributeError, TypeError):  # internals of another version, which reports a missing key itself
         return
     if wanted and not (known or os.environ.get("WANDB_API_KEY")):
         raise ConfigError(
@@ -39,13 +39,13 @@ def check() -> None:
 class Tracker:
     """One run of W&B.
 
-    Steps are an axis of ours (`step`), since a resumed run may make some of them again and W&B's own axis never falls.
+    `step` is a custom axis, since a resumed run may repeat steps and W&B's own axis never decreases.
     """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        # The key is taken from where `check` found it; an empty one must never become a question on the terminal.
+        # The key comes from where `check` found it; an empty one must never cause a prompt on the terminal.
         settings = wandb.Settings(
             console="off",
             disable_git=True,
@@ -56,7 +56,7 @@ class Tracker:
             x_save_requirements=False,
             silent=True,
             init_timeout=run.timeout,
-            finish_timeout=run.timeout,  # of what it does at the interpreter's end, too
+            finish_timeout=run.timeout,  # also applies to wandb's exit handler
         )
         self._run = wandb.init(
             project=run.project,
@@ -65,23 +65,23 @@ class Tracker:
             dir=str(run.folder),
             resume="allow",
             config={"config": dict(run.config), "facts": dict(run.facts)} if run.config else None,
-            allow_val_change=True,  # the layout of a resumed run may be another
+            allow_val_change=True,  # a resumed run may have a different layout
             settings=settings,
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A row of history."""
+        """Write a row of history."""
         self._run.log({"step": step, **values})
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG file in a row of history."""
+        """Write a PNG file into a row of history."""
         import wandb
 
         self._run.log({"step": step, name: wandb.Image(str(path))})
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
-        """Upload what is left, or leave it on the disk."""
+        """Upload the remaining data, or leave it on the disk."""
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=int(failed))
