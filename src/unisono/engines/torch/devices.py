@@ -95,6 +95,8 @@ def product(kind: str) -> str:
     """
     if kind == "cpu":
         return kind
-    code = f"import torch; from unisono.engines.torch import devices; print(devices.name_of(torch.device({kind!r}, 0)))"
+    code = (
+        f"import torch; from unisono.engines.torch.devices import device_name as n; print(n(torch.device({kind!r}, 0)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else kind
