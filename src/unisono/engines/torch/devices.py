@@ -91,7 +91,7 @@ def device_name(device: torch.device) -> str:
 def product(kind: str) -> str:
     """Product name of this host's first device of a kind; the kind itself if it has no name.
 
-    Runs in a subprocess, since a process that only starts others must not hold memory on a device that they will use.
+    Runs in a subprocess, since a launcher must not allocate memory on the devices of its training processes.
     """
     if kind == "cpu":
         return kind
