@@ -89,7 +89,7 @@ def test_shares_are_merged_to_the_whole(data: Command, here: Path, workers: str)
         if number == 2:
             code, _, told = data("merge", "shares")
             assert code == 2
-            assert told.startswith("unisono: error: shares: 1 of 3 shards are missing (0); make them with")
+            assert told.startswith("unisono: error: shares: 1 of 3 shards are missing (0); create them by running")
     code, told, _ = data("merge", "shares")
     assert code == 0
     assert told.startswith("shares: 120 rows, ")
@@ -124,11 +124,11 @@ def test_too_few_blocks_are_refused_with_the_reshard_that_helps(data: Command, c
     data("prepare", "language", *CORPUS, "out=tokens")
     words = ("data=prepared", "data.shuffle=blocks", "layout.world_size=1", "run.name=a")
     assert main.main(["check", "language", *words, "data.path=tokens", "data.lanes=4"]) == 2
-    assert "`unisono data reshard DIR shards=4 out=DIR2` makes 4 blocks and more" in capsys.readouterr().err
+    assert "`unisono data reshard DIR shards=4 out=DIR2` creates at least 4 blocks" in capsys.readouterr().err
     data("reshard", "tokens", "shards=4", "out=four")
     assert main.main(["check", "language", *words, "data.path=four", "data.lanes=4"]) == 0
     assert main.main(["check", "language", *words, "data.path=tokens", "layout.world_size=2"]) == 2
-    assert "of prepared data `unisono data reshard DIR shards=2 out=DIR2`" in capsys.readouterr().err
+    assert "split prepared data with `unisono data reshard DIR shards=2 out=DIR2`" in capsys.readouterr().err
 
 
 def _damaged(folder: Path) -> None:
@@ -144,7 +144,7 @@ def _gone(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "told"),
-    [(_damaged, "is damaged (its bytes are not those"), (_gone, "is listed in the manifest but missing")],
+    [(_damaged, "is damaged (its hash differs"), (_gone, "is listed in the manifest but missing")],
 )
 def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_helps(
     data: Command, here: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], told: str
@@ -173,7 +173,7 @@ def test_prepared_data_that_changed_are_refused_before_a_start_and_the_remedy_he
         ),
         (("merge", "corpus"), "corpus has no plan.json, so nothing was prepared there"),
         (("reshard", "corpus"), "shards is missing: add shards=…; out is missing: add out=…"),
-        (("reshard", "corpus", "shards=2", "out=x"), "corpus holds no prepared data (no manifest.json)"),
+        (("reshard", "corpus", "shards=2", "out=x"), "corpus has no prepared data (no manifest.json)"),
         (("reshard", "corpus", "shards=2", "out=x", "shard=3"), "unknown word 'shard=3', did you mean 'shards'?"),
     ],
 )

@@ -474,7 +474,7 @@ def test_a_store_is_tried_before_the_start_and_nothing_is_left_in_it(server: sto
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("s3://no-such-bucket/run", r"s3://no-such-bucket/run does not exist .* make the bucket first"),
+        ("s3://no-such-bucket/run", r"s3://no-such-bucket/run does not exist .* create the bucket first"),
         ("nothing://bucket/run", r"nothing://.*use s3, gs"),
         ("dropbox://bucket/run", r"dropbox:// needs a package that is not installed"),
         ("file:///proc/nothing/run", r"file:///proc/nothing/run.* (cannot be written|does not exist)"),

@@ -114,7 +114,7 @@ def test_steps_that_a_crash_left_untold_are_no_fault_unless_a_checkpoint_has_the
     _write(tmp_path, _lines(tmp_path, 1)[:-1], rank=1)
     assert _audited(tmp_path, checkpoint=3).steps == 3
     assert _audited(tmp_path, checkpoint=3).passed
-    assert "step 3: no process made rows 6 to 11" in _audited(tmp_path, checkpoint=4).faults
+    assert "step 3: no process built rows 6 to 11" in _audited(tmp_path, checkpoint=4).faults
 
 
 def test_a_line_that_was_cut_off_by_a_crash_is_taken_back_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -143,28 +143,28 @@ def run(tmp_path: Path) -> Path:
 
 Change = Callable[[list[str]], list[str]]
 CHANGES: dict[str, tuple[Change, str]] = {
-    "a line dropped": (lambda lines: [*lines[:2], *lines[3:]], "step 1: no process made rows 0 to 5"),
-    "a line twice": (lambda lines: [*lines[:3], lines[2], *lines[3:]], "step 1: rows 0 to 5 were made twice"),
-    "the last line dropped": (lambda lines: lines[:-1], "step 5: no process made rows 0 to 7"),
+    "a line dropped": (lambda lines: [*lines[:2], *lines[3:]], "step 1: no process built rows 0 to 5"),
+    "a line twice": (lambda lines: [*lines[:3], lines[2], *lines[3:]], "step 1: rows 0 to 5 were built twice"),
+    "the last line dropped": (lambda lines: lines[:-1], "step 5: no process built rows 0 to 7"),
     "other rows": (
         lambda lines: [*lines[:2], _edited(lines[2], rows=[0, 5]), *lines[3:]],
-        "step 1: no process made rows 5 to 5",
+        "step 1: no process built rows 5 to 5",
     ),
     "rows of another rank": (
         lambda lines: [*lines[:2], _edited(lines[2], rows=[0, 7]), *lines[3:]],
-        "step 1: rows 6 to 6 were made twice",
+        "step 1: rows 6 to 6 were built twice",
     ),
     "other samples": (
         lambda lines: [*lines[:2], _edited(lines[2], ids="0" * 16), *lines[3:]],
-        "step 1: rank 0 made samples in rows 0 to 5 that differ from the plan",
+        "step 1: rank 0 built samples in rows 0 to 5 that differ from the plan",
     ),
     "a sample more is said to be bad": (
         lambda lines: [*lines[:2], _edited(lines[2], masked=[[0, 1, 0, 0, "x"]]), *lines[3:]],
-        "step 1: rank 0 made samples in rows 0 to 5 that differ from the plan",
+        "step 1: rank 0 built samples in rows 0 to 5 that differ from the plan",
     ),
     "a step repeated with other content": (
         lambda lines: [*lines[:3], _edited(lines[3], content="0" * 16), *lines[4:]],
-        "step 2 held other samples when it was repeated after an interruption",
+        "step 2 contained other samples when it was repeated after an interruption",
     ),
     "a step that is not in the plan": (
         lambda lines: [*lines, _edited(lines[-1], step=6)],
@@ -172,7 +172,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a start left out": (
         lambda lines: [line for line in lines if '"first":2' not in line],
-        "step 2: rows 0 to 5 were made twice",
+        "step 2: rows 0 to 5 were built twice",
     ),
 }  # fmt: skip
 
@@ -197,12 +197,12 @@ def test_a_missing_file_fails(run: Path) -> None:
     (run / "ledger" / "rank-00001.jsonl").unlink()
     report = _audited(run, checkpoint=6)
     assert "the start from step 0 has no ledger of ranks [1]" in report.faults
-    assert "step 0: no process made rows 6 to 11" in report.faults
+    assert "step 0: no process built rows 6 to 11" in report.faults
 
 
 @pytest.mark.parametrize(
     ("of", "says"),
-    [(made.plan(seed=1), "that differ from the plan"), (made.plan(epochs=2.0), "step 5: rows 2 to 7 were made, which")],
+    [(made.plan(seed=1), "that differ from the plan"), (made.plan(epochs=2.0), "step 5: rows 2 to 7 were built but")],
 )
 def test_another_plan_fails(run: Path, of: Plan, says: str) -> None:
     assert any(says in fault for fault in _audited(run, of, checkpoint=6).faults)

@@ -116,7 +116,7 @@ def test_whoever_waits_says_for_whom_and_gives_up_with_its_name(
     try:
         with (
             caplog.at_level(logging.WARNING),
-            pytest.raises(DataError, match=rf"waited 0\.2 s for .*computed by process {holder['process']} on .*end it"),
+            pytest.raises(DataError, match=rf"waited 0\.2 s for .* by process {holder['process']} on .*stop it"),
         ):
             compute_once("kind", 1, make, load, cache=tmp_path, wait=0.2)
         assert f"computed by process {holder['process']} on {holder['host']}" in caplog.text

@@ -87,12 +87,12 @@ def test_a_ledger_that_was_written_anew_is_another(tmp_path: Path, known: dict[s
     lines = _lines(tmp_path)
     lines[3] = _edited(lines[3], content="0" * 16)
     _write(tmp_path, lines, chained=True)
-    assert "is of another run: step 4 is not what the checkpoint knows" in str(fault(tmp_path, known))
+    assert "is from another run: step 4 differs from the checkpoint's" in str(fault(tmp_path, known))
 
 
 def test_a_ledger_that_lacks_its_end_says_after_which_step(tmp_path: Path, known: dict[str, Any]) -> None:
     _write(tmp_path, _lines(tmp_path)[:4])
-    assert "rank-00000.jsonl ends after step 3, and the checkpoint knows" in str(fault(tmp_path, known))
+    assert "rank-00000.jsonl ends after step 3, but the checkpoint recorded" in str(fault(tmp_path, known))
 
 
 def test_a_file_that_is_gone_is_missing(tmp_path: Path, known: dict[str, Any]) -> None:

@@ -350,7 +350,9 @@ def test_a_source_of_weight_zero_does_not_count_for_an_epoch() -> None:
 
 def test_an_epoch_that_would_never_end_is_refused_with_what_to_do() -> None:
     mixture = mixed(joined(10, 1000), [1, 1], changes=[(1, [1, 0])])
-    with pytest.raises(ConfigError, match=r"'s1' is never used up, as its weight becomes 0 before; count the run in"):
+    with pytest.raises(
+        ConfigError, match=r"'s1' of data.mixture is never used up, since its weight becomes 0 before; set the length"
+    ):
         _ = mixture.size
     assert mixed(joined(10, 1000), [1, 1], changes=[(1, [1, 0])], until="first").size < 30
 
@@ -393,7 +395,7 @@ def test_changes_that_do_not_fit_are_refused_with_what_to_do(changes: Any, messa
 
 def test_tokens_without_lengths_are_refused_naming_the_source() -> None:
     sources = {"known": Numbers("known", 3), "unknown": [1, 2, 3]}
-    with pytest.raises(ConfigError, match=r"by=tokens needs the lengths of its sources, and 'unknown' does not know"):
+    with pytest.raises(ConfigError, match=r"by=tokens needs the lengths of its sources, but 'unknown' has no lengths"):
         whole_weights(config.Mixture(weights={"known": 1, "unknown": 1}, by="tokens"), sources)
     assert whole_weights(config.Mixture(weights={"known": 1, "unknown": 0}, by="tokens"), sources)[0][1] == 0
 

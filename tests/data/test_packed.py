@@ -286,31 +286,31 @@ def _other(state: dict[str, Any], **change: Any) -> dict[str, Any]:
 
 
 def test_a_resume_that_lacks_a_process_names_the_lanes(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks the cursors of 6 of 24 lanes, \[6, 7, 8, 9, 10, 11\]"):
+    with pytest.raises(CheckpointError, match=r"lacks the packing cursors of 6 of 24 lanes, \[6, 7, 8, 9, 10, 11\]"):
         plan().resume([states[0], *states[2:]])
 
 
 def test_a_resume_with_a_lane_twice_names_the_ranks(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"lane 6 twice, of ranks 1 and 4"):
+    with pytest.raises(CheckpointError, match=r"lane 6 twice, from ranks 1 and 4"):
         plan().resume([*states, states[1]])
 
 
 def test_a_resume_of_different_steps_is_refused(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match="of step 4 for rank 0 and of step 5 for rank 1"):
+    with pytest.raises(CheckpointError, match="from step 4 for rank 0 but from step 5 for rank 1"):
         plan().resume([states[0], _other(states[1], step=5), *states[2:]])
 
 
 def test_a_resume_from_a_run_that_did_not_pack_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no cursors of packed rows of rank 0"):
+    with pytest.raises(CheckpointError, match="no packing cursors of rank 0"):
         plan().resume([None, None])
 
 
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"lanes": 12}, "data.lanes=24, and this run's are with 12"),
-        ({"capacity": 17}, "data.packing.length=16, and this run's are with 17"),
-        ({"method": "offline"}, "data.packing.method=online, and this run's are with offline"),
+        ({"lanes": 12}, "data.lanes=24, but this run has 12"),
+        ({"capacity": 17}, "data.packing.length=16, but this run has 17"),
+        ({"method": "offline"}, "data.packing.method=online, but this run has offline"),
     ],
 )
 def test_a_resume_of_another_packing_names_the_setting(how: dict[str, Any], told: str, states: list[Any]) -> None:
@@ -319,12 +319,16 @@ def test_a_resume_of_another_packing_names_the_setting(how: dict[str, Any], told
 
 
 def test_lanes_that_do_not_divide_the_global_batch_are_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"data.lanes=10 do not divide train.global_batch=48; these do: \[1, 2, 3, 4"):
+    with pytest.raises(
+        ConfigError, match=r"data.lanes=10 does not divide train.global_batch=48; these numbers do: \[1, 2, 3, 4"
+    ):
         plan(lanes=10)
 
 
 def test_a_process_that_owns_half_a_lane_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no whole lanes of 2 rows: use a world size that divides data.lanes=24"):
+    with pytest.raises(
+        ConfigError, match=r"are not whole lanes of 2 rows; use a world size that divides data.lanes=24"
+    ):
         plan().state(0, range(3))
 
 
@@ -332,7 +336,7 @@ def test_a_sample_that_must_not_be_cut_is_named_by_its_row() -> None:
     lengths = np.full(ROWS, 4)
     lengths[37] = CAPACITY + 1
     one = plan(asked=Asked(lengths), packing={"cut": "never"})
-    with pytest.raises(DataError, match=r"row 37 of the source has 17 units, and a packed row holds 16"):
+    with pytest.raises(DataError, match=r"row 37 of the source has 17 units, but a packed row holds only 16"):
         for step in range(12):
             one.samples(step, range(BATCH))
 
@@ -356,7 +360,7 @@ def _of(train: dict[str, Any], data: dict[str, Any], lengths: Any = LENGTHS) -> 
 
 def test_a_run_counted_in_epochs_is_refused_with_an_estimate_in_steps() -> None:
     epoch = LENGTHS.sum() / (CAPACITY * 8)
-    told = rf"train.epochs=2 cannot be counted.*about {epoch:.1f} steps, so train.steps={round(2 * epoch)} comes near"
+    told = rf"train.epochs=2 does not work.*about {epoch:.1f} steps, so train.steps={round(2 * epoch)} is close"
     with pytest.raises(ConfigError, match=told):
         _of({"epochs": 2.0, "global_batch": 8}, {})
     with pytest.raises(ConfigError, match=r"set train.steps and train.epochs=null$"):

@@ -206,9 +206,9 @@ def test_no_rows_are_refused(given: Any) -> None:
 
 
 def test_no_sources_and_sources_without_names_are_refused() -> None:
-    with pytest.raises(DataError, match=r"^Rows\.data\(\) has no sources$"):
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) returned no sources$"):
         build_source(task({}))
-    with pytest.raises(DataError, match=r"^Rows\.data\(\) names its sources \[3\]; the names must be strings$"):
+    with pytest.raises(DataError, match=r"^Rows\.data\(\) names its sources \[3\]; names must be strings$"):
         build_source(task({3: [1]}))
 
 
@@ -280,11 +280,15 @@ def test_facts_tell_rows_sources_and_the_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("given", "how", "message"),
     [
-        (range(9), {"mixture": {"weights": {"a": 1}}}, r"data\.mixture has weights of a, but Rows\.data\(\) is one"),
+        (
+            range(9),
+            {"mixture": {"weights": {"a": 1}}},
+            r"data\.mixture has weights for a, but Rows\.data\(\) returns a single",
+        ),
         ({"a": [1]}, {"mixture": {"weights": {"b": 1}}}, r"there is no source 'b'"),
-        (OnlyBlocks(4, 4), {}, r"reads whole blocks only, and data\.shuffle=full .*; use data\.shuffle=blocks"),
-        (range(9), {"shuffle": "blocks"}, r"needs sources that say what their blocks are, and this one \(range\) does"),
-        ({"a": [1]}, {"shuffle": "blocks"}, r"their blocks are, and a \(list\) does not: it has no `blocks`"),
+        (OnlyBlocks(4, 4), {}, r"reads only whole blocks, and data\.shuffle=full .*; use data\.shuffle=blocks"),
+        (range(9), {"shuffle": "blocks"}, r"needs sources with `blocks`, but this one \(range\) has none"),
+        ({"a": [1]}, {"shuffle": "blocks"}, r"needs sources with `blocks`, but a \(list\) has none"),
         (Rows(*[2] * 60), {"shuffle": "blocks", "lanes": 5}, r"data\.lanes=5 does not divide"),
         (Rows(*[2] * 60), {"shuffle": "blocks", "lanes": 8, "world_size": 3}, r"world_size=3 does not divide the 8"),
         (Rows(*[2] * 6), {"shuffle": "blocks", "lanes": 8}, r"data\.lanes=8, but there are 6 blocks"),

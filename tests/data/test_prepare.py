@@ -211,8 +211,8 @@ def test_no_room_is_an_error_that_says_so_and_what_is_there_stays(tmp_path: Path
     """The kernel refuses to write more than a limit, which is less than the largest of the shards."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "a"), "600", kind]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    assert told.startswith(f"DataError {tmp_path / 'a'}: no room for shard ")
-    assert "(File too large). Finished shards are kept; free some space and give the same command again" in told
+    assert told.startswith(f"DataError {tmp_path / 'a'}: no space for shard ")
+    assert "(File too large). Finished shards are kept; free some space and run the same command again" in told
     assert not list((tmp_path / "a").glob("*.writing"))
     assert not (tmp_path / "a" / "manifest.json").exists()
     there = len(list((tmp_path / "a").glob("shard-*.json")))
@@ -252,7 +252,7 @@ def test_waiting_for_another_has_an_end(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a").mkdir()
     with (
         preparing._hold_lock(tmp_path / "a", "share-1-of-1"),
-        pytest.raises(DataError, match=r"waited .* for .*share-1-of-1, which is computed by process \d+ on "),
+        pytest.raises(DataError, match=r"waited .* for .*share-1-of-1, which is being computed by process \d+ on "),
     ):
         prepare(SOURCE, tmp_path / "a")
 
@@ -272,14 +272,14 @@ def test_records_that_make_no_row_at_all_are_refused(tmp_path: Path):
         def row(self, record: int) -> Any:
             return SOURCE.row(alone)
 
-    with pytest.raises(DataError, match="the 5 records gave no rows: 5 were left out as empty"):
+    with pytest.raises(DataError, match="the 5 records produced no rows: 5 were left out as empty"):
         prepare(Nothing(5), tmp_path / "a")
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"is not empty and does not hold prepared data \(it has thesis\.tex\)"):
+    with pytest.raises(DataError, match=r"is not empty and has no prepared data \(it contains thesis\.tex\)"):
         prepare(SOURCE, tmp_path)
 
 
@@ -304,7 +304,7 @@ def test_a_folder_of_another_source_or_tokenizer_is_refused_with_the_difference(
 
 def test_another_cut_is_refused_where_one_was_begun(tmp_path: Path):
     prepare(SOURCE, tmp_path / "a", share=Partition(1, 2), shard_mb=1)
-    with pytest.raises(DataError, match=r"was begun with shard_mb=1, not 2: leave it out"):
+    with pytest.raises(DataError, match=r"was started with shard_mb=1, not 2; omit it"):
         prepare(SOURCE, tmp_path / "a", shard_mb=2)
 
 
@@ -341,12 +341,15 @@ def _edit(path: Path, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (_lacks_a_share, r"2 of 10 shards are missing \(4 to 5\); make them with `unisono data prepare`"),
-        (_other_tokenizer, r"00004-of-00010\.arrow and .* not made of the same: tokenizer is 'other' and 'a'"),
-        (_other_source, r"00004-of-00010\.arrow and .* not made of the same: source is 'other' and 'b'"),
-        (_overlap, r"00004-of-00010\.json is of the records \[110, 150\], but by the plan this shard has \[120, 150\]"),
-        (_another_cut, r"also holds shards of another preparation, e\.g\. shard-00004-of-00011\.arrow"),
-        (_damage, r"00004-of-00010\.arrow is damaged \(its hash is not the one that was noted"),
+        (_lacks_a_share, r"2 of 10 shards are missing \(4 to 5\); create them by running `unisono data prepare`"),
+        (_other_tokenizer, r"00004-of-00010\.arrow and .* different data or settings: tokenizer is 'other' and 'a'"),
+        (_other_source, r"00004-of-00010\.arrow and .* different data or settings: source is 'other' and 'b'"),
+        (
+            _overlap,
+            r"00004-of-00010\.json covers the records \[110, 150\], but in the plan this shard has \[120, 150\]",
+        ),
+        (_another_cut, r"also contains shards of another preparation, e\.g\. shard-00004-of-00011\.arrow"),
+        (_damage, r"00004-of-00010\.arrow is damaged \(its hash differs from that recorded"),
     ],
     ids=["a share is missing", "another tokenizer", "another source", "overlap", "another cut", "damage"],
 )

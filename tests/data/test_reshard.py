@@ -57,12 +57,12 @@ def test_shards_of_a_reshard_have_about_equally_many_units(tmp_path: Path, whole
 
 @pytest.mark.parametrize("shards", [0, 10_000])
 def test_a_number_of_shards_that_cannot_be_made_is_refused(tmp_path: Path, whole: Path, shards: int):
-    with pytest.raises(DataError, match=rf"shards={shards}: .* has \d+ rows, so 1 to \d+ shards can be made"):
+    with pytest.raises(DataError, match=rf"shards={shards}: .* has \d+ rows; choose 1 to \d+ shards"):
         reshard(whole, shards, tmp_path / "out")
 
 
 def test_resharding_into_the_same_folder_is_refused(whole: Path):
-    with pytest.raises(DataError, match=r"is the folder that is read; choose another"):
+    with pytest.raises(DataError, match=r"is the input folder; choose another"):
         reshard(whole, 3, whole)
 
 

@@ -201,7 +201,7 @@ def test_one_changed_bit_is_found_by_reading_every_byte(made: Shards):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=f"^{path} is damaged \\(its bytes are not those"):
+    with pytest.raises(DataError, match=f"^{path} is damaged \\(its hash differs"):
         Shards(made.folder).verify()
 
 
@@ -238,7 +238,7 @@ def test_a_shard_of_another_preparation_is_noticed_by_its_rows(tmp_path: Path, m
 
 
 def test_a_folder_that_is_not_finished_or_of_another_version_is_refused(tmp_path: Path, made: Shards):
-    with pytest.raises(DataError, match=r"holds no prepared data .*make it with `unisono data prepare`"):
+    with pytest.raises(DataError, match=r"has no prepared data .*create it with `unisono data prepare`"):
         Shards(tmp_path)
     manifest = made.folder / "manifest.json"
     manifest.write_text(json.dumps({**made.manifest, "format": 99}))
@@ -248,5 +248,5 @@ def test_a_folder_that_is_not_finished_or_of_another_version_is_refused(tmp_path
     with pytest.raises(DataError, match=r"manifest\.json cannot be read: .*; remove it and prepare the data again"):
         Shards(made.folder)
     manifest.unlink()
-    with pytest.raises(DataError, match=r"is not finished: it has no manifest\.json"):
+    with pytest.raises(DataError, match=r"is not finished \(no manifest\.json\)"):
         Shards(made.folder)

@@ -138,7 +138,7 @@ def test_weights_that_change_need_lengths_where_rows_are_packed() -> None:
         data={**DATA, "mixture": {"weights": {"a": 1, "b": 2, "c": 1}, "changes": changes}},
     )
     source = build_source(Mixed(), config, 1)
-    with pytest.raises(ConfigError, match=r"^data.mixture.changes with data.packing needs the lengths .* 'a' does not"):
+    with pytest.raises(ConfigError, match=r"^data.mixture.changes with data.packing needs the lengths .* 'a' has no"):
         build_plan(Mixed(), source, config, 1)
 
 

@@ -91,7 +91,7 @@ def test_a_wait_is_told_once_and_again_only_much_later() -> None:
         (WaitMonitor(2, "threads", 4), SLOW, "set data.workers=3 (now 2 threads)"),
         (WaitMonitor(2, "threads", 8), StageTimes(0.001, 0.05, 0.0, 0.9), "set data.worker_kind=processes"),
         (WaitMonitor(2, "processes", 8), StageTimes(0.001, 0.05, 0.0, 0.9), "set data.workers=4 (now 2 processes)"),
-        (WaitMonitor(7, "processes", 8), SLOW, "prepare the data ahead"),
+        (WaitMonitor(7, "processes", 8), SLOW, "prepare the data in advance"),
         (WaitMonitor(7, "threads", 8), StageTimes(0.5, 0.01, 0.0, 0.9), "reading takes longest"),
     ],
 )

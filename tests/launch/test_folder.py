@@ -453,7 +453,7 @@ def test_a_file_that_changed_since_the_checkpoint_is_named():
     written(config(), DataFacts({"fingerprint": "x"}, before), tasks.LinearTask())
     written(config(), DataFacts({"fingerprint": "x"}, before), tasks.LinearTask())
     with pytest.raises(
-        RunError, match=r"different data: of source 'web', a\.parquet has changed: it has other content; "
+        RunError, match=r"different data: of source 'web', a\.parquet has changed: its content differs; "
     ):
         written(config(), DataFacts({"fingerprint": "y"}, now), tasks.LinearTask())
 

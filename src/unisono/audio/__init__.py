@@ -1,4 +1,4 @@
-"""From recordings to normalised features, for training with anything: plain NumPy arrays in and out.
+"""From recordings to normalised features, for training with any framework: NumPy arrays in and out.
 
 from unisono import audio
 
@@ -78,10 +78,10 @@ class Decoded(NamedTuple):
 
 
 def probe(recording: Recording) -> Header:
-    """What a recording's header says: format, rate, channels and frames.
+    """Read a recording's header: format, rate, channels and frames.
 
     Raises:
-        DataError: for what is not audio, or damaged in its header.
+        DataError: if it is not audio, or its header is damaged.
     """
     try:
         return codecs.probe(data_of(recording))
@@ -95,16 +95,16 @@ def probe(recording: Recording) -> Header:
 def decode(
     recording: Recording, start: float = 0.0, duration: float | None = None, *, backend: Backend = "auto"
 ) -> Decoded:
-    """Samples of a recording, or of a part of it, without decoding what lies before.
+    """Decode a recording, or a part of it without decoding what comes before.
 
     Args:
-        recording: bytes, a path, a URL, or a `ByteRange` behind one.
+        recording: bytes, a path, a URL, or a `ByteRange`.
         start: in seconds.
-        duration: in seconds; None for all that follows.
-        backend: `native` or `numpy`; `auto` takes the native core where it was built.
+        duration: in seconds; None for the rest of the recording.
+        backend: `native` or `numpy`; `auto` uses the native core if it is available.
 
     Raises:
-        DataError: for a recording that cannot be used: one sentence with its name and the reason.
+        DataError: if the recording cannot be used, with its name and the reason.
     """
     pipeline = Pipeline(duration=duration, features=None, backend=backend)
     data, window = data_of(recording), Window(start)
@@ -123,7 +123,7 @@ def decode(
 def resample(
     x: Array, from_rate: int, to_rate: int, method: Method = "sinc_hann", *, backend: Backend = "auto"
 ) -> Array:
-    """Resample by a windowed sinc: no delay, the tail kept, nothing carried over from another clip.
+    """Resample with a windowed sinc: no delay, the tail is kept, and clips do not affect each other.
 
     Args:
         x: (n,) float32 samples.
@@ -137,7 +137,7 @@ def resample(
     """
     for rate in (from_rate, to_rate):
         if rate < 1:
-            raise ConfigError(f"a rate of {rate} Hz does not exist")
+            raise ConfigError(f"a rate of {rate} Hz is not valid")
     x = _checked(x)
     if from_rate == to_rate or not len(x):
         return x.copy()
@@ -157,7 +157,7 @@ def fbank(x: Array, rate: int, num_mel_bins: int = 80, *, backend: Backend = "au
         settings: of `Fbank`.
 
     Returns:
-        (frames, num_mel_bins) float32; samples fewer than a frame are filled up with zeros to one.
+        (frames, num_mel_bins) float32; inputs shorter than a frame are zero-padded to one.
     """
     return _features(Fbank(num_mel_bins, **settings), x, rate, backend)
 
@@ -213,14 +213,14 @@ def _engine(features: Features | None, rate: int, instruction_set: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _resampler(from_rate: int, to_rate: int, method: Method) -> Any:
-    kernel(from_rate, to_rate, method)  # refuses what cannot be
+    kernel(from_rate, to_rate, method)  # raises for impossible rates
     engine = native_engine(None, to_rate, 0.0)
     add_table(engine, from_rate, to_rate, method)
     return engine
 
 
 def _own_rate(data: memoryview, window: Window, duration: float | None) -> tuple[int, str, int, int, int, Any]:
-    """By the decoders that Python calls."""
+    """Decode with the Python decoders, at the recording's own rate."""
     try:
         try:
             samples, rate, _ = codecs.decode(data, window, duration)

@@ -1,7 +1,7 @@
 """Augmentation, as pure functions of an array and a generator.
 
-The generator that `Task.sample` is given is keyed by (seed, epoch, row), so a recording is augmented alike on any
-layout, by any worker and after a resume. In evaluation nothing is drawn: take `CENTRE`, `FIRST` or all `windows`.
+The generator passed to `Task.sample` is keyed by (seed, epoch, row), so a recording is augmented in the same way on any
+layout, by any worker and after a resume. In evaluation, draw nothing: use `CENTRE`, `FIRST` or all `windows`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Array = NDArray[np.float32]
 
 
 def gain(x: Array, rng: np.random.Generator, low_db: float = -6.0, high_db: float = 6.0) -> Array:
-    """Louder or softer by a number of dB drawn from a range.
+    """Change the volume by a random number of dB.
 
     Args:
         x: (..., n) float32 samples.
         rng: to draw from.
-        low_db: least gain.
-        high_db: largest gain.
+        low_db: minimum gain.
+        high_db: maximum gain.
     """
     return x * np.float32(10 ** (rng.uniform(low_db, high_db) / 20))
 
@@ -33,7 +33,7 @@ def add_noise(x: Array, rng: np.random.Generator, snr_db: float, noise: Array | 
         x: (n,) float32 samples.
         rng: to draw from.
         snr_db: ratio of the energies of signal and noise in dB.
-        noise: (m,) a recording to take a random stretch of, repeated if it is shorter; None for white noise.
+        noise: (m,) a recording to take a random segment from, repeated if it is shorter; None for white noise.
     """
     if noise is None:
         added = rng.standard_normal(len(x), dtype=np.float32)
@@ -45,14 +45,14 @@ def add_noise(x: Array, rng: np.random.Generator, snr_db: float, noise: Array | 
 
 
 def mix(x: Array, other: Array, rng: np.random.Generator, low_db: float = -5.0, high_db: float = 5.0) -> Array:
-    """Add a second recording, shifted round its end, at a ratio drawn from a range.
+    """Add a second recording, circularly shifted, at a random energy ratio.
 
     Args:
         x: (n,) float32 samples.
-        other: (m,) of the second recording, cut or filled up with zeros to n.
+        other: (m,) samples of the second recording, cut or zero-padded to n.
         rng: to draw from.
-        low_db: least ratio of the energies of the first and the second recording in dB.
-        high_db: the largest.
+        low_db: minimum ratio of the energies of the first and the second recording in dB.
+        high_db: maximum ratio.
     """
     added = np.zeros_like(x)
     added[: len(other)] = other[: len(x)]
@@ -61,12 +61,12 @@ def mix(x: Array, other: Array, rng: np.random.Generator, low_db: float = -5.0, 
 
 
 def time_shift(x: Array, rng: np.random.Generator, most: float = 1.0) -> Array:
-    """Shift round its end by up to a share of its length.
+    """Shift circularly by a random fraction of the length.
 
     Args:
         x: (n, ...) samples, or frames of features.
         rng: to draw from.
-        most: largest share that it is shifted by, either way.
+        most: maximum fraction, in either direction.
     """
     reach = int(len(x) * most)
     return np.roll(x, int(rng.integers(-reach, reach + 1)), axis=0)
@@ -83,17 +83,17 @@ def spec_augment(
     time_share: float = 1.0,
     value: float | None = None,
 ) -> Array:
-    """Mask bands and stretches of time: SpecAugment (Park et al., 2019), without its warping.
+    """Mask ranges of bands and of frames: SpecAugment (Park et al., 2019) without time warping.
 
     Args:
         features: (frames, bands) float32.
         rng: to draw from.
-        frequency_masks: stretches of bands.
-        frequency_width: bands of each at most; each width from 0 up is as likely.
-        time_masks: stretches of frames.
-        time_width: frames of each at most.
-        time_share: share of all frames that a stretch has at most.
-        value: what is written; None for the mean of the features.
+        frequency_masks: number of frequency masks.
+        frequency_width: maximum number of bands of each; widths are uniform from 0.
+        time_masks: number of time masks.
+        time_width: maximum number of frames of each.
+        time_share: maximum fraction of all frames of each.
+        value: to fill masks with; None for the mean of the features.
     """
     frames, bands = features.shape
     out = features.copy()
@@ -115,7 +115,7 @@ def spec_augment(
 
 
 def _level(x: Array, added: Array, ratio_db: float) -> np.float32:
-    """What `added` is multiplied by to lie so many dB below `x`; 0 where either is silent."""
+    """The factor that puts `added` this many dB below `x`; 0 if either is silent."""
     signal = float(np.mean(np.square(x, dtype=np.float64))) if len(x) else 0.0
     energy = float(np.mean(np.square(added, dtype=np.float64))) if len(added) else 0.0
     return np.float32(np.sqrt(signal / energy * 10 ** (-ratio_db / 10))) if energy > 0 else np.float32(0)

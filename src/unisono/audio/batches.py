@@ -1,9 +1,8 @@
-"""Recordings to batches in one call: decode, cut, resample, features, pad, normalise.
+"""Turns recordings into batches in one call: decode, cut, resample, compute features, pad, normalise.
 
-Where the native core is there, a call makes all rows in its own threads, without Python's lock, straight into the
-batch's buffer. The NumPy path makes them one after another, to the same numbers within float32 (docs/audio.md has the
-measured differences). Each row depends on its recording and its window alone, so neither threads nor the batch it is in
-change a bit.
+The native core processes all rows in its own threads, without Python's lock, directly into the batch's buffer. The
+NumPy path processes them one by one, with the same results within float32 (docs/audio.md has the measured differences).
+Each row depends only on its recording and its window, so neither threads nor the other rows of a batch change a bit.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _GOOD, _BAD, _NEEDS_TABLE, _NEEDS_FFMPEG = range(4)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that were made.
+    """The result of a pipeline.
 
     Attributes:
-        values: (rows, frames, width) float32 features, or (rows, samples) where a pipeline has none.
-        lengths: (rows,) int64, frames or samples before padding; 0 for a row that could not be made.
-        starts: (rows,) float64, seconds into the recording where each row begins.
-        errors: by row, why it could not be made; its values are zeros.
+        values: (rows, frames, width) float32 features, or (rows, samples) if the pipeline computes no features.
+        lengths: (rows,) int64, frames or samples before padding; 0 for a row that failed.
+        starts: (rows,) float64, the start of each row in its recording in seconds.
+        errors: the reasons of failed rows, by row; their values are zeros.
     """
 
     values: Array
@@ -49,7 +48,7 @@ class Batch:
 
 
 class Counters:
-    """What a pipeline has made in this process, by all of its threads."""
+    """Counters of a pipeline in this process, over all threads."""
 
     def __init__(self) -> None:
         self._lock, self._values = threading.Lock(), {"decoded": 0, "failed": 0, "bytes": 0, "seconds": 0.0}
@@ -68,20 +67,20 @@ class Counters:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What becomes of a recording.
+    """The processing of recordings, from bytes to rows of a batch.
 
     Attributes:
-        rate: samples a second that everything is resampled to.
-        duration: seconds of a window; None takes recordings whole.
-        features: `Fbank`, `Mfcc` or `LogMel`; None for the samples themselves.
-        frames: rows are padded (or cut) to so many frames; None for what the duration has, or for the longest recording
-            of a batch.
-        mean: is taken off the features.
-        std: that they are divided by then.
-        pad: value of frames that are padded, before normalisation; `minimum` for each row's own least value. Samples
-            are padded with zeros.
-        method: of resampling. It moves features a thousand times more than anything else here; keep it with a run.
-        backend: `native`, `numpy`, or `auto` for the native core where it was built.
+        rate: in Hz, to which everything is resampled.
+        duration: of a window in seconds; None for whole recordings.
+        features: `Fbank`, `Mfcc` or `LogMel`; None for samples.
+        frames: number of frames to pad (or cut) rows to; None for that of the duration, or of the longest recording in
+            a batch.
+        mean: subtracted from the features.
+        std: features are divided by it after that.
+        pad: value of padded frames before normalisation; `minimum` for each row's own minimum. Samples are padded with
+            zeros.
+        method: of resampling. It affects features a thousand times more than any other choice here, so keep it fixed.
+        backend: `native`, `numpy`, or `auto` for the native core if it is available.
     """
 
     rate: int = 32_000
@@ -102,20 +101,20 @@ class Pipeline:
         if self.std == 0:
             raise ConfigError("std=0: features cannot be divided by it")
         if self.backend not in ("auto", "native", "numpy"):
-            raise ConfigError(f"backend='{self.backend}' does not exist; valid here: auto, native, numpy")
+            raise ConfigError(f"unknown backend '{self.backend}'; choose auto, native or numpy")
         if self.backend == "native" and native_core.module() is None:
             raise ConfigError(f"backend=native: the native core was {native_core.status()}")
         if self.features is not None:
-            plan_of(self.features, self.rate)  # refuses what does not fit
+            plan_of(self.features, self.rate)  # raises for settings that do not fit the rate
 
     @property
     def native(self) -> bool:
-        """Whether the native core makes the rows."""
+        """Whether the native core is used."""
         return self.backend != "numpy" and native_core.module() is not None
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of a row: (frames, width), or (samples,); None for what each batch decides."""
+        """The shape of a row: (frames, width), or (samples,); None for an axis that depends on the batch."""
         samples = None if self.duration is None else round(self.duration * self.rate)
         if self.features is None:
             return (samples,)
@@ -123,7 +122,7 @@ class Pipeline:
         return (self.frames or (None if samples is None else plan.frames(samples)), plan.width)
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that decides the values of a row, as JSON; which path computes them is part of it."""
+        """Everything that determines the values of a row, including the backend, as JSON."""
         return {
             **json.loads(json.dumps(asdict(self))),
             "features": None if self.features is None else {type(self.features).__name__: asdict(self.features)},
@@ -139,14 +138,14 @@ class Pipeline:
         threads: int = 1,
         on_error: Literal["raise", "mask"] = "raise",
     ) -> Batch:
-        """Make a row of each recording.
+        """Process recordings into a batch.
 
         Args:
-            recordings: bytes, paths, URLs and byte ranges; or `(samples, rate)` of what is decoded already.
+            recordings: bytes, paths, URLs and byte ranges; or `(samples, rate)` if already decoded.
             windows: which part of each; the first by default.
-            names: what errors call them; their paths by default.
-            threads: that the native core uses.
-            on_error: `mask` gives zeros for a recording that cannot be used, and the reason in `Batch.errors`.
+            names: for error messages; paths by default.
+            threads: number of threads of the native core.
+            on_error: `mask` returns zeros for a recording that cannot be used, and the reason in `Batch.errors`.
 
         Raises:
             BadSamplesError: naming the first recording that cannot be used, and why.
@@ -184,8 +183,8 @@ class Pipeline:
 
     @property
     def counters(self) -> Counters:
-        """What it has made so far in this process."""
-        found: Counters = vars(self).setdefault("_counters", Counters())  # at once, whichever thread is first
+        """Counters of this pipeline in this process."""
+        found: Counters = vars(self).setdefault("_counters", Counters())  # atomic, whichever thread is first
         return found
 
     def _padded(self, rows: list[Array | None]) -> Array:
@@ -218,7 +217,7 @@ class Pipeline:
         places = places.reshape(len(given), 3)
         answers = list(self._engine.run(given, places, out, threads))
         again = [row for row, answer in enumerate(answers) if answer[0] in (_NEEDS_TABLE, _NEEDS_FFMPEG)]
-        while again:  # the first recording of a rate, and what FFmpeg has to decode
+        while again:  # recordings with a new rate, and those that need FFmpeg
             ready = []
             for row in again:
                 kind, text, rate = answers[row][:3]
@@ -286,14 +285,14 @@ class Pipeline:
 def pad_and_normalise(
     features: Array, frames: int, mean: float = 0.0, std: float = 1.0, pad: float | Literal["minimum"] = "minimum"
 ) -> Array:
-    """Features of one recording, padded (or cut) to a number of frames: `(x - mean) / std`.
+    """Pad (or cut) the features of one recording to a number of frames, and normalise them: `(x - mean) / std`.
 
     Args:
         features: (n, width) float32.
-        frames: that are wanted.
-        mean: is taken off.
-        std: that is divided by then.
-        pad: value of the frames that are missing, before normalisation; `minimum` for the least value of `features`.
+        frames: number of frames.
+        mean: subtracted first.
+        std: divided by after that.
+        pad: value of padded frames before normalisation; `minimum` for the minimum of `features`.
 
     Returns:
         (frames, width) float32.
@@ -315,7 +314,7 @@ def native_engine(
     std: float = 1.0,
     instruction_set: str = "",
 ) -> Any:
-    """The native core's own pipeline; kernels of rates other than `rate` are added by `add_table`."""
+    """The native core's pipeline; resampling kernels for other rates are added by `add_table`."""
     module: Any = native_core.module()
     native = None
     if plan is not None:
@@ -334,7 +333,7 @@ def native_engine(
 
 
 def add_table(engine: Any, from_rate: int, to_rate: int, method: Method) -> None:
-    """Give a native pipeline the kernel of another rate."""
+    """Add the resampling kernel for another rate to a native pipeline."""
     table = kernel(from_rate, to_rate, method)
     taps = np.ascontiguousarray(table.taps).reshape(-1)
     engine.add_table(from_rate, table.source, table.target, table.left, table.first, taps)
@@ -347,7 +346,7 @@ def _normalised(values: Array, mean: float, std: float) -> Array:
 
 
 def _size(recording: Any) -> int:
-    """Bytes of a recording, as it lies on the disk."""
+    """The encoded size of a recording in bytes; 0 if already decoded."""
     if isinstance(recording, str):
         return Path(recording).stat().st_size
     return 0 if isinstance(recording, tuple) else memoryview(recording).nbytes

@@ -1,8 +1,8 @@
-"""Decoding without the native core, format by format, and with FFmpeg where nothing else decodes it.
+"""Decodes recordings without the native core, and with FFmpeg for formats that nothing else supports.
 
-Each format has one decoder, so what a recording holds does not depend on where in it a window lies: WAV is read here,
-FLAC by dr_flac (miniaudio), all others by libsndfile (soundfile), Opus and AAC by FFmpeg. The checks are those of the
-native core (`native/codecs.cpp`), and so are the sentences.
+Each format has exactly one decoder, so decoded samples do not depend on the window: WAV is read here, FLAC by dr_flac
+(miniaudio), Opus and AAC by FFmpeg, and all others by libsndfile (soundfile). Checks and messages are the same as in
+the native core (`native/codecs.cpp`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class NeedsFFmpeg(Exception):  # noqa: N818 - no error yet
 
 @dataclass(frozen=True)
 class Header:
-    """What a recording says of itself.
+    """The header of a recording.
 
     Attributes:
         format: `wav`, `flac`, `vorbis`, `mp3` or `other`.
         rate: in Hz.
-        channels: of it.
-        frames: samples of each channel; None if it does not say.
+        channels: number of channels.
+        frames: samples per channel; None if unknown.
     """
 
     format: str
@@ -52,30 +52,30 @@ class Header:
 
 
 class Stream(ABC):
-    """A recording that is open."""
+    """An open recording."""
 
     header: Header
 
     @abstractmethod
     def seek(self, frame: int) -> bool:
-        """Go on from a frame; False if that cannot be."""
+        """Seek to a frame; returns False if that fails."""
 
     @abstractmethod
     def read(self, frames: int) -> Samples:
         """The next frames, (n, channels); fewer at the end."""
 
     def close(self) -> None:  # noqa: B027 - not all have to
-        """Let go of it."""
+        """Release resources."""
 
 
 def probe(data: memoryview) -> Header:
-    """What the header says."""
+    """Read the header."""
     with _opened(data) as stream:
         return stream.header
 
 
 def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Samples, int, int]:
-    """A window of a recording.
+    """Decode a window of a recording.
 
     Returns:
         Samples mixed to mono, (n,) float32; the rate in Hz; and the frame they begin at.
@@ -112,7 +112,7 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
 
 
 def checked(samples: Samples, start: int = 0) -> Samples:
-    """Samples, if all of them are finite."""
+    """The samples, after checking that all are finite."""
     good = np.isfinite(samples)
     if not good.all():
         raise BadRecording(f"has samples that are not finite, the first at frame {start + int(np.argmin(good))}")
@@ -176,7 +176,7 @@ def _open(data: memoryview) -> Stream:
 
 
 def _wav(data: memoryview) -> Stream | None:
-    """A WAV of plain numbers; None for one that is compressed."""
+    """An uncompressed WAV; None if it is compressed."""
     at, described = 12, None
     while True:
         if at + 8 > len(data):
@@ -241,7 +241,7 @@ class _Wav(Stream):
 
 
 class _Flac(Stream):
-    """dr_flac, by the functions that the native core calls, too."""
+    """dr_flac, through the same functions that the native core calls."""
 
     def __init__(self, data: memoryview) -> None:
         miniaudio = _package("miniaudio")
@@ -271,7 +271,7 @@ class _Flac(Stream):
 
 
 class _Sound(Stream):
-    """libsndfile, which reads from memory without Python's lock by a file that has no name."""
+    """libsndfile, reading from an anonymous file in memory, without Python's lock."""
 
     def __init__(self, data: memoryview) -> None:
         soundfile = _package("soundfile")
@@ -318,7 +318,7 @@ class _Sound(Stream):
 
 
 def _check_pages(data: memoryview) -> None:
-    """Refuse an Ogg file that is cut off, which libsndfile takes for a shorter one."""
+    """Reject a truncated Ogg file, which libsndfile would read as a shorter one."""
     at, ended, serial = 0, False, bytes(data[14:18])
     while at < len(data):
         segments = data[at + 26] if at + 26 < len(data) else 0
@@ -334,9 +334,9 @@ def _check_pages(data: memoryview) -> None:
 
 
 def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
-    """A recording that only FFmpeg decodes, whole: samples mixed to mono, (n,) float32, and the rate in Hz.
+    """Decode a whole recording with FFmpeg: samples mixed to mono, (n,) float32, and the rate in Hz.
 
-    By PyAV, which brings its own FFmpeg, or else by torchcodec.
+    Uses PyAV, which includes FFmpeg, or else torchcodec.
     """
     for decoder in (_pyav, _torchcodec):
         try:
@@ -349,7 +349,7 @@ def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
 def _torchcodec(data: memoryview) -> tuple[Samples, int]:
     try:
         from torchcodec.decoders import AudioDecoder
-    except RuntimeError as error:  # it is there, and FFmpeg's libraries are not
+    except RuntimeError as error:  # torchcodec is installed, but FFmpeg's libraries are not
         raise ImportError(str(error)) from error
     try:
         samples = AudioDecoder(bytes(data)).get_all_samples()

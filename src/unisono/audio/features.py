@@ -1,7 +1,7 @@
-"""What a filter bank is: Kaldi's fbank and MFCC, and the log-mel spectrograms of librosa, torchaudio and Whisper.
+"""Audio features: Kaldi's fbank and MFCC, and the log-mel spectrograms of librosa, torchaudio and Whisper.
 
-A description (`Fbank`, `Mfcc`, `LogMel`) becomes a `Plan` of plain arrays for a rate. The native core and the NumPy
-path compute from the same plan.
+A description (`Fbank`, `Mfcc`, `LogMel`) and a sample rate give a `Plan` of plain arrays, from which both the native
+core and the NumPy path compute.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from unisono.runtime.errors import ConfigError
 
 Array = NDArray[np.float32]
-_EPSILON = 1.1920928955078125e-07  # of float32: Kaldi's least energy
-_CHUNK = 128  # frames that are computed together, so that they stay in the cache
+_EPSILON = 1.1920928955078125e-07  # of float32: Kaldi's minimum energy
+_CHUNK = 128  # frames computed at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,17 +29,18 @@ class Plan:
         window: samples of a frame.
         hop: samples from frame to frame.
         size: of the FFT.
-        shape: (window,) that a frame is multiplied by.
+        shape: (window,) window function.
         banks: (size // 2 + 1, bands) weights of the filter bank.
-        remove_mean: of each frame, before all else.
-        emphasis: share of the sample before that is taken off.
-        power: energies; else magnitudes.
-        floor: least energy of which a logarithm is taken.
-        scale: of the natural logarithm; 0 for none.
-        cosines: (outputs, bands) that the bands are multiplied by; empty for none.
-        centred: frame i is around sample `i * hop` of a signal mirrored at its ends; else frames lie inside of it.
-        drop_last: the last frame of a centred signal is left out.
-        dynamic_range: what lies further below a recording's largest value is raised to it; 0 for none.
+        remove_mean: subtract each frame's mean first.
+        emphasis: pre-emphasis coefficient.
+        power: use energies rather than magnitudes.
+        floor: lower bound of energies before the logarithm.
+        scale: factor of the natural logarithm; 0 for no logarithm.
+        cosines: (outputs, bands) matrix applied to the bands; empty for none.
+        centred: frame i is centred on sample `i * hop` of the signal, mirrored at its ends; otherwise frames lie within
+            the signal.
+        drop_last: drop the last frame of a centred signal.
+        dynamic_range: values are raised to at least the recording's maximum minus this; 0 for no limit.
     """
 
     window: int
@@ -59,18 +60,18 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Numbers of a frame."""
+        """Number of features per frame."""
         return int(self.cosines.shape[0] or self.banks.shape[1])
 
     def frames(self, samples: int) -> int:
-        """Frames of so many samples; those of fewer than a window are filled up with zeros to one."""
+        """Number of frames for a number of samples; inputs shorter than a window are zero-padded to one."""
         if self.centred:
             return max(1, max(samples, self.size // 2 + 1) // self.hop + (not self.drop_last))
         return 1 + (max(samples, self.window) - self.window) // self.hop
 
     @cached_property
     def bands(self) -> tuple[NDArray[np.int32], NDArray[np.int32], Array]:
-        """Of each band its first bin and its number of bins, (bands,) each, and all weights, one band after another."""
+        """Each band's first bin and number of bins, (bands,) each, and the concatenated weights."""
         first, count, values = [], [], []
         for column in self.banks.T:
             there = np.flatnonzero(column)
@@ -92,7 +93,7 @@ class Plan:
         return found
 
     def __call__(self, x: Array) -> Array:
-        """Features of samples, by NumPy.
+        """Compute features with NumPy.
 
         Args:
             x: (n,) float32.
@@ -100,7 +101,7 @@ class Plan:
         Returns:
             (frames, width) float32.
         """
-        from scipy.fft import rfft  # of float32 in float32, several frames at a time
+        from scipy.fft import rfft  # unlike numpy's, computes in float32
 
         count = self.frames(len(x))
         if self.centred:
@@ -154,7 +155,7 @@ class Plan:
 class Fbank:
     """Kaldi's log filter-bank energies; names and defaults are those of `torchaudio.compliance.kaldi.fbank`.
 
-    Samples are taken as they are: Kaldi itself reads 16-bit integers, so multiply by 32768 for its values.
+    Samples are not rescaled. Kaldi itself reads 16-bit integers, so multiply by 32768 to get its values.
 
     Attributes:
         num_mel_bins: bands.
@@ -163,9 +164,9 @@ class Fbank:
         low_freq: lower edge of the lowest band in Hz.
         high_freq: upper edge of the highest one; from 0 downwards, counted from the Nyquist frequency.
         window_type: `povey`, `hanning`, `hamming`, `blackman` or `rectangular`.
-        preemphasis_coefficient: share of the sample before that is taken off.
-        remove_dc_offset: take the mean off each frame.
-        use_power: energies; else magnitudes.
+        preemphasis_coefficient: fraction of the previous sample to subtract.
+        remove_dc_offset: subtract each frame's mean.
+        use_power: use energies rather than magnitudes.
         use_log_fbank: take the logarithm.
     """
 
@@ -181,7 +182,7 @@ class Fbank:
     use_log_fbank: bool = True
 
     def plan(self, rate: int) -> Plan:
-        """For samples at a rate in Hz.
+        """The plan for a sample rate in Hz.
 
         Raises:
             ConfigError: for settings that do not fit the rate.
@@ -196,7 +197,7 @@ class Mfcc:
     Attributes:
         num_ceps: coefficients.
         cepstral_lifter: 0 for none.
-        fbank: the bands that they are of.
+        fbank: the underlying filter bank.
     """
 
     num_ceps: int = 13
@@ -204,7 +205,7 @@ class Mfcc:
     fbank: Fbank = Fbank(num_mel_bins=23)
 
     def plan(self, rate: int) -> Plan:
-        """For samples at a rate in Hz."""
+        """The plan for a sample rate in Hz."""
         bands = self.fbank.num_mel_bins
         if self.num_ceps > bands:
             raise ConfigError(f"num_ceps={self.num_ceps} is more than num_mel_bins={bands}")
@@ -230,11 +231,11 @@ class LogMel:
         mel_scale: `htk` or `slaney` (librosa's default).
         norm: `slaney` gives all bands the same area (librosa's default).
         power: 2 for energies, 1 for magnitudes.
-        center: frame i is around sample `i * hop_length` of the signal, mirrored at its ends.
+        center: centre frame i on sample `i * hop_length` of the signal, mirrored at its ends.
         log: `ln`, `log10`, `db` (10 log10), or None.
-        floor: least energy of which the logarithm is taken.
-        dynamic_range: raise what lies further below a recording's largest value (in units of `log`); 0 for no limit.
-        drop_last: leave out the last frame of a centred signal.
+        floor: lower bound of energies before the logarithm.
+        dynamic_range: raise values to at least the recording's maximum minus this (in units of `log`); 0 for no limit.
+        drop_last: drop the last frame of a centred signal.
     """
 
     n_fft: int = 400
@@ -254,14 +255,14 @@ class LogMel:
 
     @classmethod
     def whisper(cls, n_mels: int = 80) -> LogMel:
-        """Whisper's features at 16 kHz, up to its last step, which is `mean=-4, std=4` of a pipeline."""
+        """Whisper's features at 16 kHz, except for its final scaling, which is a pipeline's `mean=-4, std=4`."""
         return cls(
             400, hop_length=160, n_mels=n_mels, mel_scale="slaney", norm="slaney", log="log10", dynamic_range=8.0,
             drop_last=True,
         )  # fmt: skip
 
     def plan(self, rate: int) -> Plan:
-        """For samples at a rate in Hz."""
+        """The plan for a sample rate in Hz."""
         window = self.win_length or self.n_fft
         hop = self.hop_length or window // 2
         if window > self.n_fft or window < 1 or hop < 1:
@@ -290,7 +291,7 @@ Features = Fbank | Mfcc | LogMel
 
 @lru_cache(maxsize=32)
 def plan_of(features: Features, rate: int) -> Plan:
-    """The plan of a description, made once for each rate."""
+    """The plan for a description and a rate, cached."""
     return features.plan(rate)
 
 

@@ -1,7 +1,7 @@
-"""The native core, where it was built: its codecs, and what this CPU runs.
+"""Access to the native core, if it was built: its codecs and instruction sets.
 
-The core reads WAV and Ogg Vorbis itself. The other codecs are those that the packages miniaudio and soundfile bring: it
-calls them by address, in its own threads and without Python's lock, and they are kept up to date where they come from.
+The core reads WAV and Ogg Vorbis itself. For other formats it calls the libraries in the packages miniaudio and
+soundfile by address, in its own threads and without Python's lock, so they are updated with those packages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SOUND = {"snd_open": "sf_open_virtual", "snd_read": "sf_readf_float", "snd_seek
 
 
 def module() -> Any:
-    """The extension module; None where it was not built."""
+    """The extension module; None if it was not built."""
     return _module
 
 
 def instruction_sets() -> list[str]:
-    """Those that the kernels were compiled for and this CPU has, the best first."""
+    """The instruction sets that the kernels were compiled for and this CPU supports, the best first."""
     return list(_module.instruction_sets()) if _module is not None else []
 
 

@@ -1,4 +1,4 @@
-"""Where a recording is: bytes, a path, a URL, or a range of bytes behind one; and which part of it is wanted."""
+"""References to recordings (bytes, a path, a URL, or a byte range of one), and windows within them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 
 from unisono.runtime.errors import ConfigError, DataError
 
-_MAPPED = 4 << 20  # bytes from which on a file is mapped, so that windows and headers read little
+_MAPPED = 4 << 20  # larger files are memory-mapped, so that reading windows and headers is cheap
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A recording inside of something larger, e.g. a member of a tar archive in an object store.
+    """A recording within a larger file, e.g. a member of a tar archive in an object store.
 
     Attributes:
-        url: of the whole: a path, or a URL of fsspec.
+        url: of the file: a path, or a URL that fsspec supports.
         first: its first byte.
-        last: one past its last.
+        last: one past its last byte.
     """
 
     url: str
@@ -34,17 +34,16 @@ class ByteRange:
 
 
 Recording = bytes | bytearray | memoryview | str | PathLike[str] | ByteRange
-"""Bytes of a file, a path or URL, or a `ByteRange`; whatever has a buffer (a `pyarrow.Buffer`) serves as bytes."""
+"""The bytes of a file, a path or URL, or a `ByteRange`; any buffer (e.g. a `pyarrow.Buffer`) is accepted as bytes."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which part of a recording: a number of seconds from its start, or a place in the room that there is.
+    """A part of a recording, given by its start in seconds or by its relative position.
 
     Attributes:
-        start: in seconds.
-        place: where `start` is None: 0 for the first window that fits, 1 for the last; a recording shorter than the
-            window is taken whole.
+        start: in seconds; None to use `place`.
+        place: 0 for the first window that fits, 1 for the last; a recording shorter than the window is used whole.
     """
 
     start: float | None = 0.0
@@ -58,11 +57,11 @@ class Window:
 
     @classmethod
     def random(cls, rng: np.random.Generator) -> Window:
-        """Anywhere, each start equally often."""
+        """A window at a uniformly random position."""
         return cls(None, float(rng.random()))
 
     def bounds(self, frames: int | None, wanted: int | None, rate: int) -> int:
-        """The first frame of the window in a recording of so many frames; both None where unknown or unbounded."""
+        """The window's first frame in a recording of `frames` frames (None if unknown); `wanted` is its length."""
         if self.start is not None:
             return int(np.floor(self.start * rate + 0.5))
         if frames is None or wanted is None or frames <= wanted:
@@ -75,13 +74,13 @@ FIRST, CENTRE = Window(), Window(None, 0.5)
 
 
 def windows(frames: int, rate: int, duration: float, hop: float | None = None) -> list[Window]:
-    """All windows of a recording, for evaluation: every `hop` seconds one, the last one shorter if need be.
+    """All windows of a recording, for evaluation: one every `hop` seconds; the last one may be shorter.
 
     Args:
         frames: of the recording.
         rate: in Hz.
         duration: of a window in seconds.
-        hop: from window to window in seconds; None for `duration`, so that they touch.
+        hop: distance between windows in seconds; None for `duration`, i.e. without gaps or overlap.
     """
     hop = duration if hop is None else hop
     if duration <= 0 or hop <= 0:
@@ -92,17 +91,17 @@ def windows(frames: int, rate: int, duration: float, hop: float | None = None) -
 
 
 def name_of(recording: Any) -> str:
-    """What an error calls it."""
+    """The name of a recording, for errors."""
     if isinstance(recording, str | PathLike):
         return fspath(recording)
     return str(recording) if isinstance(recording, ByteRange) else "the recording"
 
 
 def content(recording: Any) -> Any:
-    """Its bytes, or the path of a local file, which the decoder reads itself.
+    """The bytes of a recording, or the path of a local file, which the decoder reads itself.
 
     Raises:
-        DataError: for what cannot be read.
+        DataError: if it cannot be read.
     """
     if isinstance(recording, ByteRange):
         return _range(recording)
@@ -118,7 +117,7 @@ def content(recording: Any) -> Any:
 
 
 def data_of(recording: Any) -> memoryview:
-    """Its bytes, read if need be."""
+    """The bytes of a recording, read if necessary."""
     given = content(recording)
     if isinstance(given, str):
         try:

@@ -1,7 +1,7 @@
-"""Resampling by a windowed sinc, as rows of taps that are computed once for each pair of rates.
+"""Resampling with a windowed sinc, whose taps are computed once for each pair of rates.
 
-A kernel holds, for each output of one period, the taps that are not zero and where they begin. It has no state: nothing
-of one clip reaches the next, the first output stands at the first input (no delay), and the tail is kept.
+For each output of one period, a kernel contains the nonzero taps and their position. It is stateless: clips do not
+affect each other, the first output is aligned with the first input (no delay), and the tail is kept.
 
 The kernel's formula is that of `torchaudio.functional.resample` (after J. O. Smith, "Digital Audio Resampling Home
 Page"), computed in float64.
@@ -21,14 +21,14 @@ from unisono.runtime.errors import ConfigError, DataError, nearest
 
 Method = Literal["sinc_hann", "kaiser_fast", "kaiser_best"]
 Samples = NDArray[np.float32]
-_MOST_TAPS = 1 << 22  # floats of a kernel: rates whose ratio needs more are not meant seriously
-_PHASES = 128  # outputs that a matrix product makes at a time, at least
-_BLOCK = 32  # outputs that share a stretch of input
+_MOST_TAPS = 1 << 22  # limit of a kernel's size in floats
+_PHASES = 128  # minimum number of outputs per matrix product
+_BLOCK = 32  # outputs computed from the same range of inputs
 
 
 @dataclass(frozen=True)
 class _Filter:
-    """Width in zero crossings, cutoff as a share of the lower Nyquist frequency, and Kaiser's beta; 0 for Hann's."""
+    """Width in zero crossings, cutoff as a fraction of the lower Nyquist frequency, and Kaiser's beta (0 for Hann)."""
 
     width: int
     rolloff: float
@@ -44,12 +44,12 @@ METHODS: dict[str, _Filter] = {
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """Taps of one period of a resampler.
+    """The taps of one period of a resampler.
 
     Attributes:
         source: input samples of a period.
         target: outputs of a period.
-        left: samples that the first output looks back.
+        left: number of samples before the period that the first output uses.
         first: (target,) int32, where the taps of each output begin, counted from `left` before the period.
         taps: (target, n) float32.
     """
@@ -61,7 +61,7 @@ class Kernel:
     taps: NDArray[np.float32]
 
     def length(self, samples: int) -> int:
-        """Outputs of so many samples: as many as begin before the input ends."""
+        """Number of outputs for a number of samples: all that begin before the input ends."""
         return -(-samples * self.target // self.source)
 
 
@@ -70,8 +70,8 @@ def kernel(from_rate: int, to_rate: int, method: Method = "sinc_hann") -> Kernel
     """The kernel between two rates in Hz, computed once.
 
     Raises:
-        ConfigError: for a method that does not exist.
-        DataError: for rates whose ratio needs a kernel of more than 16 MiB.
+        ConfigError: for an unknown method.
+        DataError: if the ratio of the rates needs a kernel of more than 16 MiB.
     """
     if method not in METHODS:
         raise ConfigError(f"resample method '{method}' does not exist, {nearest(method, METHODS)}")
@@ -100,7 +100,7 @@ def kernel(from_rate: int, to_rate: int, method: Method = "sinc_hann") -> Kernel
 
 
 def resample_numpy(x: Samples, from_rate: int, to_rate: int, method: Method = "sinc_hann") -> Samples:
-    """Resample by matrix products: outputs of a period in blocks that share a stretch of the input.
+    """Resample with matrix products, computing outputs in blocks that use the same range of inputs.
 
     Args:
         x: (n,) float32 samples at `from_rate`.

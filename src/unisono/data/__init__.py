@@ -1,1 +1,1 @@
-"""The order of samples, and how they become micro-batches."""
+"""Data sources, the order of samples, and their loading into micro-batches."""

@@ -1,8 +1,8 @@
-"""Whether a run consumed each planned sample exactly once: its ledger, compared with the plan.
+"""Checks that a run consumed each planned sample exactly once, by comparing its ledger with the plan.
 
-The plan is rebuilt from the run's configuration. The lines of all processes must cover every step, without a gap or an
-overlap, with the samples of the plan; steps that were repeated after an interruption must have held the same samples;
-and a few steps are rebuilt, to check that the data have not changed.
+The plan is rebuilt from the run's configuration. The ledger lines of all processes must cover every step with the
+planned samples, without gaps or overlaps. Steps repeated after an interruption must contain the same samples. A few
+steps are rebuilt, to check that the data have not changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from unisono.runtime.rng import key
 from unisono.task import Source, Task
 from unisono.task_config import build_task, read_run
 
-_COLLATE_SAMPLES = 64  # samples that are collated together
-_MAX_SHOWN = 20  # faults that are listed
+_COLLATE_SAMPLES = 64  # samples collated at a time
+_MAX_SHOWN = 20  # faults listed
 
 
 @dataclass
@@ -34,14 +34,14 @@ class AuditReport:
     """The result of an audit.
 
     Attributes:
-        folder: of the run.
-        steps: that count, from the first on.
-        samples: consumed in them.
-        masked: that could not be made: (step, row of the source, reason).
+        folder: the run directory.
+        steps: number of steps that count towards the run.
+        samples: number of samples consumed in them.
+        masked: samples that could not be built: (step, row of the source, reason).
         starts: (first step, number of processes) of each start of the run.
-        repeated: lines of steps that were repeated with the same samples.
-        remade: steps that were rebuilt with the same result.
-        faults: what is wrong; empty where every sample was consumed exactly once.
+        repeated: number of ledger lines of repeated steps with the same samples.
+        rebuilt: number of steps that were rebuilt with the same result.
+        faults: what is wrong; empty if every sample was consumed exactly once.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.faults
 
     def __str__(self) -> str:
@@ -81,14 +81,14 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     """Audit a run.
 
     Args:
-        folder: of the run.
-        remake: how many of its steps are rebuilt and compared.
-        task: of the run, as `unisono.task_config.read_run` takes it.
-        trust: import the task that the run names, wherever it lies.
+        folder: the run directory.
+        remake: number of steps to rebuild and compare.
+        task: of the run, as for `unisono.task_config.read_run`.
+        trust: import the task that the run names, from any location.
 
     Raises:
-        TrustError: if the run names a task that nobody has vouched for.
-        RunError: if the folder holds no run, or no ledger.
+        TrustError: if the run names a task that is not trusted.
+        RunError: if the folder is not a run directory, or has no ledger.
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml)")
@@ -96,14 +96,14 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     if not files:
         raise RunError(f"{folder} has no ledger (no {ledger.FOLDER}/rank-00000.jsonl), so there is nothing to audit")
     config = read_run(folder, task, trust=trust)
-    made_task = build_task(config)
-    source = build_source(made_task, config)
-    plan = build_plan(made_task, source, config, world_size=1)  # of any number of processes: the order is the same
+    run_task = build_task(config)
+    source = build_source(run_task, config)
+    plan = build_plan(run_task, source, config, world_size=1)  # the order is the same for any number of processes
     report = AuditReport(folder)
     starts = collect_starts(files, report)
-    made = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
-    counted = check_starts(starts, plan, max(made, default=0), report)
-    rebuild_steps(counted, plan, made_task, source, remake, report)
+    saved = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
+    counted = check_starts(starts, plan, max(saved, default=0), report)
+    rebuild_steps(counted, plan, run_task, source, remake, report)
     return report
 
 
@@ -131,16 +131,16 @@ def collect_starts(files: Sequence[Path], report: AuditReport) -> list[RunStart]
 def check_starts(
     starts: Sequence[RunStart], plan: Plan, checkpoint: int, report: AuditReport
 ) -> dict[int, list[LedgerLine]]:
-    """Hold the lines of a run against its plan.
+    """Compare the ledger lines of a run with its plan.
 
     Args:
         starts: of the run, in order.
         plan: of the run.
-        checkpoint: steps that its newest checkpoint says were made.
-        report: to be filled.
+        checkpoint: number of steps in its newest checkpoint.
+        report: results are added to it.
 
     Returns:
-        The lines of each step that counts.
+        The lines of each step that counts towards the run.
     """
     counted: dict[int, list[LedgerLine]] = {}
     again: dict[int, list[list[LedgerLine]]] = {}
@@ -149,7 +149,7 @@ def check_starts(
         if missing:
             report.faults.append(f"the start from step {start.first} has no ledger of ranks {missing}")
         until = min((later.first for later in starts[number + 1 :]), default=None)
-        if until is None:  # a run that was interrupted: what not every process has told was made again, or will be
+        if until is None:  # interrupted: steps that not every process has recorded will be repeated on resume
             until = max(checkpoint, min((_last_step(start, rank) for rank in range(start.world_size)), default=0))
         by_step: dict[int, list[LedgerLine]] = {}
         for line in (line for lines in start.lines.values() for line in lines):
@@ -190,13 +190,13 @@ def rebuild_steps(
     remake: int,
     report: AuditReport,
 ) -> None:
-    """Make a few of the steps anew, and compare what they hold; which ones follows from the seed."""
+    """Rebuild a few steps, chosen by the seed, and compare their content with the ledger."""
     steps = sorted(counted)
     chosen = sorted({steps[key(plan.seed, "audit", turn) % len(steps)] for turn in range(remake if steps else 0)})
-    maker = BatchBuilder(task, source, plan.seed, "train", mask=True, contents=True)
+    builder = BatchBuilder(task, source, plan.seed, "train", mask=True, contents=True)
     for step in chosen:
         try:
-            good, pieces, _ = maker.pieces(plan.samples(step, range(plan.rows(step))))
+            good, pieces, _ = builder.pieces(plan.samples(step, range(plan.rows(step))))
             if plan.capacity is None:
                 good, pieces = _drop_unusable(task, good, pieces)
         except UnisonoError as error:
@@ -213,7 +213,7 @@ def rebuild_steps(
 
 
 def _drop_unusable(task: Task, taken: SampleIndices, pieces: list[Any]) -> tuple[SampleIndices, list[Any]]:
-    """Samples without those that only `collate` finds it cannot use."""
+    """The samples without those that `collate` rejects."""
     good = np.ones(len(pieces), dtype=bool)
     for first in range(0, len(pieces), _COLLATE_SAMPLES):
         try:
@@ -224,27 +224,27 @@ def _drop_unusable(task: Task, taken: SampleIndices, pieces: list[Any]) -> tuple
 
 
 def _last_step(start: RunStart, rank: int) -> int:
-    """One past the last step that a rank has told of."""
+    """One past the last step that a rank has recorded."""
     return max((line.step + 1 for line in start.lines.get(rank, ())), default=start.first)
 
 
 def _check_coverage(step: int, lines: Sequence[LedgerLine], rows: int, report: AuditReport) -> None:
-    """Every row of the global batch once."""
+    """Check that every row of the global batch occurs exactly once."""
     reached = 0
     for line in sorted((line for line in lines if len(line.rows)), key=lambda line: line.rows.start):
         if line.rows.start > reached:
-            report.faults.append(f"step {step}: no process made rows {reached} to {line.rows.start - 1}")
+            report.faults.append(f"step {step}: no process built rows {reached} to {line.rows.start - 1}")
         if line.rows.start < reached:
-            report.faults.append(f"step {step}: rows {line.rows.start} to {reached - 1} were made twice")
+            report.faults.append(f"step {step}: rows {line.rows.start} to {reached - 1} were built twice")
         reached = max(reached, line.rows.stop)
     if reached < rows:
-        report.faults.append(f"step {step}: no process made rows {reached} to {rows - 1}")
+        report.faults.append(f"step {step}: no process built rows {reached} to {rows - 1}")
     if reached > rows:
-        report.faults.append(f"step {step}: rows {rows} to {reached - 1} were made, which the plan does not have")
+        report.faults.append(f"step {step}: rows {rows} to {reached - 1} were built but are not in the plan")
 
 
 def _check_samples(step: int, lines: Sequence[LedgerLine], planned: SampleIndices, report: AuditReport) -> None:
-    """The samples of the plan, and no others."""
+    """Check that the samples are those of the plan."""
     for line in lines:
         here = planned[(planned.slots >= line.rows.start) & (planned.slots < line.rows.stop)]
         good = _drop_masked(here, {(slot, row, epoch, first) for slot, row, epoch, first, _ in line.masked})
@@ -254,7 +254,7 @@ def _check_samples(step: int, lines: Sequence[LedgerLine], planned: SampleIndice
             or len(good) != line.samples
         ):
             report.faults.append(
-                f"step {step}: rank {line.rank} made samples in rows {line.rows.start} to {line.rows.stop - 1} "
+                f"step {step}: rank {line.rank} built samples in rows {line.rows.start} to {line.rows.stop - 1} "
                 "that differ from the plan"
             )
 
@@ -262,21 +262,21 @@ def _check_samples(step: int, lines: Sequence[LedgerLine], planned: SampleIndice
 def _check_repeats(
     step: int, lines: Sequence[LedgerLine], later: Sequence[LedgerLine] | None, rows: int, report: AuditReport
 ) -> None:
-    """What was made again held the same; parts are compared where both times they were the same parts, or whole."""
+    """Check that repeated steps had the same content: by whole batch if both are complete, else by equal row ranges."""
     if not later:
         return
     if all(sum(len(line.rows) for line in part) == rows for part in (lines, later)):
         fine = _sum_content(lines) == _sum_content(later)
         report.repeated += len(lines) if fine else 0
         if not fine:
-            report.faults.append(f"step {step} held other samples when it was repeated after an interruption")
+            report.faults.append(f"step {step} contained other samples when it was repeated after an interruption")
         return
     for line in lines:
         for other in (other for other in later if other.rows == line.rows):
             report.repeated += other.content == line.content
             if other.content != line.content:
                 report.faults.append(
-                    f"step {step}: rows {line.rows.start} to {line.rows.stop - 1} held other samples when they "
+                    f"step {step}: rows {line.rows.start} to {line.rows.stop - 1} contained other samples when they "
                     "were repeated after an interruption"
                 )
 
@@ -286,7 +286,7 @@ def _sum_content(lines: Sequence[LedgerLine]) -> int:
 
 
 def _drop_masked(taken: SampleIndices, masked: set[tuple[int, int, int, int]]) -> SampleIndices:
-    """What is left when samples are left out."""
+    """The samples without the masked ones."""
     if not masked:
         return taken
     return taken[np.array([place[:4] not in masked for place in taken], dtype=bool)]

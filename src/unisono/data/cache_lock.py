@@ -1,4 +1,4 @@
-"""One process of a host at a time at an entry of a cache; who waits says for whom, for how long, and until when."""
+"""Locks a cache entry for one process of a host; waiting processes log which process they wait for, and how long."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _PATIENCE = 5.0  # seconds after which a wait is reported
 
 @contextmanager
 def locked(entry: Path, wait: float) -> Iterator[None]:
-    """Hold the lock of an entry, beside a note that says who holds it; the kernel lets go of it for whoever is killed.
+    """Hold the lock of an entry, with a note that names the holder. If the holder is killed, the kernel releases it.
 
     Args:
-        entry: a file or folder; the lock and the note lie beside it.
-        wait: seconds.
+        entry: a file or folder; the lock and the note are files next to it.
+        wait: timeout in seconds.
 
     Raises:
-        DataError: naming who holds it, where the wait times out.
-        OSError: where nothing can be written there.
+        DataError: naming the holder, if the wait times out.
+        OSError: if the lock or the note cannot be written.
     """
     lock, note = FileLock(f"{entry}.lock"), entry.with_name(f"{entry.name}.holder.json")
     patience = min(_PATIENCE, wait)
     try:
         lock.acquire(timeout=patience)
     except Timeout:
-        log.warning("waiting for %s, which is computed by %s; at most %g s", entry, _holder(note), wait)
+        log.warning("waiting up to %g s for %s, which is being computed by %s", wait, entry, _holder(note))
         try:
             lock.acquire(timeout=max(0.0, wait - patience))
         except Timeout as error:
             raise DataError(
-                f"waited {wait:g} s for {entry}, which is computed by {_holder(note)}: see whether that process is "
-                "still at work, and end it if it is not"
+                f"waited {wait:g} s for {entry}, which is being computed by {_holder(note)}: check whether that "
+                "process still makes progress, and stop it if it does not"
             ) from error
     try:
         write_whole(note, json.dumps({"host": gethostname(), "process": os.getpid(), "since": time.time()}))

@@ -1,7 +1,7 @@
 """Computes slow things once per host: one process does the work, and all others find the result in the cache.
 
-An entry is a folder named by everything that determines its content, so it never holds other data. It appears by one
-rename. A process that waits for another says so, and for which.
+An entry is a folder whose name is a hash of everything that determines its content, so it is never stale. It appears
+atomically, by a rename. A process that waits for another logs which one it waits for.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def compute_once(
     cache: Path | None = None,
     wait: float = _LOCK_TIMEOUT,
 ) -> T:
-    """What `make` has put into a folder of the cache, by whichever process came first, as `load` reads it.
+    """Compute something in the first process that needs it, cache it in a folder, and load it in all processes.
 
     Args:
-        kind: folder of the cache, e.g. the recipe's name.
-        address: all that decides the content, as JSON: digests of files, settings, versions of libraries.
-        make: fills a folder.
-        load: reads a filled folder. Where it raises what a damaged file raises, the entry is made again, once.
+        kind: subfolder of the cache, e.g. the recipe's name.
+        address: everything that determines the content, as JSON: digests of files, settings, versions of libraries.
+        make: writes the content into a folder.
+        load: reads it from the folder. If it raises an error typical of damaged files, the entry is rebuilt, once.
         cache: None for `$UNISONO_CACHE` or `~/.cache/unisono`.
-        wait: seconds to wait for another process that computes the same.
+        wait: seconds to wait for another process that computes the same entry.
 
     Raises:
-        DataError: for a cache that cannot be written, or a wait that timed out, naming the process that computes.
+        DataError: if the cache cannot be written, or if the wait times out, naming the other process.
 
     Example:
         def make(folder: Path) -> None:
@@ -64,7 +64,7 @@ def compute_once(
         derived(folder.parent)
         with locked(folder, wait):
             with suppress(*_DAMAGED_ERRORS):
-                if folder.is_dir():  # another process has made it meanwhile
+                if folder.is_dir():  # another process computed it in the meantime
                     return load(folder)
             shutil.rmtree(folder, ignore_errors=True)
             with atomic_folder(folder) as temporary:
@@ -86,15 +86,15 @@ def compute_array_once(
     cache: Path | None = None,
     wait: float = _LOCK_TIMEOUT,
 ) -> NDArray[Any]:
-    """An array that is computed once; arguments and errors as of `compute_once`.
+    """Compute an array once and cache it; errors as for `compute_once`.
 
     Args:
-        kind: folder of the cache.
-        address: all that decides the array.
-        make: computes it.
-        is_valid: whether an array that was kept can be it; else it is computed again.
+        kind: subfolder of the cache.
+        address: everything that determines the array, as JSON.
+        make: computes the array.
+        is_valid: checks a cached array; if False, it is computed again.
         cache: None for the user's.
-        wait: seconds.
+        wait: seconds to wait for another process that computes it.
     """
 
     def write(folder: Path) -> None:

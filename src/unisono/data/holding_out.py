@@ -1,7 +1,7 @@
-"""Which rows are held out: whole groups of them, in an order that nothing but the groups decides.
+"""Chooses the held-out rows: whole groups, in an order that depends only on the groups.
 
-No seed, no order of files and no other row has a say. So the same groups are held out in every run, by every model, on
-every machine, and a row that is added to a group never moves another one to the other side.
+Neither the seed nor the order of files nor other rows matter. So the same groups are held out in every run, for every
+model, on every machine, and adding a row to a group never moves another row to the other side.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def hold_out(
 ) -> NDArray[np.bool_]:
     """Which rows are held out, (rows,).
 
-    The groups are put in an order, by the hashes of their names or, without names, by a keyed permutation of their
-    numbers, and cut into parts of `fraction` of them, the last of which may be smaller. One part is held out. So over
-    all folds every group is held out exactly once.
+    The groups are ordered by the hashes of their names or, without names, by a keyed permutation of their numbers. The
+    order is cut into folds of `fraction` of the groups, the last of which may be smaller, and one fold is held out.
+    Over all folds, every group is held out exactly once.
 
     Args:
-        groups: name of each row's group; or how many rows there are, each of which is a group of its own.
+        groups: the name of each row's group; or the number of rows, if each is its own group.
         fraction: of the groups; 0 for none.
-        fold: which part.
-        named: groups that are held out in place of a fraction.
+        fold: which fold.
+        named: groups to hold out instead of a fraction.
         column: that the groups come from, for errors.
-        what: a row is called, for errors.
-        hint: end of the error where there is only one group.
+        what: word for a row, for errors.
+        hint: end of the error if there is only one group.
 
     Raises:
-        ConfigError: for a part or a group that does not exist.
-        DataError: where there is only one group.
+        ConfigError: for a fold or a group that does not exist.
+        DataError: if there is only one group.
     """
     rows = groups if isinstance(groups, int) else len(groups)
     if named is not None:
@@ -66,7 +66,7 @@ def hold_out(
             else f"all {rows} {what}s have {column}={names[0]}"
         )
         raise DataError(
-            f"data.held_out={fraction:g}: {where}, so none can be held out while another is left to train on; set "
+            f"data.held_out={fraction:g}: {where}, so holding it out would leave nothing to train on; set "
             "data.held_out=0" + (", or choose another data.group" if column else f", {hint}" if hint else "")
         )
     size = min(count - 1, max(1, round(fraction * count)))

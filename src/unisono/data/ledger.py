@@ -1,9 +1,9 @@
 """The ledger of what each step consumed: a line per step and process, in append-only files.
 
-A line says which rows of the global batch a process made, and digests of which samples they were and of what these
-held. Every line carries a digest of all before it, so that none can be changed or left out unseen. Where a run resumes
-after an interruption, a line says from which step and on how many processes; steps that are repeated stay in the file,
-to be compared. `unisono.data.audit` reads them.
+A line contains the rows of the global batch that a process built, a digest of which samples they were, and a digest of
+their content. It also carries a digest of all lines before it, so changed or missing lines are detected. At each start
+of the run, a line records the first step and the number of processes. Repeated steps stay in the file for comparison;
+`unisono.data.audit` reads them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from unisono.runtime.files import wrap_record_errors
 FOLDER = "ledger"
 _BYTES = 8  # of a digest
 _CHAIN = ',"chain":"'
-_MAX_HELD = 256  # lines that are held back at most
-_TAIL_BYTES = 1 << 20  # bytes at the end of a file in which its last line is looked for
-_MAX_REASON = 300  # characters of a reason that are kept
+_MAX_HELD = 256  # lines buffered at most
+_TAIL_BYTES = 1 << 20  # bytes at the end of a file that are searched for its last line
+_MAX_REASON = 300  # characters kept of a reason
 
 
 def digest_ids(taken: Iterable[SampleIndices]) -> str:
-    """A digest of which samples stand where: their rows, epochs and pieces, in order."""
+    """A digest of the samples' identities and positions: their slots, rows, epochs and pieces, in order."""
     digest = blake2b(digest_size=_BYTES)
     for part in taken:
         digest.update(np.ascontiguousarray(np.stack(part.columns, axis=1), dtype="<i8").data)
@@ -43,20 +43,20 @@ def digest_ids(taken: Iterable[SampleIndices]) -> str:
 
 
 def digest_contents(taken: SampleIndices, contents: np.ndarray[Any, np.dtype[np.uint64]]) -> int:
-    """What samples hold and where they stand, as a number whose sum over parts of a batch is that of the batch."""
+    """A digest of the samples' content and positions that is additive over the parts of a batch."""
     place = mix_bits(taken.slots.astype(np.uint64)) ^ mix_bits(taken.rows.astype(np.uint64) + np.uint64(1 << 32))
     place ^= mix_bits(taken.first.astype(np.uint64) + np.uint64(1 << 48))
     return int(mix_bits(contents ^ place).sum(dtype=np.uint64))
 
 
 class Ledger:
-    """The file of one process.
+    """Writes the ledger file of one process.
 
     Args:
-        folder: of the run.
+        folder: the run directory.
         rank: of this process.
         world_size: number of processes.
-        first: the step that is made first, from 0.
+        first: the first step of this start, from 0.
         start: a name for this start of the run, the same for all processes.
     """
 
@@ -76,26 +76,26 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not issubclass(kind, RunError):  # else the file belongs to who has taken over the run
-            # The error that ends the run is reported, and not what follows from it.
+        if kind is None or not issubclass(kind, RunError):  # after a RunError, another start may own the file
+            # A failed write must not hide the error that ends the run.
             with suppress(RecordError) if kind is not None else nullcontext():
                 self.flush()
-        with suppress(OSError):  # of what could not be written
+        with suppress(OSError):  # closing flushes what could not be written before
             self._file.close()
 
     def step(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """A step was made with these micro-batches; `step` counts from 0."""
-        made = [micro.info for micro in batches if micro.info is not None and len(micro.info.slots)]
-        taken = [part.samples for part in made]
-        total = sum(digest_contents(part.samples, part.contents) for part in made if len(part.contents))
+        """Record the micro-batches of a step; `step` counts from 0."""
+        infos = [micro.info for micro in batches if micro.info is not None and len(micro.info.slots)]
+        taken = [part.samples for part in infos]
+        total = sum(digest_contents(part.samples, part.contents) for part in infos if len(part.contents))
         line: dict[str, Any] = {
             "step": step,
-            "rows": [made[0].slots.start, made[-1].slots.stop] if made else [0, 0],
+            "rows": [infos[0].slots.start, infos[-1].slots.stop] if infos else [0, 0],
             "samples": sum(map(len, taken)),
             "ids": digest_ids(taken),
             "content": f"{total % (1 << 64):016x}",
         }
-        masked = [sample for part in made for sample in part.masked]
+        masked = [sample for part in infos for sample in part.masked]
         if masked:
             line["masked"] = [[m.slot, m.row, m.epoch, m.first, m.reason[:_MAX_REASON]] for m in masked]
         self._consumed = (self._consumed + total * _step_factor(step)) % (1 << 64)
@@ -104,7 +104,7 @@ class Ledger:
             self._write_held()
 
     def flush(self) -> None:
-        """Have everything on disk; before a checkpoint, which must not know more than the ledger.
+        """Write everything to disk; called before a checkpoint, which must not be ahead of the ledger.
 
         Raises:
             RecordError: if it cannot be written.
@@ -114,7 +114,7 @@ class Ledger:
             os.fsync(self._file.fileno())
 
     def mark(self) -> dict[str, Any]:
-        """Where the flushed file of this process stands, for a checkpoint: see `merge_marks`."""
+        """The end of this process's flushed file, for a checkpoint; see `merge_marks`."""
         size = os.fstat(self._file.fileno()).st_size
         return {"file": Path(self._file.name).name, "bytes": size, "chain": self._chain, "consumed": self._consumed}
 
@@ -131,15 +131,15 @@ class Ledger:
 
 
 def merge_marks(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint keeps of the ledger.
+    """The state of the ledger to save in a checkpoint.
 
     Args:
-        before: the same, of the checkpoint from which the run resumes.
+        before: the same from the checkpoint that the run resumed from.
         marks: of all processes, since then.
 
     Returns:
-        `consumed`, a digest of the samples of all steps so far, which depends neither on the processes nor on
-        interruptions; and how far each file goes, with the digest of its last line.
+        `consumed`, a digest of the samples of all steps so far, which depends neither on the number of processes nor
+        on interruptions; and the size of each file, with the digest of its last line.
     """
     start: Mapping[str, Any] = before or {"consumed": "0", "files": {}}
     total = int(start["consumed"], 16) + sum(mark["consumed"] for mark in marks)
@@ -148,17 +148,17 @@ def merge_marks(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, A
 
 
 def missing_files(folder: Path, kept: Mapping[str, Any]) -> list[str]:
-    """Files that a checkpoint knows of and that are not there."""
+    """Files recorded in a checkpoint that are missing."""
     return [name for name in kept["files"] if not (folder / FOLDER / name).is_file()]
 
 
 def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
-    """Why a file is not what it was when a checkpoint was written, or None; what was added since is not looked at.
+    """How a file differs from what it was when a checkpoint was written, ignoring lines added since; None if it agrees.
 
     Args:
-        folder: of the run.
+        folder: the run directory.
         name: of the file.
-        until: how far the checkpoint knows it.
+        until: the size and digest recorded in the checkpoint.
     """
     with (folder / FOLDER / name).open("rb") as file:
         content = file.read(until["bytes"])
@@ -170,12 +170,12 @@ def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
             return f"{name}, line {number} ({place}) is not what was written, or lines before it are missing"
         chain, step = said, _describe_step(raw) or step
     if len(content) < until["bytes"]:
-        return f"{name} ends after {step}, and the checkpoint knows {until['bytes'] - len(content)} bytes more"
-    return None if chain == until["chain"] else f"{name} is of another run: {step} is not what the checkpoint knows"
+        return f"{name} ends after {step}, but the checkpoint recorded {until['bytes'] - len(content)} bytes more"
+    return None if chain == until["chain"] else f"{name} is from another run: {step} differs from the checkpoint's"
 
 
 def _describe_step(line: bytes) -> str | None:
-    """The step of a line, counted from 1 as everywhere outside of this file, as part of a sentence."""
+    """The step of a line, e.g. `step 3`, counted from 1 as everywhere outside of this file."""
     try:
         return f"step {int(json.loads(line)['step']) + 1}"
     except (ValueError, KeyError, TypeError):
@@ -183,23 +183,23 @@ def _describe_step(line: bytes) -> str | None:
 
 
 def _step_factor(step: int) -> int:
-    """An odd number for each step, so that the same samples in other steps add up to something else."""
+    """An odd number for each step, so that the same samples in other steps give a different sum."""
     return int(mix_bits(np.array([step], dtype=np.uint64))[0]) | 1
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """What a process says of a step.
+    """The record of one step by one process.
 
     Attributes:
         number: of the line in its file, from 1.
         rank: of the process.
         step: from 0.
         rows: of the global batch.
-        samples: that were made.
-        ids: digest of which they were.
-        content: digest of what they held.
-        masked: slot, row, epoch, first unit and reason of each that could not be made.
+        samples: number of samples built.
+        ids: digest of the samples' identities.
+        content: digest of the samples' content.
+        masked: slot, row, epoch, first unit and reason of each sample that could not be built.
     """
 
     number: int
@@ -214,11 +214,11 @@ class LedgerLine:
 
 @dataclass
 class RunStart:
-    """A start of the run, as one process or all of them saw it.
+    """A start of the run, as recorded by one process or by all.
 
     Attributes:
         name: the same for all processes.
-        first: the step that was to be made first.
+        first: the first step of this start.
         world_size: number of processes.
         lines: of each rank.
     """
@@ -230,7 +230,7 @@ class RunStart:
 
 
 def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
-    """The starts in a process's file, and what is wrong with it. A last line that was cut off is no fault."""
+    """The starts in a process's file, and the faults found in it. A truncated last line is not a fault."""
     rank = int(path.stem.removeprefix("rank-"))
     starts: list[RunStart] = []
     faults: list[str] = []
@@ -260,7 +260,7 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
 
 
 def _truncate_torn(path: Path) -> tuple[str, int]:
-    """The digest of a file's last whole line; what comes after it is cut off. Returns how many bytes that were."""
+    """Truncate a file after its last complete line; returns that line's digest, and the number of bytes removed."""
     if not path.exists():
         return "", 0
     with path.open("r+b") as file:
@@ -275,7 +275,7 @@ def _truncate_torn(path: Path) -> tuple[str, int]:
 
 
 def _split_chain(line: str) -> tuple[str | None, str | None]:
-    """A line without its digest, and that."""
+    """A line without its digest, and the digest."""
     body, found, rest = line.rpartition(_CHAIN)
     if not found or not rest.endswith('"}') or len(rest) != 2 * _BYTES + 2:
         return None, None

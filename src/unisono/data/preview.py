@@ -1,4 +1,4 @@
-"""The samples of a run from any position on, for any layout, even one you do not have."""
+"""Previews the samples of a run from any position, for any layout, even one you do not have."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _WIDTH = 60  # characters of a record
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """A sample and where it stands.
+    """A sample and its place in a run.
 
     Attributes:
-        position: rows of the run before it; packed samples share theirs.
-        step: updates made before it is taken.
+        position: number of rows of the run before it; samples packed into one row share it.
+        step: number of updates before it is consumed.
         slot: row of the global batch.
-        rank: of the process that takes it.
-        micro_batch: of the global batch.
-        source: its name, empty where there is one source.
+        rank: of the process that consumes it.
+        micro_batch: number of the micro-batch in the global batch.
+        source: its name; empty if there is only one source.
         row: of its source.
-        epoch: how often its source was passed before.
-        units: the first, and one past the last, of those that are taken of a sample that was cut; None for all.
-        record: what the source has there, in short.
+        epoch: number of passes over its source before.
+        units: the first unit, and one past the last, if the sample was cut; None for all.
+        record: the source's record, abbreviated.
     """
 
     position: int
@@ -51,14 +51,14 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
     """The samples of the next rows of a run.
 
     Args:
-        task: what is trained.
-        config: of the run; its layout may be of another world size.
-        position: rows of the run before the first that is shown.
-        count: rows of the global batch, of which packed ones hold several samples.
-        world_size: processes of the layout that is asked about.
+        task: what to train.
+        config: of the run; its layout may have another world size.
+        position: number of rows of the run before the first one shown.
+        count: number of rows of the global batch; a packed row contains several samples.
+        world_size: number of processes of the layout in question.
 
     Raises:
-        ConfigError: for a position that the run does not have, or a layout that cannot be.
+        ConfigError: for a position that the run does not have, or an impossible layout.
     """
     train = config.train
     split = BatchSplit.create(train.global_batch, world_size, _usable_micro_batch(config, world_size))
@@ -97,7 +97,7 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
 
 
 def format_table(shown: Sequence[PreviewRow]) -> list[str]:
-    """The same as a table."""
+    """Preview rows as the lines of a table."""
     names = ["position", "step", "slot", "rank", "micro_batch", "source", "row", "epoch", "units", "record"]
     rows = [[_format_cell(getattr(sample, name)) for name in names] for sample in shown]
     columns = [[name, *column] for name, column in zip(names, zip(*rows, strict=True), strict=True)]
@@ -142,7 +142,7 @@ def _read_record(source: Any, row: int) -> str:
 
 
 def _usable_micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """The run's micro-batch, if it has one that processes of this number can have."""
+    """The run's micro-batch, if it is set and possible with this number of processes."""
     micro_batch, share = config.layout.micro_batch, config.train.global_batch // world_size
     return micro_batch if isinstance(micro_batch, int) and (not share or share % micro_batch == 0) else None
 

@@ -1,4 +1,4 @@
-"""Scales targets so that they are easy to learn, and back: fitted on the training rows, kept with the run."""
+"""Scales targets for training, and back; fitted on the training rows and saved with the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scaling:
-    """`(f(value) - shift) / scale`, where f is log(1 + ·) or nothing; NaN stays NaN.
+    """`(f(value) - shift) / scale`, where f is log(1 + ·) or the identity; NaN stays NaN.
 
     Attributes:
         kind: `none`, `minmax`, `zscore` or `log`.
-        shift: what is taken away.
-        scale: what it is divided by.
+        shift: subtracted from the values.
+        scale: the values are then divided by it.
     """
 
     kind: str
@@ -32,13 +32,13 @@ class Scaling:
         """The scaling that gives these values a range of 0 to 1, or a mean of 0 and a standard deviation of 1.
 
         Args:
-            kind: as of the class.
-            values: of the training rows; NaN for what is not known.
+            kind: as for the class.
+            values: of the training rows; NaN if unknown.
             name: of the target, for errors.
-            hint: what to set where the values have no logarithm.
+            hint: end of the error if the values have no logarithm.
 
         Raises:
-            DataError: where they are all the same, or have no logarithm.
+            DataError: if no value is known, all are equal, or one has no logarithm.
         """
         known = values[~np.isnan(values)]
         if not len(known):
@@ -59,13 +59,13 @@ class Scaling:
         return cls(kind, float(known.mean()), float(known.std()))
 
     def __call__(self, values: Values) -> Values:
-        """Onto the scale of learning."""
+        """Scale values."""
         with np.errstate(invalid="ignore", divide="ignore"):  # a held-out value may have no logarithm
-            made: Values = ((np.log1p(values) if self.kind == "log" else values) - self.shift) / self.scale
-        return made
+            scaled: Values = ((np.log1p(values) if self.kind == "log" else values) - self.shift) / self.scale
+        return scaled
 
     def inverse(self, values: Any) -> Any:
-        """From it, of arrays and tensors."""
+        """Scale arrays or tensors back."""
         values = values * self.scale + self.shift
         if self.kind != "log":
             return values

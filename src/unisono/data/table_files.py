@@ -1,4 +1,4 @@
-"""Tables of a few columns in files: strict text tables in, and tables of predictions out."""
+"""Reads strict text tables with a few columns, and writes tables, e.g. of predictions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def read_table(
     strip: bool = False,
     strip_key: str = "",
 ) -> dict[str, list[str]]:
-    """A text table as columns of strings by name, in the order of the file; blank lines are left out.
+    """Read a text table as columns of strings by name, in file order; blank lines are skipped.
 
-    Values that a short line lacks at its end are empty; a line that is too long is an error.
+    Short lines are padded with empty values; a line that is too long is an error.
 
     Args:
         path: of a file whose first line names the columns.
         key: the setting that names the file, for errors.
-        delimiter: between values; None: a comma for files that end in .csv, a tab for others.
-        comment: lines that begin with it are left out.
-        headers: first names of a header that may begin with `comment`, in lower case.
-        strip: take white space around names and values away; else it is refused around names.
-        strip_key: the setting that would do so, for errors, e.g. `data.white_space=strip`.
+        delimiter: between values; None for a comma if the file ends in .csv, and a tab otherwise.
+        comment: lines that begin with it are skipped.
+        headers: lower-case names of first columns; a line starting with one is the header even if it is a comment.
+        strip: strip white space around names and values; otherwise, white space around names is an error.
+        strip_key: the setting that enables `strip`, for errors, e.g. `data.white_space=strip`.
 
     Raises:
-        DataError: for a file that is no such table, naming file and line.
+        DataError: if the file is not such a table, naming file and line.
     """
     if not path.is_file():
         raise DataError(f"{path} ({key}) does not exist; name a text table")
@@ -66,7 +66,7 @@ def read_table(
         if any(line[len(header) :]):
             raise DataError(
                 f"{path} ({key}), line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
-                "may hold a separator, or a column lack its name"
+                "may contain a separator, or a column may have no name"
             )
         padded = [*line[: len(header)], *[""] * (len(header) - len(line))]
         for name, value in zip(header, padded, strict=True):
@@ -75,15 +75,14 @@ def read_table(
 
 
 def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
-    """Write columns of equal length as .csv, .tsv, .jsonl or .parquet, by the ending of the path, whole or not at all.
+    """Write columns of equal length atomically, as .csv, .tsv, .jsonl or .parquet, depending on the path's suffix.
 
     Args:
         path: of the file.
-        columns: lists or arrays by name. Numbers are written with six digits in text. In .jsonl and .parquet a value
-            may be a list; in text it is written as JSON.
+        columns: lists or arrays by name. .csv and .tsv have six digits of each float, and lists as JSON.
 
     Raises:
-        ConfigError: for another ending.
+        ConfigError: for any other suffix.
     """
     check_table_suffix(path)
     values = {name: _to_list(column) for name, column in columns.items()}
@@ -107,7 +106,7 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
 
 
 def check_table_suffix(path: Path) -> None:
-    """Refuse a path whose ending is none of those that `write_table` writes."""
+    """Reject a path with a suffix that `write_table` does not support."""
     if path.suffix not in TABLE_SUFFIXES:
         raise ConfigError(f"{path}: tables are written as {', '.join(TABLE_SUFFIXES)}; choose one of these endings")
 
@@ -125,7 +124,7 @@ def _check_header(path: Path, key: str, header: list[str], strip_key: str) -> No
 
 
 def _to_list(column: Any) -> list[Any]:
-    """A column as Python has it; of an array with several axes, lists."""
+    """A column as a list of Python values; rows of multi-dimensional arrays become lists."""
     if hasattr(column, "detach"):
         column = column.detach().cpu().numpy()
     return list(np.asarray(column).tolist()) if hasattr(column, "dtype") else list(column)

@@ -1,6 +1,6 @@
 """Views of a source: some of its rows, or its rows transformed.
 
-A view passes on what the source knows about itself: its files, blocks and lengths.
+A view exposes the source's metadata: its files, blocks and lengths.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unisono.task import Source
 
 
 class _View:
-    """What all views pass on.
+    """Common base of views.
 
     Attributes:
-        source: that is looked at.
+        source: the underlying source.
     """
 
     def __init__(self, source: Source) -> None:
@@ -29,17 +29,17 @@ class _View:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """The files of the source; None where it does not say."""
+        """The manifest of the source's files; None if it has none."""
         found: dict[str, Any] | None = getattr(self.source, "manifest", None)
         return found
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened; see `unisono.open_source`."""
+        """Raise if files have changed since they were opened; see `unisono.open_source`."""
         if hasattr(self.source, "check_files"):
             self.source.check_files(share, shares)
 
     def keep_blocks(self, count: int) -> None:
-        """Keep so many blocks of the source; see `unisono.open_source`."""
+        """Keep up to `count` blocks of the source in memory; see `unisono.open_source`."""
         if hasattr(self.source, "keep_blocks"):
             self.source.keep_blocks(count)
 
@@ -49,11 +49,11 @@ class _View:
 
 
 class Subset(_View):
-    """Some rows of a source, in a given order: what splits, filters and folds come to.
+    """Some rows of a source, in a given order, e.g. a split, a filter or a fold.
 
     Args:
         source: of all rows.
-        rows: numbers of those that are in it, (n,); ascending ones where blocks are read in order.
+        rows: the selected row numbers, (n,); ascending if blocks are read in order.
     """
 
     def __init__(self, source: Source, rows: NDArray[np.int64]) -> None:
@@ -70,18 +70,18 @@ class Subset(_View):
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What the rows are, in hex; None where the source does not say what its own are."""
+        """A hash of the rows, in hex; None if the source has no fingerprint."""
         return self._fingerprint(self.rows.tolist())
 
     @property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Units of each row, (n,); None where they are not known."""
+        """Units of each row, (n,); None if unknown."""
         lengths: NDArray[np.int64] | None = getattr(self.source, "lengths", None)
         return None if lengths is None else lengths[self.rows]
 
     @cached_property
     def blocks(self) -> NDArray[np.int64] | None:
-        """Rows per block of the source, (blocks,), without empty ones; None where the source has no blocks."""
+        """Rows per block of the source, (blocks,), without empty blocks; None if the source has no blocks."""
         blocks = getattr(self.source, "blocks", None)
         if blocks is None:
             return None
@@ -90,12 +90,12 @@ class Subset(_View):
 
 
 class Mapped(_View):
-    """The rows of a source, each as something else.
+    """The rows of a source, each transformed by a function.
 
     Args:
         source: of the rows.
-        change: makes of a row what this one has; it can be pickled where samples are made by worker processes.
-        address: all that decides what it makes, as JSON.
+        change: transforms a row; must be picklable if samples are built by worker processes.
+        address: everything that determines what `change` returns, as JSON; part of the fingerprint.
     """
 
     def __init__(self, source: Source, change: Callable[[Any], Any], address: Any) -> None:
@@ -110,11 +110,11 @@ class Mapped(_View):
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What the rows are, in hex; None where the source does not say what its own are."""
+        """A hash of the rows, in hex; None if the source has no fingerprint."""
         return self._fingerprint(self._address)
 
     @property
     def blocks(self) -> NDArray[np.int64] | None:
-        """Rows per block of the source, (blocks,); None where it has no blocks."""
+        """Rows per block of the source, (blocks,); None if it has no blocks."""
         found: NDArray[np.int64] | None = getattr(self.source, "blocks", None)
         return found

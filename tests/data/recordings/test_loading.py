@@ -150,7 +150,7 @@ def test_more_workers_than_cores_are_warned_of(path: str) -> None:
     loader = Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, 8), 0, workers=999, on_error="mask")
     with closing(loader):
         loader.start()
-        assert any("data.workers=999 on 1 process of this host are more than its" in line for line in loader.news())
+        assert any("data.workers=999 with 1 process on this host is more than its" in line for line in loader.news())
 
 
 def test_a_cluster_job_asks_for_the_cpus_that_its_memory_pays_for() -> None:

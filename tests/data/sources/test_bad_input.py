@@ -238,7 +238,7 @@ def test_an_arrow_stream_cut_between_batches_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: reader._end[1]])
     with pa.memory_map(str(path)) as source:
         assert len(pa.ipc.open_stream(source).read_all()) == 8, "it is a stream that others read"
-    refused(str(folder), "rows.arrow cannot be read as arrow", "cut off", "write or copy it again")
+    refused(str(folder), "rows.arrow cannot be read as arrow", "truncated", "write or copy it again")
 
 
 @pytest.mark.parametrize("name", ["Arrow file", "Arrow stream", "Arrow stream, lz4", "Parquet"])
@@ -295,7 +295,7 @@ def test_a_shard_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> N
     manifest = json.loads(json.dumps(open_source(tmp_path / "in").manifest))
     open_source(tmp_path / "in").check_same(manifest)
     put(tmp_path / "in" / "b.parquet", {"text": ["B"]})
-    with pytest.raises(DataError, match=r"in/b\.parquet has changed: it has other content\. Restore"):
+    with pytest.raises(DataError, match=r"in/b\.parquet has changed: its content differs\. Restore"):
         open_source(tmp_path / "in").check_same(manifest)
     (tmp_path / "in" / "b.parquet").unlink()
     with pytest.raises(DataError, match=r"in/b\.parquet is gone"):
@@ -366,9 +366,9 @@ def test_a_file_that_was_written_again_as_it_was_is_read_on(
 
 def test_the_same_file_twice_is_refused_unless_allowed(tmp_path: Path) -> None:
     path = put(tmp_path / "in" / "a.jsonl", {"text": ["x"]})
-    with pytest.raises(DataError, match=r"a\.jsonl is named twice.*duplicates='allow'"):
+    with pytest.raises(DataError, match=r"a\.jsonl is listed twice.*duplicates='allow'"):
         open_source([tmp_path / "in", path])
-    with pytest.raises(DataError, match=r"a\.jsonl is named twice"):
+    with pytest.raises(DataError, match=r"a\.jsonl is listed twice"):
         open_source([path, f"file://{path}", tmp_path / "in" / ".." / "in"])
     assert list(open_source([tmp_path / "in", path], "text", duplicates="allow")) == ["x", "x"]
 

@@ -20,7 +20,7 @@ def changed(number: int, **what: Any) -> list[dict[str, Any]]:
     [
         (BEFORE, None),
         (changed(1, rows=2, digest="x"), "b has changed: it had 3 rows and has 2"),
-        (changed(2, digest="x"), "c has changed: it has other content"),
+        (changed(2, digest="x"), "c has changed: its content differs"),
         (changed(1, size=8, stamp="2"), "b has changed: it had 9 bytes and has 8"),
         (changed(1, stamp="2"), "b was written again"),
         ([file | {"stamp": "2"} | ({"size": 8} if file["name"] == "c" else {}) for file in BEFORE],
@@ -30,7 +30,7 @@ def changed(number: int, **what: Any) -> list[dict[str, Any]]:
         ([BEFORE[0], BEFORE[2]], "b is gone"),
         ([{**BEFORE[0], "name": "A"}, *BEFORE], "A was not there"),
         ([*BEFORE, {**BEFORE[0], "name": "d"}], "d was not there"),
-        ([BEFORE[0], BEFORE[2], BEFORE[1]], "c stands where b stood"),
+        ([BEFORE[0], BEFORE[2], BEFORE[1]], "c is now where b was"),
         ([], "a is gone"),
     ],
 )  # fmt: skip

@@ -269,7 +269,7 @@ def test_lengths_of_arrays_are_all_alike(tmp_path: Path) -> None:
     ("array", "said"),
     [
         (np.array([{}, []], dtype=object), "Python objects.*unpickled"),
-        (np.array(3), r"has no rows; save it again by numpy\.save"),
+        (np.array(3), r"has no rows; save it again with numpy\.save"),
         (np.asfortranarray(np.ones((3, 4))), "Fortran order.*ascontiguousarray"),
     ],
 )

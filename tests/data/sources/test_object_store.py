@@ -77,7 +77,7 @@ def test_an_object_that_is_overwritten_has_another_fingerprint(bucket: Any, stor
     bucket.pipe("rows/a.jsonl", b'{"text": "b"}\n')
     after = open_source("s3://rows/a.jsonl", storage=storage)
     assert after[0] == {"text": "b"}
-    with pytest.raises(DataError, match=r"a\.jsonl has changed: it has other content"):
+    with pytest.raises(DataError, match=r"a\.jsonl has changed: its content differs"):
         after.check_same(before.manifest)
 
 

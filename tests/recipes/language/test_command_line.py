@@ -143,6 +143,6 @@ def test_a_broken_corpus_ends_the_command_with_one_sentence(tmp_path: Path) -> N
     settings = overrides(tmp_path / "corpus", tmp_path / "runs")
     told = unisono("train", "language", *(f"{key}={format_override(value)}" for key, value in settings.items()), code=2)
     assert "unisono: error: " in told
-    assert "a.jsonl, line 2: 'text' holds half a character" in told
+    assert "a.jsonl, line 2: 'text' contains the unpaired surrogate" in told
     assert "Traceback" not in told
     assert not (tmp_path / "runs").exists()

@@ -240,7 +240,7 @@ def test_documents_behind_a_url_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_the_same_file_twice_is_refused(tmp_path: Path) -> None:
     _tree(tmp_path, "x/a.txt")
-    with pytest.raises(DataError, match=r"data\.path: .*a\.txt is named twice"):
+    with pytest.raises(DataError, match=r"data\.path: .*a\.txt is listed twice"):
         names(tmp_path, tmp_path / "x" / "a.txt")
 
 

@@ -116,7 +116,7 @@ def test_a_run_is_packed_from_the_command_line(texts: Path, tmp_path: Path) -> N
 
 def test_epochs_and_packing_are_refused_before_anything_starts(texts: Path, tmp_path: Path) -> None:
     how = {"data.packing": {}, "train.steps": None, "train.epochs": 2}
-    with pytest.raises(ConfigError, match=r"train\.epochs=2 cannot be counted with data\.packing.*set train\.steps"):
+    with pytest.raises(ConfigError, match=r"train\.epochs=2 does not work with data\.packing.*set train\.steps"):
         _train(texts, tmp_path, **how)
     assert not (tmp_path / "run").exists()
 

@@ -143,14 +143,14 @@ def test_a_trained_tokenizer_has_the_size_that_was_asked_for(tmp_path: Path) -> 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="the 1 records gave no rows: 1 were left out as empty"):
+    with pytest.raises(DataError, match="the 1 records produced no rows: 1 were left out as empty"):
         tokenised(corpus(tmp_path))
 
 
 def test_text_of_which_the_tokenizer_makes_nothing_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["signs that it", "does not know"])
     Engine(models.BPE({"x": 0}, [])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"the 2 records gave no rows: 0 .* that the tokenizer knows\?"):
+    with pytest.raises(DataError, match=r"the 2 records produced no rows: 0 .* that the tokenizer can encode\?"):
         tokenised(corpus(tmp_path / "corpus"), tokenizer.load_tokenizer(tmp_path))
 
 

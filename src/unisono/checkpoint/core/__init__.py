@@ -1,1 +1,1 @@
-"""A checkpoint on disk: committed whole or absent, verified, kept or removed, resumed from."""
+"""Checkpoints on disk: committed atomically, verified, retained or removed, resumed from."""

@@ -1,9 +1,8 @@
-"""Writes pieces of arrays to safetensors files, hashing them meanwhile, and reads them back in any other partition.
+"""Writes pieces of arrays to safetensors files, hashing while writing, and reads them back in any other partition.
 
-The format is an eight-byte length, a header in JSON and raw bytes. It is written here and not by the safetensors
-library because that takes a whole file's tensors at once and hashes nothing; it can read these files.
-Large pieces are cut along their first axis, so that several processes can verify them and none has to read a whole one
-for a part of it.
+The format is an eight-byte length, a JSON header and raw bytes. It is written here because the safetensors library
+needs all tensors of a file at once and computes no hashes; the library can read these files. Large pieces are split
+along their first axis, so that several processes can verify them, and none has to read all of one for a part of it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import CheckpointError
 
-MAX_PIECE_BYTES = 64 << 20  # bytes of a piece, unless one index of its first axis has more
-_PAIR_DTYPES = ("complex128",)  # safetensors has no such dtype; they are written as pairs of real numbers
-_CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the cache of a core
+MAX_PIECE_BYTES = 64 << 20  # limit of a piece, unless a single index of its first axis is larger
+_PAIR_DTYPES = ("complex128",)  # not supported by safetensors; written as pairs of real numbers
+_CHUNK = 1 << 20  # bytes read and hashed at a time; fits into a core's cache
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
@@ -41,7 +40,7 @@ _NAMES = {
 def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] | None = None) -> dict[str, Any]:
     """Write pieces into one new file and flush it to disk.
 
-    Hashing runs in threads while writing: it releases the GIL, and the content is in memory anyway.
+    Hashing runs in threads while writing: it releases the GIL, and the content is already in memory.
 
     Args:
         file: must not exist.
@@ -70,7 +69,7 @@ def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] 
                 waiting.append((piece, by_piece.submit(_sha256, content), by_file.submit(whole.update, content.data)))
                 _write_all(descriptor, content.data)
                 position += content.nbytes
-                while len(waiting) > 4:  # what comes from a device is held no longer than it has to be
+                while len(waiting) > 4:  # limits the number of host copies of device arrays
                     _finish_piece(waiting.popleft())
             while waiting:
                 _finish_piece(waiting.popleft())
@@ -82,7 +81,7 @@ def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] 
 
 
 def total_bytes(shards: Sequence[ArrayShard]) -> int:
-    """Bytes that pieces occupy, without the header."""
+    """The size of pieces in bytes, without the header."""
     return sum(host_arrays.nbytes(shard.data) for shard in shards)
 
 
@@ -113,17 +112,17 @@ class ArrayReader:
         Raises:
             CheckpointError: if the saved pieces do not cover it, or one of them is damaged.
         """
-        self._check_covered(name, offset, shape)  # before memory is asked for: a manifest may claim any shape
+        self._check_covered(name, offset, shape)  # before allocating memory: a manifest may claim any shape
         result = np.empty(shape, dtype=self.dtype(name))
         self.fill(name, offset, result)
         return result
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """In which an array was saved."""
+        """The dtype in which an array was saved."""
         return host_arrays.parse_dtype(self._arrays[name]["dtype"])
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
-        """Read a piece of an array into contiguous memory of its shape and its dtype.
+        """Read a piece of an array into a contiguous array of its shape and dtype.
 
         Raises:
             CheckpointError: as for `read`; the memory's content is undefined if a piece is damaged.
@@ -139,9 +138,9 @@ class ArrayReader:
             )
             here: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
             shared = [b - a for a, b in zip(first, last, strict=True)]
-            target = values[(*here, ...)]  # a view, even where there is no axis
+            target = values[(*here, ...)]  # a view, even of an array without axes
             known = (piece["file"], piece["entry"]) in self._verified
-            rows = known and shared[1:] == piece["shape"][1:]  # they lie together, and have no hash of their own
+            rows = known and shared[1:] == piece["shape"][1:]  # contiguous in the file; not hashed separately
             if (rows or shared == piece["shape"]) and target.flags.c_contiguous:
                 before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
                 self._read_piece(name, piece, target, before * into.itemsize)
@@ -178,7 +177,7 @@ class ArrayReader:
                 yield piece, first, last
 
     def _read_piece(self, name: str, piece: dict[str, Any], into: Array, before: int = 0) -> None:
-        """Read a piece into contiguous memory and verify it there; of a verified piece, only the requested part.
+        """Read a piece into a contiguous array and verify it; if already verified, read only the requested part.
 
         Args:
             name: of the array.
@@ -200,7 +199,7 @@ class ArrayReader:
 
 
 def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
-    """Fill memory from a file and hash it meanwhile; None if the file is too short."""
+    """Fill memory from a file and return the hash of what was read; None if the file is too short or not hashed."""
     sha256 = hashlib.sha256()
     with file.open("rb", buffering=0) as opened:
         opened.seek(at)
@@ -240,12 +239,12 @@ def _plan_file(file: str, shards: Sequence[ArrayShard]) -> tuple[dict[str, Any],
             raise CheckpointError(f"'{shard.name}' has dtype {dtype}, which safetensors files do not support")
         array = {"shape": list(shard.shape), "dtype": dtype, "pieces": []}
         described.setdefault(shard.name, array)
-        for offset, data in _split_shard(shard) if math.prod(shard.data.shape) else ():  # what is empty is in no file
+        for offset, data in _split_shard(shard) if math.prod(shard.data.shape) else ():  # empty arrays are not written
             entry = f"{shard.name}@{','.join(map(str, offset))}"
             piece = {"file": file, "entry": entry, "offset": offset, "shape": list(data.shape)}
             described[shard.name]["pieces"].append(piece)
             entries.append((piece, data))
-    # The widest first, so that every piece begins at a multiple of its own width.
+    # The widest dtype first, so that every piece is aligned.
     return described, sorted(entries, key=lambda entry: -_bytes_per_element(host_arrays.dtype_name(entry[1])))
 
 
@@ -277,7 +276,7 @@ def _header(entries: Sequence[tuple[dict[str, Any], Any]], note: dict[str, str])
 
 
 def _bytes_per_element(dtype: str) -> int:
-    """Bytes of a number as it is stored."""
+    """The size of a stored number in bytes."""
     return host_arrays.parse_dtype("float64" if dtype in _PAIR_DTYPES else dtype).itemsize
 
 

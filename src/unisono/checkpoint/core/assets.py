@@ -1,7 +1,7 @@
-"""The files that a task leaves with its run, held against the digests in a checkpoint's manifest, as arrays are.
+"""Verifies a run's assets (the files written by its task) against the digests in a checkpoint's manifest.
 
-A tokenizer or a `config.json` decides what the arrays mean, so one that was changed, added or lost makes another model
-of them. Who resumes a run does not ask: the task writes its files again, and the next checkpoint has their digests.
+A tokenizer or a `config.json` determines what the arrays mean, so changing, adding or losing one yields a different
+model. They are not checked on resume: the task writes its files again, and the next checkpoint has their digests.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ FOLDER = "assets"
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of every file of data among the assets of a run, by its name there, as they also go to a store."""
+    """SHA-256 of every asset of a run by name, limited to the data files that are also uploaded to a store."""
     names = [name.removeprefix(f"{FOLDER}/") for name in description.files(run) if name.startswith(f"{FOLDER}/")]
     return {name: _digest(run / FOLDER, name) for name in sorted(names)}
 
 
 def check(checkpoint: Checkpoint, run: Path) -> None:
-    """Refuse assets that are not those with which a checkpoint was written.
+    """Raise if the assets differ from those with which a checkpoint was written.
 
     Args:
-        checkpoint: read; one that was written before there were such digests has nothing to compare.
-        run: folder of the run, in which the assets lie.
+        checkpoint: its manifest. Checkpoints without digests, from older versions, are not checked.
+        run: the run directory, which contains the assets.
 
     Raises:
         CheckpointError: naming the first file that differs.
@@ -43,18 +43,18 @@ def check(checkpoint: Checkpoint, run: Path) -> None:
         raise CheckpointError(f"the assets of {run} cannot be read: {one_line(error)}") from error
     if (found := difference(checkpoint.assets, there)) is not None:
         raise CheckpointError(
-            f"{run / FOLDER / found[0]} {found[1]} {checkpoint.path.name} was written, so its arrays would be taken "
-            "for another model. Bring the assets back as they were; if the run is yours and was started again since, "
-            "resume it: its next checkpoint is of the assets that are there"
+            f"{run / FOLDER / found[0]} {found[1]} {checkpoint.path.name} was written, so its arrays would be "
+            "interpreted as another model. Restore the original assets; if the run is yours and was started again "
+            "since, resume it: its next checkpoint will match the current assets"
         )
 
 
 def difference(written: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first name that differs, and how, as the beginning of a sentence that goes on with a checkpoint's name."""
+    """The first name that differs, and how, as the beginning of a sentence that continues with a checkpoint's name."""
     for name in sorted(written.keys() | there.keys()):
         if written.get(name) != there.get(name):
-            how = "is missing, which was there when" if name not in there else "has changed since"
-            return one_line(name), "was not there when" if name not in written else how
+            how = "is missing, but existed when" if name not in there else "has changed since"
+            return one_line(name), "did not exist when" if name not in written else how
     return None
 
 

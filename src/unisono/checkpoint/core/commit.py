@@ -1,10 +1,9 @@
 """The commit protocol on disk: a checkpoint is complete or absent, and never overwritten.
 
-Every rank writes its pieces into one temporary folder, hashes them meanwhile and flushes them to disk. When all agree
-that this is done, rank 0 writes the manifest last, flushes everything and renames the folder; only then may older
+Every rank writes its pieces into one temporary folder, hashes them while writing, and flushes them to disk. When all
+ranks have finished, rank 0 writes the manifest, flushes everything and renames the folder; only then may older
 checkpoints be removed. A folder without a manifest or with a temporary name is not a checkpoint, so on a store without
-rename, the manifest alone is the commit (`files_in_order`). A manifest holds JSON, and reading never unpickles
-anything.
+rename, the manifest alone is the commit (`files_in_order`). A manifest is JSON; reading never unpickles anything.
 
 runs/<name>/checkpoints/
   step-00001000/
@@ -52,8 +51,8 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".writing-"
-# Errors of a file system that is temporarily away or over quota. A full disk is not among them: the space needed
-# was checked before the first step.
+# Errors of a file system that is temporarily unreachable or over quota. A full disk is not among them, since space is
+# checked before the first step.
 _TRANSIENT_ERRORS = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN,
     errno.ECONNRESET, errno.EHOSTDOWN,
@@ -95,7 +94,7 @@ def save_checkpoint(
         NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
     final = folder / folder_name(step)
-    # A unique name: a stale process that wakes up after another took over cannot write into that one's folder.
+    # A unique name, so that a stale process that wakes up after a takeover cannot write into the new owner's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     retention = keep if isinstance(keep, Retention) else Retention(keep)
     faults = _run_on_all_ranks(group, "check its part of the state", lambda: find_not_finite(shards))
@@ -145,13 +144,13 @@ def save_checkpoint(
             temporary.rename(final)
             try:
                 fsync_path(folder)
-            except OSError:  # its name may not outlive a loss of power
+            except OSError:  # the rename may not survive a power failure
                 final.rename(temporary)
                 raise
 
         _run_on_all_ranks(group, "finish the checkpoint", finish)
     except SaveError:
-        if group.rank == 0:  # all ranks know, so nobody writes there any more
+        if group.rank == 0:  # all ranks know of the failure, so none is still writing
             with suppress(OSError):
                 shutil.rmtree(temporary)
         raise
@@ -220,7 +219,7 @@ def find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
             values = values[..., None].view(values.real.dtype)
         if values.dtype.kind != "f" or not values.size:
             continue
-        if not (np.isfinite(values.min()) and np.isfinite(values.max())):  # without a mask of all elements
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):  # avoids allocating a mask
             found.append(f"'{shard.name}' ({int((~np.isfinite(values)).sum())} of {values.size:,})")
     return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
 
@@ -258,7 +257,7 @@ def _run_on_all_ranks(group: Communicator, what: str, act: Callable[[], Json]) -
 
 @contextmanager
 def _explain_full_disk(folder: Path, needed: int) -> Iterator[None]:
-    """Extend `No space left` errors by what all ranks need and what was free before."""
+    """Add to `No space left` errors how much all ranks need, and how much was free before."""
     free = shutil.disk_usage(folder).free
     try:
         yield
@@ -324,7 +323,7 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
         metrics.append(FinishedCheckpoint(_parse_step(path), checkpoint.metric))
     for step in retention.find_removable(made, metrics):
         old = known[step]
-        try:  # removed as it was created, by one rename: a partial checkpoint must never be found
+        try:  # renamed first, so that a partially removed checkpoint is never found
             remove_folder(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             log.warning("%s could not be removed: %s", old, error)

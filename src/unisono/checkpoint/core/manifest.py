@@ -1,7 +1,7 @@
 """A checkpoint's manifest: one JSON file, written last and verified by its own hash.
 
-Nothing in a manifest is ever executed. It is accepted only if it is, byte for byte, what was written: JSON has
-several spellings of the same value, and a flipped bit may turn one into another.
+Nothing in a manifest is ever executed. It is accepted only if it is byte for byte what was written, since JSON can
+spell the same value in several ways, and a flipped bit could turn one into another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.runtime.text import one_line
 FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about a million pieces
-_FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")  # a file of the folder itself
+_FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")  # a file directly in the folder
 
 
 class _File(HashedFile):
@@ -71,13 +71,13 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: updates made.
-        state: what the trainer saves besides arrays.
+        state: the state other than arrays.
         arrays: per array name its shape, dtype and pieces, as in the manifest.
         files: per file name its size in bytes, its SHA-256, and size and SHA-256 of its header.
         parent: name of the previous checkpoint, made by the run or resumed from; None if there was none.
         holds: `everything`, from which a run can resume, or `model`.
         metric: results of an evaluation of exactly this state; None if there was none.
-        assets: SHA-256 of every file that the task had left with the run; None where the manifest has none.
+        assets: SHA-256 of every asset that the task had written; None if the manifest has none.
         about: configuration, code, data, layout and versions of the run that made it.
         sha256: of all of the above, as stored in the manifest.
         verified: pieces, by file and entry, whose content this process has verified.
@@ -97,7 +97,7 @@ class Checkpoint:
     verified: frozenset[tuple[str, str]] = frozenset()
 
     def reader(self) -> ArrayReader:
-        """A reader of its arrays. What this process has verified is not hashed again."""
+        """A reader of its arrays. Pieces that this process has verified are not hashed again."""
         return ArrayReader(self.path, self.arrays, self.verified)
 
 
@@ -167,7 +167,7 @@ def merge_manifests(written: list[Json]) -> dict[str, Any]:
 
 
 def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
-    """Whether a piece lies in its array, and has as many bytes as that takes."""
+    """Whether a piece lies within its array and has the right number of bytes."""
     shape, offset = piece["shape"], piece["offset"]
     return (
         len(shape) == len(offset) == len(whole)
@@ -177,19 +177,19 @@ def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Refuse a manifest that points outside its folder, or whose pieces leave bytes of a file unverified.
+    """Reject a manifest that points outside its folder, or whose pieces leave bytes of a file unverified.
 
-    The hash guards against damage, not against malice: a manifest may come from anywhere.
+    The manifest's hash protects against damage but not against malice, and manifests may be untrusted.
     """
     if checkpoint.assets is not None and not all(isinstance(each, str) for each in dict(checkpoint.assets).values()):
-        raise CheckpointError(f"{checkpoint.path}: its digests of assets make no sense")
+        raise CheckpointError(f"{checkpoint.path}: its digests of assets are invalid")
     ends = {name: [(0, file["header"]["size"])] for name, file in checkpoint.files.items()}
     for name, array in checkpoint.arrays.items():
         try:
             item = host_arrays.parse_dtype(array["dtype"]).itemsize
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{checkpoint.path}: '{one_line(name)}' is of dtype '{one_line(array['dtype'])}', which is not known"
+                f"{checkpoint.path}: '{one_line(name)}' has the unknown dtype '{one_line(array['dtype'])}'"
             ) from error
         for piece in array["pieces"]:
             if piece["file"] not in ends:

@@ -1,8 +1,8 @@
 """Provenance of a run, saved in every checkpoint: configuration, code, data, versions, environment and machine.
 
 It is compared twice: between all processes before the first step, when nothing may differ, and with the checkpoint
-that a run resumes from. There a layout, an interval or a version may differ and is reported; a change of mathematics
-is refused unless `run.allow_change` names it; `run.resume=exact` refuses whatever could change a bit.
+that a run resumes from. On resume, changes of layout, intervals or versions are reported; a change of the mathematics
+is an error unless `run.allow_change` names it; with `run.resume=exact`, anything that could change a bit is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENVIRONMENT_KEYS = (
     "environment",
     "machine",
 )  # may differ unless a run must be the same bit for bit
-HOST_KEYS = ("environment", "machine")  # those that only a training process knows
+HOST_KEYS = ("environment", "machine")  # known only to training processes
 _BIT_CHANGING_KEYS = ("layout.", "optim.implementation")  # keys that change the order of sums, but not the mathematics
 _START_KEYS = (
     "run.name", "run.dir", "run.resume", "run.allow_change", "run.stop_after",
@@ -61,7 +61,7 @@ def describe_run(
         "environment": environment.relevant_variables() if place is not None else None,
         "machine": describe_machine(config, place) if place is not None else None,
     }
-    kept: dict[str, Json] = json.loads(json.dumps(described))  # as it comes back from a file
+    kept: dict[str, Json] = json.loads(json.dumps(described))  # in the form in which it is read back from a file
     return kept
 
 
@@ -93,7 +93,7 @@ class ProvenanceDifference:
 
     Attributes:
         config: keys of the configuration, except those that belong to a single start.
-        mathematics: those of them that determine what is computed.
+        mathematics: those of `config` that determine what is computed.
         around: entries of code, versions, environment and machine, if both sides are known.
         data: facts of the data that determine the order.
     """
@@ -120,7 +120,7 @@ class ProvenanceDifference:
         ]
 
     def to_json(self) -> dict[str, Json]:
-        """The same as JSON, for the run's record."""
+        """The differences as JSON, for the run's record."""
         parts = {"config": self.config, **self.around}
         return {
             part: {name: list(pair) for name, pair in pairs.items()} if part != "code" else sorted(pairs)
@@ -160,7 +160,7 @@ def compare_host(there: Provenance, here: Provenance) -> ProvenanceDifference:
 
 
 def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfig) -> None:
-    """Refuse to resume if this start is a different run.
+    """Raise if this start is a different run.
 
     Args:
         where: the run's folder.
@@ -197,7 +197,7 @@ def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfi
 
 
 def check_names(config: RunConfig, there: Mapping[str, Any] | None = None) -> None:
-    """Refuse names in `run.allow_change` that are keys neither here nor in the resumed run.
+    """Reject names in `run.allow_change` that are keys neither here nor in the resumed run.
 
     Raises:
         ConfigError: with the nearest key.

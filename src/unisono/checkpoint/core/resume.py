@@ -1,8 +1,8 @@
-"""Which checkpoint a run resumes from, and what a checkpoint saves so that nothing is lost.
+"""Opens the checkpoint that a run resumes from, and collects the state that a checkpoint saves besides arrays.
 
-Before the model is built all ranks verify together the newest of the checkpoints from which the run may resume (see
-`unisono.checkpoint.core.resume_point`). A damaged one is skipped for the one before it, with a warning: it is reported,
-recorded, and kept under another name. With `run.resume=exact` it is an error.
+Before the model is built, all ranks together verify the newest of the checkpoints from which the run may resume (see
+`unisono.checkpoint.core.resume_point`). If it is damaged, the run falls back to the previous one with a warning, and
+keeps the damaged one under another name. With `run.resume=exact`, a damaged checkpoint is an error.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Resumption:
         rejected: newer ones that are damaged, newest first.
         refetched: the damaged local copy of this one, if the store had it intact.
         changes: differences from when the checkpoint was written, as JSON.
-        lines: the same for people.
-        gone: ledger files that the checkpoint lists but that are missing.
+        lines: the same as lines of text.
+        missing_files: ledger files that the checkpoint lists but that are missing.
     """
 
     checkpoint: Checkpoint | None = None
@@ -100,7 +100,7 @@ class Resumption:
         return found
 
     def build_events(self, steps: int) -> list[dict[str, Json]]:
-        """The entries of `events.jsonl` about how a run of so many steps resumed; changes only where a step follows."""
+        """The entries of `events.jsonl` about the resume; includes changes only if steps remain out of `steps`."""
         found: list[dict[str, Json]] = [
             {"fallback": {"from": f.name, "to": self.checkpoint.path.name, "why": f.why, "kept_as": f.aside}}
             for f in self.rejected
@@ -112,7 +112,7 @@ class Resumption:
         return found + ([{"changed": dict(self.changes)}] if self.changes and self.step < steps else [])
 
 
-# which checkpoint is whole ------------------------------------------------------------------------------------------
+# finding an intact checkpoint ---------------------------------------------------------------------------------------
 
 
 def open_newest(
@@ -126,11 +126,11 @@ def open_newest(
 
     Args:
         run: with the checkpoints from which it may resume.
-        here: provenance of this process; versions, environment and machine are compared, which only a rank knows.
+        here: provenance of this process, to compare what only ranks know: environment and machine.
         communicator: of all ranks.
         writing: False if only an evaluation follows: then nothing is renamed, skipped or compared.
-        refetch: fetches a damaged checkpoint from a store, and returns where the damaged copy is now, or why it could
-            not; called on rank 0; None on all ranks or on none.
+        refetch: fetches a damaged checkpoint from a store; called on rank 0. Returns where the damaged copy is now, or
+            why it could not. Must be None on all ranks or on none.
 
     Raises:
         RunError: if `run.resume=exact` and machine or environment differ.
@@ -177,7 +177,7 @@ def open_newest(
     return Resumption(checkpoint, kept, changes, (*candidate.lines, *host.lines()), gone, refetched)
 
 
-# what a checkpoint keeps --------------------------------------------------------------------------------------------
+# what a checkpoint saves --------------------------------------------------------------------------------------------
 
 
 def weight_shards(shards: Sequence[ArrayShard]) -> list[ArrayShard]:
@@ -201,13 +201,13 @@ def collect_state(
     """The state that a checkpoint saves besides arrays, as JSON, the same on every rank; collective.
 
     Args:
-        found: where this start resumed.
-        made: updates.
+        found: what this start resumed from.
+        made: number of updates.
         plan: of the run.
         own: rows of the global batch that belong to this process.
         communicator: of all ranks.
         random: whether a forward pass of this process drew random numbers.
-        micro_batch: rows of one.
+        micro_batch: rows per micro-batch.
         mark: position of this process's ledger.
         best: of the evaluations so far.
         trackers: ids of the tracked runs, as rank 0 knows them.
@@ -232,11 +232,11 @@ def collect_state(
     }
 
 
-# the steps of these -------------------------------------------------------------------------------------------------
+# helpers ------------------------------------------------------------------------------------------------------------
 
 
 def _open_verified(path: Path, communicator: Communicator) -> tuple[Checkpoint | None, str]:
-    """A checkpoint that every rank finds intact, or why not; another format is refused at once."""
+    """A checkpoint that every rank finds intact, or why it is not; an unknown format raises."""
     try:
         return commit.open_checkpoint(path, communicator), ""
     except FormatError:
@@ -246,7 +246,7 @@ def _open_verified(path: Path, communicator: Communicator) -> tuple[Checkpoint |
 
 
 def _refetch(path: Path, refetch: Refetch, communicator: Communicator) -> tuple[str | None, str]:
-    """Let rank 0 fetch a checkpoint again, without a deadline."""
+    """Have rank 0 fetch a checkpoint again, without a deadline."""
     aside, why = share_first(
         communicator, lambda: list(refetch_checkpoint(path, refetch)), "a damaged checkpoint to be fetched again"
     )

@@ -97,7 +97,7 @@ def newest_readable(folder: Path, refetch: Refetch | None = None) -> NewestCheck
 def decide_resume_point(
     folder: Path, config: RunConfig, here: Provenance, newest: NewestCheckpoint, steps: int | None
 ) -> ResumePoint | None:
-    """Whether a run may resume from its newest checkpoint, and from which older ones if that turns out to be damaged.
+    """Decide whether a run may resume from its newest checkpoint, and from which older ones if that one is damaged.
 
     Args:
         folder: of the run.
@@ -130,14 +130,14 @@ def decide_resume_point(
             if older is None:
                 candidates.append(_damaged_candidate(path.name, why))
                 continue
-            with suppress(CheckpointError, RunError, KeyError):  # of another past of the run
+            with suppress(CheckpointError, RunError, KeyError):  # e.g. from another history of the run
                 _check_known_parts(older)
                 candidates.append(_check_candidate(folder, config, here, older, steps, paths))
     return ResumePoint(tuple(candidates), bool(first.state["random"]))
 
 
 def list_all(folder: Path) -> ResumePoint | None:
-    """All checkpoints of a run, without comparing anything, for readers."""
+    """All checkpoints of a run, without comparing provenance, for read-only uses."""
     names = [path.name for path in reversed(commit.find_checkpoints(folder / "checkpoints"))]
     return ResumePoint(tuple(Candidate(name, _parse_step(name)) for name in names)) if names else None
 
@@ -177,7 +177,7 @@ def no_checkpoint(folder: Path, config: RunConfig) -> RunError:
 
 
 def _read(path: Path) -> tuple[Checkpoint | None, str]:
-    """A checkpoint by its manifest alone, or why that cannot be read; another format is refused at once."""
+    """A checkpoint from its manifest alone, or why that cannot be read; an unknown format raises."""
     try:
         return commit.read_manifest(path), ""
     except FormatError:
@@ -187,7 +187,7 @@ def _read(path: Path) -> tuple[Checkpoint | None, str]:
 
 
 def refetch_checkpoint(path: Path, refetch: Refetch) -> tuple[str | None, str]:
-    """The name of the damaged checkpoint once it was fetched again, or why it was not."""
+    """Fetch a checkpoint again; returns the damaged copy's new name, or None and why that failed."""
     try:
         aside, why = refetch(path)
     except Exception as error:
@@ -203,7 +203,7 @@ def without_advice(fault: str) -> str:
 
 
 def _check_known_parts(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint with unknown parts, or without required ones.
+    """Reject a checkpoint with unknown parts, or without required ones.
 
     Raises:
         FormatError: naming them.
@@ -229,7 +229,7 @@ def _check_known_parts(checkpoint: Checkpoint) -> None:
 
 
 def _check_resumable(checkpoint: Checkpoint, steps: int, paths: Sequence[Path], differs: ProvenanceDifference) -> None:
-    """Refuse to resume from a model-only checkpoint, unless all steps are made, or from a run of another length.
+    """Raise for a model-only checkpoint, unless all steps are done, or one from a run of another length.
 
     Raises:
         RunError: with the newest checkpoint that can be resumed.
@@ -244,7 +244,7 @@ def _check_resumable(checkpoint: Checkpoint, steps: int, paths: Sequence[Path], 
         )
         raise RunError(f"{checkpoint.path} {_MODEL_ONLY_NOTICE}; {way}")
     was = checkpoint.state["total"]
-    if was != steps and not differs.mathematics:  # those that are there were allowed
+    if was != steps and not differs.mathematics:  # remaining differences were allowed by run.allow_change
         raise RunError(
             f"{checkpoint.path} belongs to a run of {was} steps, but this one has {steps}, so schedules would differ; "
             "restore the original data and settings"

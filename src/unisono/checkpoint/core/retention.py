@@ -36,7 +36,7 @@ class Retention:
 
     @classmethod
     def of(cls, settings: Settings) -> Retention:
-        """From the `checkpoint` group of a configuration."""
+        """The retention for the `checkpoint` group of a configuration."""
         best = settings.keep_best
         name, largest = (best.metric, best.mode == "max") if best else (None, False)
         return cls(settings.keep, settings.keep_every, name, largest)
@@ -44,10 +44,11 @@ class Retention:
     def find_removable(self, made: int, known: Iterable[FinishedCheckpoint]) -> list[int]:
         """Steps of the checkpoints to remove, now that the one of step `made` is finished; never that one.
 
-        Later ones stay: they belong to a course that the run has left by resuming from an older checkpoint than
-        the newest, and may be needed to find out why.
+        Later ones are kept: they belong to a history that the run left by resuming from an older checkpoint, and may
+        be needed to find out why.
 
-        >>> Retention(2, every=10).going(40, [Known(step) for step in (10, 20, 25, 30, 35, 40, 50)])
+        >>> steps = (10, 20, 25, 30, 35, 40, 50)
+        >>> Retention(2, every=10).find_removable(40, [FinishedCheckpoint(step) for step in steps])
         [25]
         """
         before = sorted((c for c in known if c.step <= made), key=lambda c: c.step)
@@ -65,10 +66,10 @@ class Retention:
 
 
 def check_metric(settings: Settings, metrics: Iterable[str]) -> None:
-    """Refuse `keep_best` by a metric that evaluations do not have.
+    """Reject `keep_best` with a metric that evaluations do not have.
 
     Raises:
-        ConfigError: naming those they have.
+        ConfigError: with the nearest metric.
     """
     best, names = settings.keep_best, list(metrics)
     if best is not None and best.metric not in names:

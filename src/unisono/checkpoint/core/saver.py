@@ -1,10 +1,10 @@
-"""Saves in the background: copies the state at once, writes the files meanwhile, and reports on all ranks together.
+"""Saves in the background: copies the state, writes it during the next steps, and reports on all ranks together.
 
-At most one save is in flight; the next waits for it. A thread writes it and talks to those of the other ranks over
-its own group. While a save is in flight, every step ends with a small message of all ranks, so that all of them learn
-of its end at the same step. A failure ends the run there or, if the settings say so, is reported until a later save
-succeeds: ignoring it would let a run without checkpoints end successfully. A temporary failure,
-such as an unreachable file server, is retried first, from the copies.
+At most one save is in flight; the next one waits for it. A thread writes it and communicates with the other ranks
+through its own group. While a save is in flight, all ranks exchange a small message after every step, so that all learn
+of its end at the same step. A failure ends the run at that step or, depending on the settings, is reported until a
+later save succeeds, so that a run without checkpoints never ends successfully. Temporary failures, such as an
+unreachable file server, are retried first, from the copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _PendingSave:
 
     step: int
     started: float = field(default_factory=time.monotonic)
-    last_attempt: float = field(default_factory=time.monotonic)  # for the last time
+    last_attempt: float = field(default_factory=time.monotonic)  # of the latest attempt
     thread: threading.Thread | None = None
     path: Path | None = None
     error: BaseException | None = None
@@ -50,7 +50,7 @@ class _PendingSave:
 
 
 class Saver:
-    """The checkpoints of one start of a run. Every method is collective. A context that ends with `finish`.
+    """Saves the checkpoints of one start of a run. Every method is collective. As a context it ends with `finish`.
 
     Args:
         folder: `checkpoints` of the run.
@@ -127,7 +127,7 @@ class Saver:
         """
         if self._pending is not None and self._pending.overdue:
             self.check()
-            if self._pending is not None:  # its disk still does not respond, and the run continues without it
+            if self._pending is not None:  # the disk still does not respond; the run continues without a save
                 return
         self._wait_for_pending()
         if made == self.saved:
@@ -192,7 +192,7 @@ class Saver:
         if kind is None:
             self.finish()
         elif self._pending is not None and self._pending.thread is not None:
-            # Other ranks may be gone, so do not communicate. A save cut off here is absent; a later save cleans up.
+            # Other ranks may be gone, so do not communicate. A save interrupted here is cleaned up by a later one.
             self._pending.thread.join(_EXIT_WAIT)
 
     def _save_with_retries(self, pending: _PendingSave, attempt: Callable[[], Path]) -> Path:
@@ -228,7 +228,7 @@ class Saver:
         """Act on a save's outcome once it is done on all ranks."""
         over, error, took = pending.is_over, pending.error, time.monotonic() - pending.started
         mine = [over, type(error).__name__ if over and error else "", str(error) if over and error else "", took]
-        replies = self._group.gather(mine, f"what became of the checkpoint of step {pending.step}")
+        replies = self._group.gather(mine, f"the outcome of the checkpoint of step {pending.step}")
         if not all(over for over, *_ in replies):
             if max(took for *_, took in replies) > self._deadline and not pending.overdue:
                 pending.overdue = True

@@ -1,9 +1,9 @@
 """Copies the current state to host memory, so that training can continue while it is written.
 
-It needs memory for one copy of what this process saves. Filling memory for the first time takes ten times as long as
-filling it again, so it is kept from save to save, allocated in huge pages if the system has them, and during the first
-steps if `prepare` is called. torch tensors on an accelerator are copied asynchronously
-(`unisono.engines.torch.pinned_copies`); everything else is done when `copy` returns.
+This needs memory for one copy of what this process saves. Writing to fresh memory takes ten times as long as reusing
+it, so it is kept between saves, uses huge pages if available, and is allocated during the first steps if `prepare` is
+called. torch tensors on an accelerator are copied asynchronously (`unisono.engines.torch.pinned_copies`); all other
+copies are complete when `copy` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.engines.state import ArrayShard
 if TYPE_CHECKING:
     from unisono.engines.torch.pinned_copies import PinnedCopies
 
-_ALIGNED = 64  # bytes; of any dtype, and of the CPU's widest registers
+_ALIGNED = 64  # bytes; suits any dtype and the CPU's widest registers
 _PAGE = 4096  # bytes
 
 
@@ -37,12 +37,12 @@ class Staging:
         self._allocation: threading.Thread | None = None
 
     def prepare(self, shards: Sequence[ArrayShard]) -> None:
-        """Allocate the memory for their copies in the background."""
+        """Allocate the memory for copies of these shards in the background."""
         beside, plain = self._split_by_device(shards)
         _, size = _plan_layout([shard.data for shard in plain])
 
         def ask() -> None:
-            with suppress(RuntimeError, OSError, MemoryError):  # too little memory: `copy` tries again and reports it
+            with suppress(RuntimeError, OSError, MemoryError):  # `copy` tries again and reports it
                 self._block = _touch_pages(_allocate(size))
                 if beside:
                     self._device().prepare([shard.data for shard in beside])
@@ -57,19 +57,19 @@ class Staging:
             self._allocation = None
 
     def copy(self, shards: Sequence[ArrayShard]) -> list[ArrayShard]:
-        """The same shards with their current content, in host memory. It may be read only after `wait`.
+        """Copies of the shards in host memory, to be read only after `wait`.
 
-        The copies of a call before are overwritten.
+        Overwrites the copies of the previous call.
         """
         self.wait_until_prepared()
         beside, plain = self._split_by_device(shards)
         copies: dict[int, Any] = {}
-        if beside:  # first: they are in progress while the others are made
+        if beside:  # started first, to overlap with the others
             made = self._device().copy([shard.data for shard in beside])
             copies |= {id(shard): copy for shard, copy in zip(beside, made, strict=True)}
         places, size = _plan_layout([shard.data for shard in plain])
         if size > self._block.size:
-            self._block = np.empty(0, dtype=np.uint8)  # first, or both would exist at once
+            self._block = np.empty(0, dtype=np.uint8)  # free it first, or both would exist at once
             self._block = _allocate(size)
         for shard, place in zip(plain, places, strict=True):
             kind = host_arrays.parse_dtype(host_arrays.dtype_name(shard.data))
@@ -108,7 +108,7 @@ def _plan_layout(arrays: Sequence[Any]) -> tuple[list[int], int]:
 
 
 def _allocate(size: int) -> Array:
-    """So many bytes."""
+    """Allocate an array of bytes, in huge pages if possible."""
     if size == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(size, dtype=np.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -118,6 +118,6 @@ def _allocate(size: int) -> Array:
 
 
 def _touch_pages(block: Array) -> Array:
-    """The same block with every page touched."""
+    """Touch every page of a block, so that the kernel provides the memory."""
     block[::_PAGE] = 0
     return block

@@ -1,9 +1,8 @@
-"""Verifies every byte of a checkpoint against its manifest: each rank a share, and all agree on the result.
+"""Verifies every byte of a checkpoint against its manifest; each rank verifies a share, and all agree on the result.
 
-This finds damage before anything of a checkpoint is loaded. What was verified on a host is then read
-there without being hashed again by any of its ranks: all of them get the same content of a file from the
-system's page cache. What was only verified on another host is verified again by the rank that reads it
-(`ArrayReader`).
+This finds damage before anything is loaded. Ranks do not hash again what any rank of their host has verified, since
+they all read the same content from the system's page cache. What was verified only on another host is verified again
+by the rank that reads it (`ArrayReader`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from unisono.checkpoint.core.manifest import Checkpoint, deletion_advice
 from unisono.runtime.communicator import Communicator, usable_cores
 from unisono.runtime.errors import CheckpointError
 
-_THREADS = 4  # of a rank; hashing lets go of the interpreter
+_THREADS = 4  # per rank; hashing releases the GIL
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class _HashedRange:
 
 
 def verify_content(checkpoint: Checkpoint, group: Communicator) -> Checkpoint:
-    """Verify all files of a checkpoint; collective. Returns it with what this rank has verified.
+    """Verify all files of a checkpoint; collective. Returns it with the pieces that count as verified on this rank.
 
     Raises:
         CheckpointError: on every rank, naming the first files that are missing, damaged or from another checkpoint, and
@@ -55,9 +54,9 @@ def verify_content(checkpoint: Checkpoint, group: Communicator) -> Checkpoint:
 
 
 def _file_cache_id(folder: Path) -> str | None:
-    """Identifies the kernel that reads a folder, and the folder's inode; None if the system does not tell.
+    """An id of the running kernel and the folder's inode; None if unavailable.
 
-    Processes with the same identity share one page cache of its files: also containers of a host, but not two mounts.
+    Processes with the same id share a page cache for its files: containers on one host do, but not two mounts.
     """
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

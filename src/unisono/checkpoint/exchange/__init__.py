@@ -1,1 +1,1 @@
-"""Weights for other libraries and from them."""
+"""Export of weights to other libraries, and import from them."""

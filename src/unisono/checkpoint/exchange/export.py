@@ -1,8 +1,8 @@
 """Exports a checkpoint for other libraries: streamed from file to file, by up to as many processes as there are files.
 
-Which file holds what follows from the manifest alone, so every process plans for itself, and is only sent the
-names of its own files. A process holds one block of one tensor at a time (of a tensor that is split
-otherwise elsewhere, such as stacked experts: all of it). The folder appears by one rename, and nothing is replaced.
+The plan of files depends on the manifest alone, so every process can make it, and is only sent the names of its own
+files. A process holds one block of one tensor at a time, or a whole tensor if it must be converted, such as stacked
+experts. The folder appears atomically, and nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        folder: that was made.
-        description: description of the export.
-        step: updates that made the weights.
-        files: of tensors.
-        tensors: in them.
-        size: of them in bytes.
+        folder: the new folder.
+        description: of the export.
+        step: number of updates of the weights.
+        files: number of tensor files.
+        tensors: number of tensors.
+        size: of the tensors in bytes.
     """
 
     folder: Path
@@ -65,7 +65,7 @@ class Exported:
 
 
 class TensorReader(Protocol):
-    """Where the numbers come from."""
+    """A source of tensors to export."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""What a commit's arrays are called and how they are cut elsewhere: as they are, in transformers, in PEFT.
+"""Export formats: names and shapes of a checkpoint's arrays, unchanged, for transformers, or for PEFT.
 
-A form is made from names and shapes alone, so every process that writes a share of the files comes to the same one. It
-is asked for nothing that would need the model's memory: transformers' model is made on the meta device.
+A format is derived from names and shapes alone, so all processes that write files derive the same one. It does not need
+the model's memory: the transformers model is created on the meta device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Output:
     Attributes:
         entry: its name, dtype and shape.
         source: the array's name.
-        made: makes of the whole array this tensor and others by name; None where it is the array itself.
+        convert: converts the whole array to this and other tensors by name; None if it is the array itself.
     """
 
     entry: TensorEntry

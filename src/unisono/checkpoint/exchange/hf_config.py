@@ -1,8 +1,8 @@
-"""Settings of the Hugging Face kind (`config.json`, `tokenizer_config.json`), read as data: what names code is dropped.
+"""Reads Hugging Face settings (`config.json`, `tokenizer_config.json`) as data, dropping entries that name code.
 
-`auto_map` names Python files by the model's author, and `attn_implementation` may name a repository of compiled code;
-transformers would import the one after a question that a pipe can answer, and fetch the other without one. So a file is
-read here, both are dropped and named, and the library is given what is left: it never sees the folder itself.
+`auto_map` names Python files by the model's author, and `attn_implementation` may name a repository of compiled code.
+transformers would import the former after a prompt that a pipe can answer, and download the latter without one. So both
+are dropped with a warning, and the library only gets the remaining settings, never the folder itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HARMLESS_KEYS = frozenset({"eager", "sdpa", "flash_attention_2", "flex_attentio
 
 
 def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """The settings of a file in somebody's folder, without what names code.
+    """The settings in a file of an untrusted folder, without entries that name code.
 
     Raises:
         OSError: where it is missing, or no regular file of that folder.
@@ -81,7 +81,7 @@ def read_config(folder: Path) -> Any:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse weights that the library would read elsewhere: by an index that names them there, or by links.
+    """Raise if an index or a link would make the library read weights from outside the folder.
 
     Raises:
         CheckpointError: naming the index and what it names.
@@ -94,7 +94,7 @@ def check_weights(folder: Path) -> None:
 
 
 def copy_settings(folder: Path, name: str, target: Path) -> None:
-    """Copy a file of somebody's folder for a user of the weights; of JSON, without what names code.
+    """Copy a file from an untrusted folder; JSON settings are copied without entries that name code.
 
     Raises:
         OSError: where it is no regular file of that folder, or cannot be written.
@@ -130,5 +130,5 @@ def without_code(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 @cache
 def _warn_dropped(path: str, dropped: tuple[str, ...]) -> None:
-    """Say it once for each file."""
+    """Warn once per file."""
     log.warning("%s: dropped %s, which names code of its author; such code is never run", path, ", ".join(dropped))

@@ -62,7 +62,7 @@ class TensorFile:
 def plan_files(entries: Sequence[TensorEntry], limit: float, stem: str = "model") -> list[TensorFile]:
     """Cut tensors, in their order, into files of at most `limit` bytes; a tensor that is larger has one for itself.
 
-    >>> [file.name for file in planned([Entry(n, torch.int8, (6,)) for n in "abc"], 12)]
+    >>> [file.name for file in plan_files([TensorEntry(n, torch.int8, (6,)) for n in "abc"], 12)]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     groups: list[list[TensorEntry]] = []
@@ -140,13 +140,13 @@ def blocks(shape: tuple[int, ...], item: int, limit: int = BLOCK) -> Iterator[tu
 
 
 class ShardedFiles:
-    """The tensors of somebody's safetensors files: one file, or a folder of them with its index if it has one.
+    """The tensors of untrusted safetensors files: one file, or a folder of them with its index if it has one.
 
-    Names of files come from the index and are looked for in the folder alone; the library bounds headers and checks
-    that offsets lie in the file and do not overlap.
+    Files named by the index must be in the folder; the library limits headers and checks that offsets are within the
+    file and do not overlap.
 
     Raises:
-        CheckpointError: naming the file that is missing, is no safetensors file, or is named by an index that lies.
+        CheckpointError: naming a file that is missing, invalid, or wrongly listed in the index.
     """
 
     def __init__(self, path: Path) -> None:

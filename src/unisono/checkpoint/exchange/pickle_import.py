@@ -1,9 +1,9 @@
-"""Weights that somebody else has written, made safetensors; the one place where a pickle is ever read.
+"""Converts untrusted weights to safetensors; the only place where a pickle is ever read.
 
-Reading a pickle can run whatever its author wants. Here it is read on the user's explicit word only, by torch's
-restricted reader and no other, in a process of its own that has no network, no files but Python's own and the two that
-are open, none of the user's variables, no way to other processes, and bounds on memory, time and what it writes. What
-it leaves is checked as any safetensors file is.
+Reading a pickle can run arbitrary code. Here it is only read on the user's explicit request, with torch's restricted
+reader, in a sandboxed process: no network, no files except Python's own and the two that are open, no environment
+variables of the user, no access to other processes, and limits on memory, time and output. The result is checked like
+any other safetensors file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import came to.
+    """The result of an import.
 
     Attributes:
-        out: file or folder that was made.
-        tensors: in it.
-        size: of them in bytes.
-        left_out: what else a pickle held where its tensors are, for people.
+        out: the new file or folder.
+        tensors: number of tensors.
+        size: of the tensors in bytes.
+        left_out: descriptions of other entries next to the tensors of a pickle.
     """
 
     out: Path
@@ -52,7 +52,7 @@ class Imported:
 
 
 def import_weights(source: Path, words: Import) -> Imported:
-    """Make safetensors of somebody's weights: a `.pt` file, or a folder or file of safetensors that is checked.
+    """Convert untrusted weights to safetensors: a `.pt` file, or a folder or file of safetensors to be checked.
 
     Args:
         source: a file, or a folder with `pytorch_model.bin` or safetensors, with their index and configuration.
@@ -219,6 +219,6 @@ def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, An
 
 
 def _printable(text: object) -> str:
-    """What comes out of somebody's file, fit for a terminal."""
+    """Text from an untrusted file, made safe for a terminal."""
     shown = re.sub(r"[^\x20-\x7e]", "?", str(text))
     return shown if len(shown) <= 600 else shown[:600] + "…"

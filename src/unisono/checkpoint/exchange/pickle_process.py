@@ -1,4 +1,4 @@
-"""The process that reads a pickle: it shuts itself in, then asks torch's restricted reader, and never another.
+"""The process that reads a pickle: it sandboxes itself, then uses torch's restricted reader, and never another.
 
 Started by `unisono.checkpoint.exchange.pickle_import` with a descriptor to write to; it answers with one line of JSON.
 """
@@ -173,7 +173,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Entry of the process."""
+    """Entry point of the process."""
     leave_network()
     asked = json.loads(sys.stdin.read())
     answer = extract_tensors(asked["source"], asked["key"], asked["limit"], int(sys.argv[1]))

@@ -1,7 +1,8 @@
-"""What a process gives up before it reads what may harm it: files by Landlock, sockets and processes by seccomp.
+"""Restricts a process before it reads untrusted data: files by Landlock, sockets and processes by seccomp.
 
-Both need no rights, hold for all threads made later, and cannot be taken back. Neither is in every kernel, so each says
-whether it could be had. References: https://docs.kernel.org/userspace-api/landlock.html and seccomp_filter.html.
+Both need no privileges, apply to all threads created later, and cannot be undone. Not every kernel supports them, so
+each reports whether it is in force. References: https://docs.kernel.org/userspace-api/landlock.html and
+seccomp_filter.html.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _CALLS = {
 
 
 def enter(readable: Iterable[str | int]) -> list[str]:
-    """Leave this process what it has open, and these paths or descriptors to read; for ever.
+    """Restrict this process permanently to its open files, and to reading these paths or descriptors.
 
     Returns:
-        What could not be had on this host, in words.
+        Descriptions of protections that this host does not support.
     """
     if sys.platform != "linux":
         return ["Landlock (files)", "seccomp (sockets and other processes)"]

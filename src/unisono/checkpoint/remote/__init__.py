@@ -1,1 +1,1 @@
-"""Checkpoints in object stores: uploaded beside training, restored at a start."""
+"""Checkpoints in object stores: uploaded during training, restored at a start."""

@@ -1,8 +1,7 @@
-"""What a store keeps of a run besides its checkpoints: which files are transferred, under which names.
+"""Which files of a run, besides checkpoints, are uploaded to and restored from a store.
 
-Events and ledger grow with the run and stay local. What comes from a store may be somebody else's, so the
-names are an allowlist: records of the run, and assets with a data file's extension. None of them is
-ever imported, and none arrives executable.
+Events and ledger grow with the run and stay local. A store may be untrusted, so names must be on an allowlist: records
+of the run, and assets with a data file's extension. None of them is ever imported, and none becomes executable.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ASSETS = "assets"
 _RECORD = re.compile(r"config(\.[0-9]{4,8})?\.yaml|(fingerprint|files|trackers|certificate)\.json")
 _PATH_PART = re.compile(
     r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,199}"
-)  # of a path: not hidden, no separator, no control
+)  # not hidden, no separators, no control characters
 _DATA_ENDINGS = frozenset({
     "", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md", ".csv", ".tsv", ".jinja",
     ".model", ".vocab", ".bpe", ".tiktoken", ".npy", ".npz", ".safetensors", ".parquet",

@@ -1,9 +1,9 @@
-"""A run's copy in any store that fsspec supports: objects by name, every response within a deadline.
+"""Access to a run's objects in any store that fsspec supports, with a deadline for every response.
 
-A store has no rename and its listings may be outdated, so nothing here relies on a listing alone. What is sent is read
-back and hashed: that costs a download, and is the only check that means the same on every store. (S3's entity tags
-are MD5 of parts, and no hash of the content under server-side encryption; checksums in an object's metadata say what
-the sender believed.)
+A store has no rename and its listings may be outdated, so nothing here relies on a listing alone. Uploads are read back
+and hashed: that costs a download, but is the only check that works on every store. (S3's entity tags are MD5 hashes of
+parts, and not even that under server-side encryption; checksums in an object's metadata only say what the sender
+computed.)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from unisono.runtime.files import fsync_path
 
 T = TypeVar("T")
 PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline limits progress and not size
-LARGEST = 256 << 20  # bytes of an object that is read whole, as a manifest
-_MAX_PARTS = 9_000  # of one object; S3 takes 10,000
-# Protocols with flat names: making a "directory" there would make a bucket.
+LARGEST = 256 << 20  # limit for objects that are read into memory, such as manifests
+_MAX_PARTS = 9_000  # of one object; S3 allows 10,000
+# Protocols without directories: creating one would create a bucket.
 _FLAT_PROTOCOLS = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "oci", "ocilake", "tos", "r2", "memory"}
 )
@@ -35,11 +35,11 @@ class ObjectError(DataError):
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """A place for one run.
+    """The prefix of one run in a store.
 
     Attributes:
-        url: of it, without a slash at the end.
-        where: options of its file system, and the deadline of an answer.
+        url: of the prefix, without a trailing slash.
+        where: options of its file system, and the deadline of a response.
     """
 
     url: str
@@ -47,7 +47,7 @@ class ObjectStore:
 
     @classmethod
     def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
-        """The place of a run below the URL of all runs."""
+        """The store of a run below the URL for all runs."""
         return cls(f"{url.rstrip('/')}/{name}", RemoteOptions(options(given), deadline))
 
     def at(self, name: str) -> str:
@@ -55,12 +55,12 @@ class ObjectStore:
         return f"{self.url}/{name}"
 
     def get(self, name: str) -> bytes | None:
-        """The content of a small object, or None if there is none; one that is not small is refused."""
+        """The content of a small object, or None if it does not exist; a large one is an error."""
         size = self.size(name)
         if size is None:
             return None
         if size > LARGEST:
-            raise ObjectError(f"{self.at(name)} has {size} bytes, and at most {LARGEST} are read of such an object")
+            raise ObjectError(f"{self.at(name)} has {size} bytes; at most {LARGEST} are allowed for such an object")
         try:
             content: bytes = self._request(name, lambda system, path: system.cat_file(path))
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class ObjectStore:
             except FileExistsError:
                 return False
             except OSError as error:
-                if "precondition" in str(error).lower().replace("-", ""):  # as S3 says it
+                if "precondition" in str(error).lower().replace("-", ""):  # S3's error
                     return False
                 raise
             return True
@@ -90,10 +90,10 @@ class ObjectStore:
         return self._request(name, write, "w")
 
     def size(self, name: str) -> int | None:
-        """Bytes of an object, or None if there is none."""
+        """Size of an object in bytes, or None if it does not exist."""
 
         def ask(system: Any, path: str) -> int:
-            system.invalidate_cache()  # what was listed before says nothing of what is there now
+            system.invalidate_cache()  # an earlier listing may be outdated
             return int(system.info(path)["size"])
 
         try:
@@ -107,11 +107,11 @@ class ObjectStore:
         return content
 
     def sha256(self, name: str, size: int, to: Callable[[bytes], Any] | None = None) -> str | None:
-        """The hash of an object's content, read in pieces; None if it is missing or of another size.
+        """The hash of an object's content, read in pieces; None if it is missing or has another size.
 
         Args:
             name: of the object.
-            size: that it is to have.
+            size: expected size in bytes.
             to: called with every piece.
         """
         if self.size(name) != size:
@@ -120,7 +120,7 @@ class ObjectStore:
         for first in range(0, size, PIECE_BYTES):
             try:
                 content = self.read(name, first, min(first + PIECE_BYTES, size))
-            except FileNotFoundError:  # it has just gone
+            except FileNotFoundError:  # removed in the meantime
                 return None
             digest.update(content)
             if to is not None:
@@ -151,13 +151,13 @@ class ObjectStore:
                     sent(len(content))
             self._request(name, lambda *_: stream.close(), "w")
         except BaseException:
-            with contextlib.suppress(Exception):  # the error that is raised tells more; parts are aborted later, too
+            with contextlib.suppress(Exception):  # the original error matters more; leftover parts are aborted later
                 self._request(name, lambda *_: stream.discard(), "w")
-            stream.closed = True  # or it would be finished as it is when it is collected
+            stream.closed = True  # otherwise garbage collection would complete the upload
             raise
 
     def fetch(self, name: str, file: Path, size: int, sha256: str) -> None:
-        """Download an object to a file, unless that has the right content already.
+        """Download an object to a file, unless the file already has the right content.
 
         Raises:
             ObjectError: if it is missing or damaged.
@@ -208,7 +208,7 @@ class ObjectStore:
         self._request(name, ask, "removed")
 
     def abort_parts(self) -> int:
-        """Abort multipart uploads that this run left behind; only S3 keeps such parts, and bills them."""
+        """Abort multipart uploads that this run left behind; S3 keeps (and bills) their parts."""
 
         def ask(system: Any, path: str) -> int:
             if not hasattr(system, "abort_mpu"):

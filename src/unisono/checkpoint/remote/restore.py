@@ -1,9 +1,9 @@
 """Restores a run from its store: at a start, downloads the newest intact checkpoint into the run's folder.
 
-It has two parts. First the run's description and the manifest, so that a configuration of another run is
-refused before anything large is transferred; then the files, in parallel, each verified by its hash, and one rename.
-What arrived before an interruption is not downloaded again. A damaged checkpoint is skipped with a warning; if none
-is intact the start is refused, since a run that has checkpoints must not silently start over.
+It has two parts. First the run's description and the manifest are downloaded, so that a configuration of another run is
+rejected before anything large is transferred; then the files, in parallel, each verified by its hash, followed by a
+rename. After an interruption, complete files are not downloaded again. A damaged checkpoint is skipped with a warning;
+if none is intact, the start fails, since a run that has checkpoints must not silently start over.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from unisono.runtime.shapes import HashedFile, misfit
 from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
-_PARALLEL_FILES = 8  # files at a time
+_PARALLEL_FILES = 8
 
 
 def find_newest(
     store: ObjectStore, folder: Path, beyond: int = -1, passed: dict[str, str] | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint of a store whose manifest is whole and whose files are there, or None if there is none.
+    """The newest checkpoint of a store with an intact manifest and all its files, or None if there is none.
 
-    Nothing is decided by a listing: names come from the index and from what the store lists, and a checkpoint is there
-    if its manifest is, and says so itself.
+    Listings are never trusted: names come from the index and the store's listing, but a checkpoint exists only if its
+    manifest does.
 
     Args:
         store: of the run.
-        folder: an empty or missing one, in which its manifest is put, in a folder of the checkpoint's name.
-        beyond: it must be newer than this step.
-        passed: filled with the skipped names and the reasons; names already in it are skipped, too.
+        folder: the folder of checkpoints, in which a temporary folder with the manifest is created.
+        beyond: the checkpoint must be newer than this step.
+        passed: filled with names of skipped checkpoints and reasons; names already in it are skipped, too.
 
     Raises:
         DataError: if the store does not answer.
@@ -72,11 +72,11 @@ def find_newest(
 
 
 def fetch_files(store: ObjectStore, begun: Checkpoint) -> Path:
-    """Download the files of a checkpoint that `find_newest` has found, and give its folder its final name.
+    """Download the files of a checkpoint found by `find_newest`, and give its folder its final name.
 
     Args:
         store: of the run.
-        begun: as it came from `find_newest`.
+        begun: the result of `find_newest`.
 
     Returns:
         The folder of the finished checkpoint.
@@ -99,7 +99,7 @@ def fetch_files(store: ObjectStore, begun: Checkpoint) -> Path:
     fsync_path(begun.path / MANIFEST)
     fsync_path(begun.path)
     final = begun.path.parent / name
-    if final.exists():  # a checkpoint that is damaged, or a folder without a manifest; none is lost
+    if final.exists():  # a damaged checkpoint, or a folder without a manifest; kept under another name
         final.rename(commit.free_aside_path(final))
     begun.path.rename(final)
     fsync_path(final.parent)
@@ -149,8 +149,8 @@ class Restore:
         store: of the run, or None.
         folder: of the run.
         exact: whether a damaged checkpoint is an error instead of being skipped.
-        begun: the checkpoint being downloaded.
-        passed: checkpoints that are damaged in the store, and why.
+        partial: the checkpoint being downloaded.
+        skipped: checkpoints that are damaged in the store, and why.
     """
 
     store: ObjectStore | None
@@ -165,15 +165,15 @@ class Restore:
         return cls(upload.open_store(config), folder, str(config.run.resume) == "exact")
 
     def begin(self, new: bool, hold: Callable[[], Any]) -> None:
-        """Refuse an unusable store, and download the description of its run if it is ahead of the folder.
+        """Check the store, and download the description of its run if it is ahead of the folder.
 
         Args:
-            new: whether the run has no past by its name.
-            hold: makes the folder and holds it, as a context.
+            new: whether the run has a new name.
+            hold: a context that creates and locks the folder.
 
         Raises:
-            ConfigError: for a store that cannot be reached or written.
-            RunError: for one of another run.
+            ConfigError: if the store cannot be reached or written.
+            RunError: if it belongs to another run.
             CheckpointError: if it has checkpoints and none is intact.
         """
         store, folder = self.store, self.folder
@@ -219,7 +219,7 @@ class Restore:
         self._record_restore(brought)
 
     def claim(self) -> None:
-        """Claim the place in the store for this run and this start."""
+        """Claim the store for this run and this start."""
         if self.store is not None:
             store_lock.claim(self.store, self.folder)
 
@@ -251,7 +251,9 @@ class Restore:
             say(f"restored {name} from {self.store.url}")
         event = {"step": parse_step(name or ""), "restored": name, "from": self.store.url, "passed_over": self.skipped}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps(secrets.hidden(event))}\n")  # a line of its own, whatever was cut off before
+            file.write(
+                f"\n{json.dumps(secrets.hidden(event))}\n"
+            )  # begins a new line, in case the last one is truncated
 
 
 def _warn(text: str) -> None:
@@ -264,9 +266,9 @@ def find_partial(folder: Path) -> list[Path]:
 
 
 def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:
-    """A checkpoint with its manifest here, if it is in the store; else what is wrong with it, or None: it is not there.
+    """Download a checkpoint's manifest; returns the checkpoint, or what is wrong with it, or None if it has none.
 
-    One without a manifest is being uploaded or removed.
+    A checkpoint without a manifest is being uploaded or removed.
     """
     content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
@@ -290,7 +292,7 @@ def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint |
 
 
 def _link_file(file: Path, to: Path, size: int, sha256: str) -> None:
-    """Hard-link an intact file if possible; otherwise it is fetched."""
+    """Hard-link a file if it is intact and the system allows it; otherwise it will be downloaded."""
     with suppress(OSError):
         if file.is_symlink() or file.stat().st_size != size:
             return
@@ -304,7 +306,7 @@ def _link_file(file: Path, to: Path, size: int, sha256: str) -> None:
 def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | None:
     """What is wrong with the names and sizes of a checkpoint's objects; None if nothing is."""
     for file in checkpoint.files:
-        if Path(file).name != file or file == MANIFEST:  # it would be written elsewhere
+        if Path(file).name != file or file == MANIFEST:  # would be written outside of the folder
             return f"{store.at(CHECKPOINTS)}/{name}/{MANIFEST} lists '{file}', which is not a valid file name"
 
     def look(file: str) -> str | None:
@@ -316,7 +318,7 @@ def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | 
 
 
 def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, str] | None) -> None:
-    """Download the missing files of the run's description: the configuration first, as it makes the folder a run.
+    """Download the missing files of the run's description: the configuration first, since it marks a run directory.
 
     Raises:
         ObjectError: naming what is missing or damaged.
@@ -343,7 +345,7 @@ def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, st
         if assets is not None and name.startswith("assets/") and assets.get(name[7:]) != sha256:
             _warn(
                 f"{store.at(DESCRIPTION_FILE)} names '{one_line(name)}', which is not the file with which the "
-                "checkpoint was written; it was left out"
+                "checkpoint was written; it was skipped"
             )
             continue
         path = safe_paths.destination(folder, name)

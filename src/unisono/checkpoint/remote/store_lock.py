@@ -1,9 +1,9 @@
-"""The lock on a run's place in a store: it belongs to one run, and to one process of that run at a time.
+"""The lock on a run's prefix in a store: it belongs to one run, and to one process of that run at a time.
 
-`owner.json` says which run writes there (an id that is made with the run and kept in its folder), and which start of it
-wrote last. A process reads it before writing the last object of a checkpoint: another start's name there
-means that the run continued elsewhere, and this one stops writing. `alive.json` has a number that the writing process
-increments every few seconds, so that a start elsewhere can tell whether it is alive without comparing clocks.
+`owner.json` contains the id of the run that writes there (created with the run and kept in its folder), and the start
+that wrote last. A process reads it before writing the last object of a checkpoint: if it names another start, the run
+has continued elsewhere, and this process stops writing. `alive.json` has a number that the writing process increments
+every few seconds, so that a start elsewhere can tell whether it is alive without comparing clocks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def read_owner(store: ObjectStore) -> dict[str, Any] | None:
         return {name: str(found[name]) for name in ("run", "start", "host", "process", "folder")}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{store.at(OWNER)} is not a valid owner record ({error}); find out whose it is, and choose another "
+            f"{store.at(OWNER)} is not a valid owner record ({error}); find out who wrote it, or choose another "
             "run.name or checkpoint.upload.url"
         ) from error
 
 
 def read_local(folder: Path) -> dict[str, Any]:
-    """Read the folder's record of its place in the store; empty if it never had one."""
+    """Read the folder's record of its store; empty if it never had one."""
     try:
         found: dict[str, Any] = safe_paths.parse_json((folder / LOCAL_FILE).read_text(encoding="utf-8"))
         return found
@@ -57,16 +57,16 @@ def read_local(folder: Path) -> dict[str, Any]:
 
 
 def check_owner(store: ObjectStore, folder: Path, fresh: bool, patience: float | None = None) -> dict[str, Any] | None:
-    """Refuse a place of another run, or of this run while it still trains elsewhere; nothing is written.
+    """Raise if the store belongs to another run, or to this run while it still trains elsewhere; writes nothing.
 
     Args:
         store: of the run.
         folder: of the run; must be locked by this process.
-        fresh: whether the folder holds no run yet, so that it may become a copy of the one in the store.
-        patience: seconds to wait for a heartbeat of a process elsewhere, if not `HEARTBEAT_TIMEOUT`.
+        fresh: whether the folder has no run yet, so that it may become a copy of the one in the store.
+        patience: seconds to wait for a heartbeat of another process; None for `HEARTBEAT_TIMEOUT`.
 
     Returns:
-        The present owner, or None.
+        The current owner, or None.
 
     Raises:
         RunError: with the owner's facts.
@@ -79,7 +79,7 @@ def check_owner(store: ObjectStore, folder: Path, fresh: bool, patience: float |
             f"{store.url} belongs to another run: {_format_owner(there)}. Choose another run.name or "
             "checkpoint.upload.url"
         )
-    # The folder is locked, so a start that was named in it has ended.
+    # The folder is locked, so the start named in it has ended.
     if here.get("start") != there["start"] and _is_alive(store, HEARTBEAT_TIMEOUT if patience is None else patience):
         raise RunError(
             f"{store.url} is in use by a run that still trains elsewhere: {_format_owner(there)}. Stop it there, or "
@@ -97,7 +97,7 @@ def claim(store: ObjectStore, folder: Path) -> None:
     """Write this start's name into the folder and into the store.
 
     Raises:
-        RunError: if another run was there first.
+        RunError: if another run has claimed it first.
     """
     there, here = read_owner(store), read_local(folder)
     run = here.get("run") or (there["run"] if there else uuid.uuid4().hex)
@@ -154,7 +154,7 @@ def _parse_heartbeat(content: bytes) -> int | None:
         found = safe_paths.parse_json(content)["number"]
         return found if isinstance(found, int) else None
     except (ValueError, KeyError, TypeError):
-        return 0  # torn or of a later format: watched, to be sure
+        return 0  # torn, or from a later version: treat it as alive
 
 
 def _format_owner(owner: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Uploads finished checkpoints to a store during training: rank 0's part.
 
-It starts the process that uploads (`unisono.checkpoint.remote.upload_process`), hands it every finished checkpoint, and
-reports the outcome. A checkpoint's files get second names (hard links) until they are uploaded, so that retention never
-waits for the store. Rank 0 uploads the files of all ranks: they lie in the one folder that all ranks share.
+It starts the upload process (`unisono.checkpoint.remote.upload_process`), passes every finished checkpoint to it, and
+reports the outcome. A checkpoint's files are hard-linked until they are uploaded, so that retention never waits for the
+store. Rank 0 uploads the files of all ranks, which share one folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from unisono.runtime.errors import CheckpointError, ConfigError, DataError, Uplo
 from unisono.runtime.files import remove_folder
 
 PENDING_FOLDER = "uploading"  # in the run's folder: files that an upload still needs
-_GRACE = 5.0  # seconds for a process that has nothing left to do
+_GRACE = 5.0  # seconds to wait for an idle process to exit
 SayLine = Callable[[str], None]
 RecordEvent = Callable[[int, dict[str, Any]], None]
 
 
 def open_store(config: RunConfig) -> ObjectStore | None:
-    """The place of a run in its store; None if it has none."""
+    """The store of a run; None if it has none."""
     given, name = config.checkpoint.upload, config.run.name
     if given.url is None:
         return None
@@ -48,10 +48,10 @@ def open_store(config: RunConfig) -> ObjectStore | None:
 
 
 def check_store(store: ObjectStore) -> None:
-    """Refuse a store that cannot be reached, written, read and cleaned up; tested with a small object.
+    """Check with a small object that a store can be reached, written, read and cleaned up.
 
     Raises:
-        ConfigError: with the reason, within the deadline of each of four answers.
+        ConfigError: with the reason; each of four requests has a deadline.
     """
     name, content = f".unisono-{uuid.uuid4().hex}", uuid.uuid4().bytes
     try:
@@ -61,14 +61,14 @@ def check_store(store: ObjectStore) -> None:
         store.get(name)  # S3 forbids this without list permission, and then missing objects cannot be detected
     except FileNotFoundError as error:
         raise ConfigError(
-            f"checkpoint.upload.url: {store.url} does not exist ({error}); make the bucket first"
+            f"checkpoint.upload.url: {store.url} does not exist ({error}); create the bucket first"
         ) from error
     except DataError as error:
         raise ConfigError(
             f"checkpoint.upload.url: {error}. Nothing was started; correct the URL, or set checkpoint.upload.url=null"
         ) from error
     if found != content:
-        raise ConfigError(f"checkpoint.upload.url: {store.at(name)} was not read back as it was written")
+        raise ConfigError(f"checkpoint.upload.url: {store.at(name)} was read back with different content")
 
 
 class Uploads:
@@ -76,10 +76,10 @@ class Uploads:
 
     Args:
         config: of the run.
-        folder: of the run; `unisono.checkpoint.remote.store_lock.claim` has written into it which start this is.
-        writing: whether this process is the one that uploads.
-        say: takes lines for the console.
-        note: takes a step and what happened, for `events.jsonl`.
+        folder: of the run, after `unisono.checkpoint.remote.store_lock.claim` has recorded this start in it.
+        writing: whether this process uploads.
+        say: shows a line on the console.
+        note: records an event of a step, for `events.jsonl`.
     """
 
     def __init__(self, config: RunConfig, folder: Path, writing: bool, say: SayLine, note: RecordEvent) -> None:
@@ -88,11 +88,11 @@ class Uploads:
         self._store = open_store(config) if writing else None
         self._process: subprocess.Popen[str] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # a checkpoint may be finished by another thread
+        self._lock = threading.Lock()  # checkpoints are finished by another thread
         self._waiting: set[str] = set()
         self._stopped = self._ending = self._said = False
         self._last = math.inf
-        self.uploaded: int | None = None  # step of the newest checkpoint that is there
+        self.uploaded: int | None = None  # step of the newest uploaded checkpoint
         self._newest = self._revived = self._missed = -1
         if self._store is not None:
             if left := description.find_skipped_assets(folder):
@@ -103,9 +103,9 @@ class Uploads:
             self._resume_pending()
 
     def enqueue(self, path: Path) -> None:
-        """Hand over a finished checkpoint; returns at once, and `path` may be removed then.
+        """Queue a finished checkpoint; returns at once, and `path` may be removed then.
 
-        If the disk or the system refuses something here, the checkpoint is not uploaded, but the run continues.
+        If a system error occurs here, the checkpoint is not uploaded, but the run continues.
         """
         if self._store is None or self._stopped:
             return
@@ -131,7 +131,7 @@ class Uploads:
     def wait(self, seconds: float = 1.0) -> bool:
         """Wait for the last upload at most this long; returns whether to keep waiting.
 
-        That is up to `checkpoint.upload.timeout` seconds after the first call, which ends the list of checkpoints.
+        The total is limited to `checkpoint.upload.timeout` seconds after the first call, which also closes the queue.
         """
         if self._store is None:
             return False
@@ -150,7 +150,7 @@ class Uploads:
         return waits
 
     def finish(self, required: bool = True) -> None:
-        """End the upload process, and report if the last checkpoint is not uploaded; call `wait` before.
+        """Stop the upload process, and report if the last checkpoint is not uploaded; call `wait` before.
 
         Args:
             required: whether a missing upload may be an error; not for a preempted run.
@@ -174,7 +174,7 @@ class Uploads:
             self._say(f"WARNING: {text}")
 
     def close(self, grace: float = 0.0) -> None:
-        """End the upload process; the next start resumes unfinished uploads."""
+        """Stop the upload process; the next start resumes unfinished uploads."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -198,7 +198,7 @@ class Uploads:
         """Hand over the newest checkpoint of earlier starts, to resume interrupted uploads."""
         left = sorted((self._folder / PENDING_FOLDER).glob("step-*"), key=lambda path: path.name)
         for path in left:
-            if not _is_complete(path):  # interrupted while its files got their second names
+            if not _is_complete(path):  # interrupted while its files were linked
                 shutil.rmtree(path, ignore_errors=True)
         found = [*left, *commit.find_checkpoints(self._folder / CHECKPOINTS)]
         found = [path for path in found if _is_complete(path)]
@@ -212,7 +212,7 @@ class Uploads:
         self.enqueue(newest)
 
     def _link_files(self, path: Path) -> Path:
-        """Link the files of a checkpoint under second names, which only the upload removes."""
+        """Hard-link the files of a checkpoint; only the upload process removes the links."""
         held = self._folder / PENDING_FOLDER / path.name
         if held == path:
             return held
@@ -234,7 +234,7 @@ class Uploads:
             try:
                 self._process.stdin.write(json.dumps(order) + "\n")
                 self._process.stdin.flush()
-            except OSError as error:  # it has just ended; the next checkpoint starts another
+            except OSError as error:  # it has just exited; the next checkpoint starts another
                 self._reports.put({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
 
     def _start(self) -> None:

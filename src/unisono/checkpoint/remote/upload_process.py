@@ -8,10 +8,10 @@ It reports `uploaded`, `failed` (to be retried), `left` (a newer one is waiting,
 `stopped` (the run continued elsewhere).
 
 <upload>/<run.name>/
-  owner.json  alive.json         whose it is, and whether it lives
+  owner.json  alive.json         the owner, and its heartbeat
   run.json                       files of the run, by hash: description/<hash>/config.yaml …
-  checkpoints.json               which checkpoints there may be, and the metric of each
-  checkpoints/step-00001000/     as on the disk; the manifest is written last and removed first
+  checkpoints.json               index of possible checkpoints, with the metric of each
+  checkpoints/step-00001000/     as on disk; the manifest is written last and removed first
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ class CheckpointUploader:
         self._verified_objects: set[tuple[str, str]] = (
             set()
         )  # name and hash of what this process has seen whole in the store
-        self.sent = 0  # bytes that went over the line
+        self.sent = 0  # bytes uploaded
 
     def commit(self, path: Path, name: str, files: dict[str, Any], metric: dict[str, float] | None = None) -> None:
         """Upload one checkpoint: its files, each verified, and its manifest last.
 
-        Objects already there are read back instead of sent; if its manifest is there, all of it is.
+        Existing objects are read back instead of being sent; if the manifest exists, the checkpoint is complete.
 
         Args:
-            path: where its files lie.
-            name: of it.
+            path: the folder with its files.
+            name: of the checkpoint.
             files: size and hash of each, from the manifest.
-            metric: by which it may be the best, from the manifest.
+            metric: for retention, from the manifest.
 
         Raises:
-            DataError: if the store refuses it, or stored something else.
+            DataError: if the store rejects it, or stores something else.
             DamagedError: if a file does not match the manifest.
             TakenOverError: if the run continued elsewhere.
         """
         store, at = self._store, f"{CHECKPOINTS}/{name}"
         manifest = (path / MANIFEST).read_bytes()
         there = store.get(f"{at}/{MANIFEST}")
-        if there not in (None, manifest):  # of another past of this run; its files are about to change under it
+        if there not in (None, manifest):  # from another history of this run; its files will be replaced
             self._check_owner()
             store.remove(f"{at}/{MANIFEST}")
         self._describe()
@@ -112,7 +112,7 @@ class CheckpointUploader:
                 description_object(name, written["sha256"]), found[name], written["size"], written["sha256"]
             )
         content, before = json.dumps(described, indent=1).encode(), store.get(DESCRIPTION_FILE)
-        if before != content:  # by one object, so that what it names belongs together
+        if before != content:  # a single object, so that the files it names are consistent
             store.put(DESCRIPTION_FILE, content)
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 old = {
@@ -177,7 +177,7 @@ def read_index(store: ObjectStore) -> dict[str, dict[str, float] | None]:
 
 
 def description_object(name: str, sha256: str) -> str:
-    """The object of a file of the description."""
+    """The name of the object for a file of the description."""
     return f"description/{sha256[:16]}/{name}"
 
 
@@ -191,9 +191,9 @@ def list_checkpoints(store: ObjectStore) -> list[str]:
 
 
 def parse_step(name: str) -> int:
-    """The step in a checkpoint's name; -1 for what is no such name.
+    """The step in a checkpoint's name; -1 for any other name.
 
-    >>> step_of("step-00001000"), step_of("step-x"), step_of(".fetching-step-00001000")
+    >>> parse_step("step-00001000"), parse_step("step-x"), parse_step(".fetching-step-00001000")
     (1000, -1, -1)
     """
     number = name.removeprefix("step-")
@@ -209,10 +209,10 @@ class UploadWorker:
     """The loop of the process: uploads the newest waiting checkpoint until it succeeds.
 
     Args:
-        upload: what brings one.
-        store: of the run, for what an interrupted upload left.
-        tell: takes every report.
-        pause: seconds from the first failure to the next attempt; twice as many after each, up to a minute.
+        upload: uploads one checkpoint.
+        store: of the run, to clean up after interrupted uploads.
+        tell: sends a report.
+        pause: seconds from the first failure to the next attempt; doubled after each, up to a minute.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class UploadWorker:
         self._orders.put(order)
 
     def run(self) -> None:
-        """Upload until the end is ordered and nothing waits."""
+        """Upload until the end is queued and nothing is waiting."""
         while True:
             self._take_orders(None)
             if self._next is None:
@@ -245,7 +245,7 @@ class UploadWorker:
         began, before = time.monotonic(), self._upload.sent
         while True:
             try:
-                with contextlib.suppress(DataError):  # whoever may not list parts can upload all the same
+                with contextlib.suppress(DataError):  # listing parts may be forbidden even if uploading is allowed
                     self._store.abort_parts()
                 self._upload.commit(Path(order["path"]), order["name"], order["files"], order["metric"])
             except (DataError, RunError, OSError) as error:
@@ -298,14 +298,14 @@ def _send_heartbeats(store: ObjectStore, start: str, every: float, ended: thread
     number = 0
     while not ended.is_set():
         number += 1
-        with contextlib.suppress(Exception):  # the store is away: uploads tell it
+        with contextlib.suppress(Exception):  # if the store is unreachable, uploads report it
             store_lock.write_heartbeat(store, start, number)
         ended.wait(every)
 
 
 def main() -> None:
-    """Entry of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; who started this process decides
+    """Entry point of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is handled by the parent
     os.nice(10)
     settings = json.loads(sys.stdin.readline())
     where = RemoteOptions(options(settings["options"]), settings["deadline"])
@@ -321,7 +321,7 @@ def main() -> None:
     def listen() -> None:
         for line in sys.stdin:
             worker.order(json.loads(line))
-        os._exit(1)  # whoever started it is gone; what was begun is taken up by the next start
+        os._exit(1)  # the parent has exited; the next start resumes the upload
 
     threading.Thread(target=listen, daemon=True).start()
     ended = threading.Event()
@@ -338,7 +338,7 @@ def main() -> None:
         if store_lock.find_new_owner(store, start) is None:
             store_lock.write_heartbeat(store, start, None)
     tell({"ended": True})
-    os._exit(0)  # threads of answers that never came hold up nothing
+    os._exit(0)  # do not wait for threads of unanswered requests
 
 
 if __name__ == "__main__":

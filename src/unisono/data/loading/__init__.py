@@ -1,1 +1,1 @@
-"""From the order to micro-batches: read, built and prefetched by threads or processes."""
+"""Loads micro-batches in the planned order: read, built and prefetched by threads or processes."""

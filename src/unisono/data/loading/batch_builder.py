@@ -1,6 +1,6 @@
 """Builds a micro-batch from the samples that the plan selects: read, sample, cut, pack, collate.
 
-A `BatchBuilder` holds everything needed for that, and nothing depends on which thread or process does it, or when.
+A `BatchBuilder` holds everything this needs; the result does not depend on which thread or process builds it, or when.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from unisono.runtime.rng import generator, key
 from unisono.task import Batch, SampleContext, Source, Task, run_setup
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_MAX_TRIES = 64  # rows that are tried for one that stands in where all of a micro-batch are bad
+_MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad
 
 
 @dataclass(frozen=True)
 class MaskedSample:
-    """A sample that could not be made.
+    """A sample that could not be built.
 
     Attributes:
-        slot: row of the global batch where it would stand.
+        slot: its row of the global batch.
         row: of the source.
-        epoch: how often the source was passed before.
-        first: the first unit of the piece that was to be taken; 0 unless it was cut.
-        reason: why it could not be made.
+        epoch: number of passes over the source before.
+        first: the first unit of the requested piece; 0 unless the sample is cut.
+        reason: why it could not be built.
     """
 
     slot: int
@@ -51,14 +51,14 @@ class MaskedSample:
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What a micro-batch was made of, and what that took.
+    """How a micro-batch was built.
 
     Attributes:
-        slots: rows of the global batch that it was asked for; none if idle.
-        taken: the samples that are in it; none if idle.
-        contents: what each of them holds, as one number, (samples,) uint64; empty unless it is asked for.
-        masked: those that could not be made.
-        seconds: that reading, sampling, and cutting, packing and collating took.
+        slots: the requested rows of the global batch; empty if idle.
+        samples: the samples in it; empty if idle.
+        contents: a checksum of each sample, (samples,) uint64; empty unless requested.
+        masked: samples that could not be built.
+        seconds: time spent on reading, on sampling, and on cutting, packing and collating.
     """
 
     slots: range
@@ -73,14 +73,14 @@ class MicroBatch:
     """One forward pass of one process.
 
     Attributes:
-        number: which micro-batch of the global batch.
-        rows: source rows of its samples, shape (samples,); packed rows hold several.
-        arrays: what `Task.collate` made of them.
-        counts: what `Task.counts` says; zeros if idle.
-        work: what `Task.work` says, and `rows`; zeros if idle. With `data.on_error=mask` also `masked`.
-        idle: real rows at weight zero, for a process that has none left in a short batch.
-        packed: rows it has, where these are not its samples.
-        made: what it was made of.
+        number: its number in the global batch.
+        rows: source rows of its samples, shape (samples,); a packed row has several.
+        arrays: the result of `Task.collate`.
+        counts: the result of `Task.counts`; zeros if idle.
+        work: the result of `Task.work`, and `rows`; zeros if idle. With `data.on_error=mask` also `masked`.
+        idle: real rows with weight zero, for a process that has none left in a short batch.
+        packed: number of packed rows; None if rows are samples.
+        info: how it was built.
     """
 
     number: int
@@ -94,31 +94,31 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """Rows of the global batch in it."""
+        """Number of rows of the global batch in it."""
         return len(self.rows) if self.packed is None else self.packed
 
     @property
     def by_row(self) -> bool:
-        """Whether its arrays can be cut by row: none is nested, and the first axis of each is the row."""
+        """Whether its arrays can be sliced by row: none is nested, and the first axis of each is the row."""
         sized = [array for array in self.arrays.values() if hasattr(array, "__len__")]
         nested = any(isinstance(array, Mapping | list | tuple) or len(array) != self.size for array in sized)
         return self.packed is None and not nested
 
     def select_row(self, row: int) -> MicroBatch:
-        """One row of it, for itself; only where they can be cut by row."""
+        """One row as a micro-batch; requires `by_row`."""
         arrays = {n: a[row : row + 1] if hasattr(a, "__len__") else a for n, a in self.arrays.items()}
         return replace(self, arrays=arrays, rows=self.rows[row : row + 1])
 
 
 @dataclass(frozen=True)
 class Request:
-    """A micro-batch that is asked for.
+    """A request for a micro-batch.
 
     Attributes:
-        number: which micro-batch of the global batch.
-        slots: rows of the global batch that it stands for; none if idle.
-        taken: what it is made of.
-        idle: whether it counts nothing.
+        number: its number in the global batch.
+        slots: its rows of the global batch; empty if idle.
+        samples: the samples to build.
+        idle: whether it has weight zero.
     """
 
     number: int
@@ -137,17 +137,17 @@ class _StageTimer:
 
 
 class BatchBuilder:
-    """Makes micro-batches of a task's rows.
+    """Builds micro-batches from a task's rows.
 
     Args:
-        task: gives `sample`, `cut`, `pack`, `collate`, `counts` and `work`.
+        task: defines `sample`, `cut`, `pack`, `collate`, `counts` and `work`.
         source: the rows.
         seed: of the run.
-        purpose: part of the address of every random draw: `train`, or `eval` for held-out rows.
-        mask: leave samples out that cannot be made; else they are an error.
-        contents: say of every sample what it holds, for the ledger.
-        keep: bytes of samples to keep that were made for their lengths.
-        capacity: units that a row holds, where samples share rows; None where a row is a sample.
+        purpose: part of the key of every random draw: `train`, or `eval` for held-out rows.
+        mask: skip samples that cannot be built; otherwise they are an error.
+        contents: compute a checksum of every sample, for the ledger.
+        keep: maximum bytes of samples to cache that were built to measure their lengths.
+        capacity: units in a packed row; None if rows are samples.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class BatchBuilder:
         self._set_up()
 
     def _set_up(self) -> None:
-        self._now: dict[int, int] = {}  # thread -> row of the source that it is at
+        self._now: dict[int, int] = {}  # thread -> row of the source it is building
         self.at: Callable[[int], None] = self._note_row
         self._kept = SampleCache(self._keep)
         self._stand_in: tuple[int, Any] | None = None
@@ -184,28 +184,28 @@ class BatchBuilder:
 
     @property
     def busy(self) -> list[int]:
-        """Rows of the source that threads are at."""
+        """Rows of the source that threads are building."""
         return sorted(set(self._now.values()))
 
     def make(self, request: Request) -> MicroBatch:
-        """Make a micro-batch.
+        """Build a micro-batch.
 
         Raises:
-            DataError: naming the row, or rows, that cannot be made, and the line of the user's code.
+            DataError: naming the row or rows that cannot be built, and the line of the user's code.
         """
         watch = _StageTimer()
         taken, pieces, masked = self.pieces(request.samples, watch)
         began = perf_counter()
         while True:
             rows, slots, given = taken.rows, taken.slots, pieces
-            if not pieces:  # some rows have to be there, and they count nothing
+            if not pieces:  # the batch needs some rows, which get weight zero
                 row, sample = self._find_stand_in(masked[0].reason)
                 slots = np.unique(request.samples.slots)
                 given, rows = [sample] * len(slots), np.full(len(slots), row, dtype=np.int64)
             try:
                 arrays, counts, work, size = self._batch(given, rows, slots)
                 break
-            except BadSamplesError as error:  # found out by collate(): again, without them
+            except BadSamplesError as error:  # rejected by collate(): try again without them
                 reasons = {n: f"row {rows[n]} of the source: {text}" for n, text in error.reasons.items()}
                 if not self._mask or self._capacity is not None or not pieces:
                     raise BadSamplesError(reasons) from error
@@ -234,7 +234,7 @@ class BatchBuilder:
     def pieces(
         self, taken: SampleIndices, watch: _StageTimer | None = None
     ) -> tuple[SampleIndices, list[Any], list[MaskedSample]]:
-        """Samples, or pieces of samples: which could be made, what they are, and those that could not be made."""
+        """Build samples or pieces of them; returns their indices, the pieces, and the samples that failed."""
         watch, made, masked = watch or _StageTimer(), list[Any](), list[MaskedSample]()
         good = np.ones(len(taken), dtype=bool)
         for number, (slot, row, epoch, first, last) in enumerate(taken):
@@ -249,7 +249,7 @@ class BatchBuilder:
         return (taken if not masked else taken[good]), made, masked
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
-        """Units that samples take of a packed row; 1 for one that cannot be made, where these are left out."""
+        """Lengths of samples in units of a packed row; 1 for a sample that cannot be built, if those are masked."""
         found = np.ones(len(rows), dtype=np.int64)
         watch = _StageTimer()
         for number, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):
@@ -295,7 +295,7 @@ class BatchBuilder:
     def _batch(
         self, pieces: list[Any], rows: Indices, slots: Indices
     ) -> tuple[Batch, dict[str, float], dict[str, float], int]:
-        """Arrays, counts, work and number of rows."""
+        """The arrays, counts, work and number of rows of a batch."""
         try:
             if self._capacity is not None:
                 pieces = [require_packable(self.task).pack(group) for group in _group_by_slot(pieces, slots)]
@@ -311,7 +311,7 @@ class BatchBuilder:
         return arrays, counts, work, len(pieces)
 
     def _find_stand_in(self, reason: str) -> tuple[int, Any]:
-        """A row of the source that can be made, and its sample; the same ones whoever asks."""
+        """A row of the source that can be built, and its sample; the same in every process."""
         for turn in range(_MAX_TRIES if self._stand_in is None else 0):
             row = key(self.seed, "stand-in", turn) % len(self.source)
             try:
@@ -336,19 +336,20 @@ class BatchBuilder:
         self._now[threading.get_ident()] = row
 
     def rest(self) -> None:
-        """Be at no row."""
+        """Mark this thread as not building any row."""
         self.at(-1)
         self._now.pop(threading.get_ident(), None)
 
 
-_PROCESS_LOCAL = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # parts of a maker
+_PROCESS_LOCAL = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # attributes that are not pickled
 _UNUSED_CONTEXT = SampleContext(generator("unused"), training=True)  # for tasks that do not define sample()
 
 
 class _ContextPool(threading.local):
-    """Contexts with a generator by key. A generator takes longer to make than many a row to read, so it is set anew.
+    """Contexts with a keyed generator, which is reseeded, since creating one can take longer than reading a row.
 
-    Each thread has its own; and not where a task has kept the last one, which is seen by who else refers to it.
+    Each thread has its own. If a task has kept a reference to the last one, which its reference count shows, a new one
+    is created.
     """
 
     def __init__(self, training: bool) -> None:
@@ -365,7 +366,7 @@ class _ContextPool(threading.local):
         return sys.getrefcount(self._context), sys.getrefcount(self._context.rng), sys.getrefcount(self._bits)
 
     def of(self, seed: int) -> SampleContext:
-        """With a generator as `unisono.runtime.rng.generator` gives it for an address with this key."""
+        """A context whose generator equals that of `unisono.runtime.rng.generator` for an address with this key."""
         if self._references() != self._alone:
             self._new()
         self._state["state"]["key"][0] = seed
@@ -374,7 +375,7 @@ class _ContextPool(threading.local):
 
 
 def build_sample(task: Task, source: Source, row: int, context: SampleContext, watch: _StageTimer | None = None) -> Any:
-    """A row of the source as a sample.
+    """Build the sample of a source row.
 
     Raises:
         DataError: naming the row and the line of the user's code.
@@ -395,14 +396,14 @@ def build_sample(task: Task, source: Source, row: int, context: SampleContext, w
 
 
 def describe_error(error: BaseException) -> str:
-    """An error with the last line of the user's code that it came through, not the library's line that raised it."""
+    """An error with the innermost line of the user's code in its traceback, rather than that of a library."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
 
 
 def refuse_mask(task: Task) -> None:
-    """Refuse `data.on_error=mask` for a task whose rows have to keep their places from step to step."""
+    """Reject `data.on_error=mask` for a task whose rows must keep their positions from step to step."""
     if isinstance(task, Recurrent):
         raise ConfigError(
             f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "

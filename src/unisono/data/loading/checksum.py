@@ -1,4 +1,4 @@
-"""The size and the checksum of a sample, whatever it is made of."""
+"""The size and the checksum of a sample of any type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def byte_size(value: Any) -> int:
-    """Bytes that a sample or a batch takes, roughly: those of its arrays, and a little for everything else.
+    """The approximate size of a sample or a batch in bytes: that of its arrays, and a little for everything else.
 
     >>> byte_size({"pixels": np.zeros((2, 3), np.float32), "label": 7})
     56
@@ -33,13 +33,13 @@ def _array_header(dtype: Any, shape: tuple[int, ...]) -> bytes:
 
 
 def checksum(value: Any, before: int = 0) -> int:
-    """A CRC-32 of what a sample holds: arrays, tensors, numbers, texts, and mappings, sequences and objects of them.
+    """A CRC-32 of a sample: arrays, tensors, numbers, strings, and mappings, sequences and objects of them.
 
-    It tells whether a sample came out as it did before. What it does not know counts by its type alone.
+    It detects whether a sample has changed. Values of other types count by their type alone.
 
     Args:
         value: the sample.
-        before: the checksum of what came before it.
+        before: the checksum to continue.
     """
     if isinstance(value, np.ndarray):
         return _checksum_array(value, before)
@@ -65,7 +65,7 @@ def _checksum_array(array: np.ndarray[Any, Any], before: int) -> int:
     before = crc32(_array_header(array.dtype, array.shape), before)
     try:
         return crc32(array.data if array.flags.c_contiguous else array.tobytes(), before)
-    except (ValueError, TypeError, BufferError):  # dates, for one, are no buffers
+    except (ValueError, TypeError, BufferError):  # e.g. dates do not support the buffer protocol
         return crc32(array.tobytes(), before)
 
 
@@ -73,7 +73,7 @@ def _checksum_sequence(values: list[Any] | tuple[Any, ...], before: int) -> int:
     if values and isinstance(values[0], int | float):
         try:
             array = np.asarray(values)
-        except (ValueError, OverflowError):  # of several kinds, or larger than any array's numbers
+        except (ValueError, OverflowError):  # of mixed types, or too large for any dtype
             array = np.asarray(None)
         if array.dtype.kind in "biuf":
             return _checksum_array(array, before)

@@ -1,8 +1,9 @@
-"""Objects from process to process over a socket: arrays travel beside the pickle, and large ones through memory.
+"""Sends objects between processes over a socket: arrays out of band, and large ones through shared memory.
 
-That memory has no name (`memfd_create`): it is gone with the last process that holds it, however that ends, and no
-limit of `/dev/shm` applies to it. Writing 16 MB into it and mapping it there takes a third of what the socket takes.
-Less than a socket holds goes over the socket, which is faster; of more, the sender would have to wait for the receiver.
+The shared memory is anonymous (`memfd_create`): it is freed with the last process that holds it, however that ends, and
+is not limited by `/dev/shm`. Writing 16 MB and mapping them takes a third of the time that the socket would take.
+What fits into the socket's buffer goes over the socket, which is faster; with more, the sender would have to wait for
+the receiver.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from typing import Any
 
 import numpy as np
 
-_HEAD = struct.Struct("<QQ")  # number of parts, the pickle first; 1 where they come through memory
+_HEAD = struct.Struct("<QQ")  # number of parts, the pickle first; 1 if they come through shared memory
 _ALIGNED = 64
-_COPY_LIMIT = 1 << 21  # bytes up to which it is copied out of memory that came: 1 ms, but in the thread that receives
-_REMAP_LIMIT = 1 << 16  # bytes from which on a mapped array is mapped again instead of sent
+_COPY_LIMIT = 1 << 21  # up to this many bytes, shared memory is copied: 1 ms in the receiving thread
+_REMAP_LIMIT = 1 << 16  # from this many bytes on, a memory-mapped array is mapped again instead of sent
 
 
 class IpcMessage:
-    """A pickled object, to be sent as often as wanted; processes that get it share the memory of its large arrays.
+    """A pickled object that can be sent any number of times; its receivers share the memory of its large arrays.
 
     Args:
         value: the object.
-        shared: bytes from which on it travels through memory.
+        shared: size in bytes from which on it goes through shared memory.
     """
 
     def __init__(self, value: Any, shared: int = 1 << 17) -> None:
@@ -47,7 +48,7 @@ class IpcMessage:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return int(self._sizes.sum())
 
     def send(self, to: socket.socket) -> None:
@@ -64,7 +65,7 @@ class IpcMessage:
         socket.send_fds(to, [b"m"], [self._memory])
 
     def close(self) -> None:
-        """Let go of its memory, which lives as long as whoever got it uses it."""
+        """Release its shared memory, which lives on while receivers use it."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -85,15 +86,14 @@ def send(to: socket.socket, value: Any) -> None:
 
 
 def receive(source: socket.socket, mapped: bool = False) -> Any:
-    """The next object that is sent; its arrays can be written to.
+    """Receive the next object; its arrays are writable.
 
     Args:
-        source: from whom.
-        mapped: large arrays lie in memory that others who get them share, never in a copy. That is best for what stays;
-            who is done with it waits until the system has taken back its pages.
+        source: the socket.
+        mapped: never copy large arrays out of shared memory. Best for long-lived objects, since unmapping takes time.
 
     Raises:
-        EOFError: if the other side is gone.
+        EOFError: if the sender has closed the connection.
     """
     count, shared = _HEAD.unpack(_receive_exactly(source, _HEAD.size))
     sizes = np.frombuffer(_receive_exactly(source, 8 * count), dtype=np.int64)
@@ -118,7 +118,7 @@ def receive(source: socket.socket, mapped: bool = False) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors go as arrays, and what is mapped from a file is mapped again on the other side."""
+    """Pickles tensors as arrays, and arrays mapped from a file as a mapping to be opened by the receiver."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -140,7 +140,7 @@ def _rebuild_tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def _reduce_mapped(array: np.ndarray[Any, Any]) -> Any:
-    """How to map an array again that lies in a file, if it does."""
+    """How to map an array's file again; None if the array is not memory-mapped."""
     if array.nbytes < _REMAP_LIMIT or not array.flags.c_contiguous:
         return None
     owner: Any = array

@@ -1,7 +1,7 @@
 """The data loader: threads or processes build the micro-batches of a plan, a bounded number ahead.
 
-The order is decided before a worker sees anything, so workers and prefetch change when a micro-batch is ready, never
-what is in it.
+The order is decided before workers read anything, so the number of workers and prefetching only affect when a
+micro-batch is ready, never its content.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from unisono.task import SampleContext, Source, Task, run_setup
 
 __all__ = ["Loader", "MeasuredLengths", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
-_LENGTHS_PER_REQUEST = 64  # samples whose lengths a worker is asked for
-_MAX_REPORTED = 3  # samples left out that are told one by one
-_CHECKED_SAMPLES = 8  # samples that are made to see from where a task draws
+_LENGTHS_PER_REQUEST = 64  # samples per request for lengths
+_MAX_REPORTED = 3  # masked samples that are reported one by one
+_CHECKED_SAMPLES = 8  # samples built to check which generators a task draws from
 
 
 class Loader:
     """The micro-batches of one process, step by step.
 
     Args:
-        task: gives `sample`, `collate`, `counts` and `work`.
+        task: defines `sample`, `collate`, `counts` and `work`.
         source: the rows.
         plan: which rows each step consumes.
-        split: which of them are this process's.
+        split: which of them belong to this process.
         rank: of this process.
-        purpose: part of the address of every random draw: `train`, or `eval` for held-out rows.
-        workers: that make micro-batches; `auto` measures what making one takes.
-        worker_kind: `threads` or `processes`; `auto` measures whether making one holds Python's lock.
-        prefetch: micro-batches prepared ahead.
-        prefetch_mb: MB prepared ahead at most, but always one micro-batch.
-        on_error: `stop`, or `mask` to leave out samples that cannot be made.
-        timeout: seconds that a micro-batch may take.
-        contents: say of every sample what it holds, for the ledger.
-        processes: that train on this host.
+        purpose: part of the key of every random draw: `train`, or `eval` for held-out rows.
+        workers: number of workers; `auto` measures how long a micro-batch takes.
+        worker_kind: `threads` or `processes`; `auto` measures whether building a batch holds Python's lock.
+        prefetch: number of micro-batches to prefetch.
+        prefetch_mb: limit of prefetching in MB; one micro-batch is always prefetched.
+        on_error: `stop`, or `mask` to skip samples that cannot be built.
+        timeout: seconds to wait for a micro-batch.
+        contents: compute a checksum of every sample, for the ledger.
+        processes: number of training processes on this host.
 
     Raises:
-        DataError: for a task that cannot be sent to worker processes.
+        DataError: if a task cannot be sent to worker processes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Loader:
         )
         if isinstance(measured := getattr(plan, "lengths", None), MeasuredLengths):
             measured.measure = self.lengths
-        self._largest = 0  # bytes of a micro-batch, as far as any was made
+        self._largest = 0  # bytes of the largest micro-batch so far
         self._built, self._seconds = 0, np.zeros(3)
         self._masked, self._reported, self._news = 0, -1, deque[str]()
         self._first_request: Request | None = None
@@ -120,7 +120,7 @@ class Loader:
         config: RunConfig,
         **more: Any,
     ) -> Loader:
-        """With the settings of a run; see the class for the arguments."""
+        """A loader with the settings of a run; see the class for the arguments."""
         data = config.data
         return cls(
             task, source, plan, split, place.rank, workers=data.workers, worker_kind=data.worker_kind,
@@ -129,7 +129,7 @@ class Loader:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Start the workers, if they are not yet; the first micro-batch that is asked for does it, too."""
+        """Start the workers unless they are running. The first request does so, too."""
         _ = self._workers
 
     def steps(self, first: int = 0) -> Iterator[list[MicroBatch]]:
@@ -151,10 +151,10 @@ class Loader:
             feed.close()
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
-        """Units that samples take of a packed row, by making them; threads keep what they made, for as long as it fits.
+        """Lengths of samples in a packed row, found by building them; worker threads cache the samples, if they fit.
 
-        A sample that cannot be made takes 1, if such samples are left out. Before there are workers, and when they are
-        gone, samples are made here: how many workers there are to be can depend on how long that takes.
+        A sample that cannot be built has length 1 if such samples are masked. Without running workers, samples are
+        built here, since the number of workers may depend on how long that takes.
         """
         if (workers := vars(self).get("_workers")) is None:
             return self._maker.lengths(rows, epochs)
@@ -173,17 +173,17 @@ class Loader:
         return {"ready": ready, "asked": asked, "built": self._built, "masked": self._masked, **seconds}
 
     def facts(self) -> str:
-        """A line about how micro-batches are made."""
+        """A line that describes how micro-batches are loaded."""
         each = self._largest / 1e6
         size = f" of {each:.2g} MB" if self._largest else ""
         kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
         return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
 
     def news(self, wait: float = 0.0) -> Iterator[str]:
-        """What is worth a line on the console since the last call.
+        """Lines to show on the console since the last call.
 
         Args:
-            wait: share of the last step's time that was waiting for data.
+            wait: fraction of the last step's time spent waiting for data.
         """
         while self._news:
             yield self._news.popleft()
@@ -191,13 +191,13 @@ class Loader:
             yield line
 
     def rest(self) -> None:
-        """Let go of what is started again in no time; processes stay."""
+        """Stop threads, which are quick to restart; worker processes keep running."""
         if self._kind == "threads":
             self.close()
 
     def close(self) -> None:
-        """End the workers; what threads are busy with is finished first."""
-        if self._feed is not None:  # of steps that somebody may still hold
+        """Stop the workers; threads finish their current request first."""
+        if self._feed is not None:  # of an iterator that may not be exhausted
             self._feed.close()
             self._feed = None
         if "_workers" in vars(self):
@@ -206,7 +206,7 @@ class Loader:
 
     @cached_property
     def _count(self) -> int:
-        """Workers."""
+        """Number of workers."""
         if isinstance(self._asked, int):
             return self._asked
         return worker_autotuning.choose_count(usable_cores(), self._processes, self._stages.total * self._split.passes)
@@ -224,9 +224,9 @@ class Loader:
     def _workers(self) -> workers.Workers:
         if self._count * self._processes > usable_cores():
             self._news.append(
-                f"data.workers={self._count} on {self._processes} "
-                f"{'process' if self._processes == 1 else 'processes'} of this host are more than its {usable_cores()} "
-                "cores, so they slow down each other and the training; set fewer, or auto"
+                f"data.workers={self._count} with {self._processes} "
+                f"{'process' if self._processes == 1 else 'processes'} on this host is more than its {usable_cores()} "
+                "cores, which slows down loading and training; set fewer, or auto"
             )
         return workers.start_workers(self._maker, self._kind, self._count, self._purpose)
 
@@ -236,7 +236,7 @@ class Loader:
 
     @property
     def _ahead(self) -> int:
-        """Micro-batches to prepare besides the one that is waited for: one, until it is known how large they are."""
+        """Micro-batches to prefetch besides the one being waited for; one until their size is known."""
         asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
         return max(1, min(asked, int(self._max_bytes / self._largest) if self._largest else 1))
 
@@ -246,8 +246,8 @@ class Loader:
         except TimeoutError:
             rows = ", ".join(map(str, self._workers.busy[:8]))
             raise DataError(
-                f"no micro-batch was ready within {self._timeout:g} s (launch.timeout); the worker {self._kind} are at "
-                f"rows {rows or '?'} of the source"
+                f"no micro-batch was ready within {self._timeout:g} s (launch.timeout); the worker {self._kind} are "
+                f"busy with rows {rows or '?'} of the source"
             ) from None
 
     def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
@@ -256,14 +256,14 @@ class Loader:
             for number in self._split.micro_batches(self._rank):
                 own = self._split.rows(number, length)
                 idle = len(own) == 0
-                # Idle: the batch's first micro-batch again, so that its shape is one the model knows.
+                # Idle: the batch's first micro-batch again, to avoid a new shape.
                 take = range(min(self._split.micro_batch, length)) if idle else own
                 request = Request(number, own, self._plan.samples(step, take), idle)
                 self._first_request = self._first_request or request
                 yield request
 
     def _tell(self, step: int, batches: list[MicroBatch]) -> None:
-        if step <= self._reported:  # made again, as the first one is
+        if step <= self._reported:  # built again, like the first step
             return
         self._reported = step
         for made in (micro.info for micro in batches if micro.info):
@@ -279,16 +279,15 @@ class Loader:
 
 
 class MeasuredLengths:
-    """Lengths of samples that are found out by making them, for a plan that is made before its loader is.
+    """Lengths of samples, found by building them, for a plan that is created before its loader.
 
-    A `PackedPlan` calls it; its loader's workers do the work, as soon as there is a loader that finds it as the plan's
-    `lengths`.
+    A `PackedPlan` calls it. Once a loader finds it as the plan's `lengths`, the loader's workers build the samples.
 
     Args:
-        task: gives `sample` and `length`.
+        task: defines `sample` and `length`.
         source: the rows.
         seed: of the run.
-        mask: a sample that cannot be made takes 1.
+        mask: a sample that cannot be built has length 1.
     """
 
     def __init__(self, task: Task, source: Source, seed: int, mask: bool = False) -> None:
@@ -297,24 +296,24 @@ class MeasuredLengths:
         ).lengths
 
     def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
-        """Units that samples take of a packed row."""
+        """Lengths of samples in units of a packed row."""
         return self.measure(rows, epochs)
 
 
 def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:
-    """Make a few samples, and refuse a task that draws what it should not.
+    """Build a few samples, and reject a task that draws random numbers it should not.
 
-    Draws from a generator that all threads share would depend on which thread comes first, and disturb those of the
-    model. Draws for held-out rows would augment what is to be measured, unless the task says that it means to.
+    Draws from a generator shared by all threads would depend on thread timing, and change the model's draws. Draws for
+    held-out rows would augment what is evaluated, unless the task declares that it intends to.
 
     Args:
-        task: that draws.
+        task: the task.
         source: its rows.
-        mask: continue where a sample cannot be built.
-        training: whether these are rows to train on, or held-out ones.
+        mask: skip samples that cannot be built.
+        training: whether these are training rows or held-out rows.
 
     Raises:
-        DataError: naming the generator, or the held-out row that is drawn for.
+        DataError: naming the generator, or the held-out row.
     """
     before = _global_generator_states()
     for row in range(min(_CHECKED_SAMPLES, len(source))):
@@ -342,7 +341,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
 
 
 def _global_generator_states() -> dict[str, bytes]:
-    """The state of every generator that a task should not draw from."""
+    """The state of every generator that a task must not draw from."""
     states = {"Python's random": repr(random.getstate()).encode()}
     legacy: Any = np.random.get_state(legacy=False)
     states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + bytes([legacy["state"]["pos"] % 256])

@@ -1,4 +1,4 @@
-"""Requests the next micro-batches in a thread of its own, so that the training thread never waits for planning."""
+"""Requests the next micro-batches in a separate thread, so that the training thread never waits for planning."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-_PATIENCE = 5.0  # seconds for the thread to end
+_PATIENCE = 5.0  # seconds to wait for the thread to end
 
 Requested = TypeVar("Requested")
 Result = TypeVar("Result")
 
 
 class Prefetcher(Generic[Requested, Result]):
-    """What was asked for, in order, a bounded number ahead.
+    """Submits requests ahead of their use, up to a bound, and returns the results in order.
 
     Args:
-        requests: what to ask for. They are drawn in the thread.
-        ask: for one of them.
-        ahead: how many to ask for besides the one that is waited for; at least one is.
+        requests: the requests; iterated in the thread.
+        ask: submits a request.
+        ahead: how many requests to submit besides the one being waited for; at least one.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Prefetcher(Generic[Requested, Result]):
         self._thread.start()
 
     def next(self, timeout: float) -> Result:
-        """What was asked for next.
+        """The next result.
 
         Raises:
-            TimeoutError: if it does not come in so many seconds.
-            BaseException: what asking or making it ended in.
+            TimeoutError: if it is not available within `timeout` seconds.
+            BaseException: from submitting or processing the request.
         """
         with self._change:
             if not self._change.wait_for(lambda: self._waiting or self._fault, timeout):
@@ -53,12 +53,12 @@ class Prefetcher(Generic[Requested, Result]):
 
     @property
     def queue_state(self) -> tuple[int, int]:
-        """How many are ready, and how many were asked for."""
+        """Number of requests that are ready, and of those submitted."""
         with self._change:
             return sum(future.done() for future in self._waiting), len(self._waiting)
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Cancel pending requests and stop the thread."""
         with self._change:
             self._closed = True
             for future in self._waiting:
@@ -75,7 +75,7 @@ class Prefetcher(Generic[Requested, Result]):
                         return
                     self._waiting.append(self._ask(request))
                     self._change.notify()
-            raise IndexError("there is nothing more to ask for")
+            raise IndexError("all requests have been consumed")
         except BaseException as error:
             with self._change:
                 self._fault = error

@@ -1,4 +1,4 @@
-"""Samples built early, to measure their lengths for packing, and kept until their micro-batch is built."""
+"""Caches samples that were built to measure their lengths for packing, until their micro-batch is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SampleCache:
     """A bounded cache of samples; the oldest are dropped first. Threads may share it.
 
     Args:
-        capacity: bytes; a sample that is larger is not kept.
+        capacity: in bytes; larger samples are not cached.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,7 +23,7 @@ class SampleCache:
         self._lock = threading.Lock()
 
     def put(self, key: Key, sample: Any) -> None:
-        """Keep a sample, in place of older ones if there is no room."""
+        """Cache a sample, evicting older ones if necessary."""
         needed = checksum.byte_size(sample)
         if needed > self._capacity:
             return
@@ -35,11 +35,11 @@ class SampleCache:
             self._used += needed
 
     def peek(self, key: Key) -> Any:
-        """The sample, or None. It stays, since another piece of it may be needed."""
+        """The sample, or None. It stays in the cache, since another piece of it may be needed."""
         return self._samples.get(key, (0, None))[1]
 
     def pop(self, key: Key) -> Any:
-        """The sample, or None. It is removed."""
+        """Remove and return the sample, or None."""
         if not self._samples:
             return None
         with self._lock:

@@ -14,25 +14,25 @@ import numpy as np
 from unisono.data.loading.batch_builder import BatchBuilder, Request
 
 _TARGET_SECONDS = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
-_PROBE_ROWS = 8  # of a micro-batch that are made to measure it
-_MAX_LOCKED = 0.3  # share of the time in Python's lock from which on a second thread is of little use
-_NAP = 2e-4  # seconds that the probe sleeps
+_PROBE_ROWS = 8  # rows of a micro-batch built to measure it
+_MAX_LOCKED = 0.3  # fraction of the time in Python's lock above which more threads are of little use
+_NAP = 2e-4  # seconds that the probe sleeps at a time
 _WINDOW, _MAX_WAIT_SHARE, _REPEAT_AFTER = (
     20,
     0.1,
     500,
-)  # steps that are looked at; share of them that is too much; steps between lines
+)  # steps averaged; fraction of waiting that is too much; steps between warnings
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What making a micro-batch takes, on one core.
+    """The time to build a micro-batch on one core.
 
     Attributes:
-        read: seconds of `source[row]`.
-        sample: seconds of `Task.sample`.
-        rest: seconds of cutting, packing and collating.
-        locked: share of that time in which Python's global lock was held, so that no other thread could run Python.
+        read: seconds in `source[row]`.
+        sample: seconds in `Task.sample`.
+        rest: seconds for cutting, packing and collating.
+        locked: fraction of that time in which Python's global lock was held, blocking other threads.
     """
 
     read: float
@@ -42,7 +42,7 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """Seconds altogether."""
+        """Total seconds."""
         return self.read + self.sample + self.rest
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class StageTimes:
 
 
 def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
-    """Make the first rows of a micro-batch, and say what all of them would take."""
+    """Build the first rows of a micro-batch, and extrapolate to all of them."""
     taken, few = request.samples, request.samples[:_PROBE_ROWS]
     seconds = np.zeros(3)
     fault: list[BaseException] = []
@@ -72,9 +72,9 @@ def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
 
 
 def lock_share(act: Callable[[], None]) -> float:
-    """The share of time in which an action holds Python's global lock.
+    """The fraction of time in which an action holds Python's global lock.
 
-    While it runs, this thread naps over and over, and comes back late whenever the lock is held.
+    While it runs, this thread sleeps repeatedly, and wakes up late whenever the lock is held.
     """
     thread = threading.Thread(target=act, daemon=True)
     late, began = 0.0, perf_counter()
@@ -87,12 +87,12 @@ def lock_share(act: Callable[[], None]) -> float:
 
 
 def choose_count(cores: int, processes: int, seconds: float) -> int:
-    """So many workers that a step's micro-batches are ready in time, and one core is left to each process for training.
+    """The number of workers to have a step's micro-batches ready in time, leaving each process one core for training.
 
     Args:
         cores: of this host.
-        processes: that train on it.
-        seconds: that the micro-batches of one process take in a step, on one core.
+        processes: number of training processes on it.
+        seconds: time on one core for the micro-batches of a process in a step.
 
     >>> [choose_count(*asked) for asked in ((64, 8, 0.1), (64, 8, 9.0), (64, 8, 0.001), (2, 2, 9.0))]
     [5, 7, 1, 1]
@@ -101,7 +101,7 @@ def choose_count(cores: int, processes: int, seconds: float) -> int:
 
 
 def choose_kind(stages: StageTimes) -> str:
-    """Threads where what makes a micro-batch lets other threads run (native decoders and features do), else processes.
+    """Threads if building a micro-batch releases Python's lock (as native decoders and features do), else processes.
 
     >>> choose_kind(StageTimes(1e-3, 1e-3, 0.1, locked=0.02)), choose_kind(StageTimes(1e-3, 0.1, 1e-3, locked=0.9))
     ('threads', 'processes')
@@ -110,10 +110,10 @@ def choose_kind(stages: StageTimes) -> str:
 
 
 def cpus_to_request(memory_gb: float, workers: int) -> int:
-    """CPUs that a cluster job should ask for: one for each worker, and no fewer than its memory pays for.
+    """The number of CPUs that a cluster job should request: one per worker, and at least one per 10 GB of memory.
 
-    Clusters hand out memory in slices of about 10 GB a CPU, so a job that asks for much memory is charged for the CPUs
-    that go with it, and might as well use them.
+    Clusters typically allocate about 10 GB of memory per CPU, so a job that requests much memory is charged for the
+    corresponding CPUs and might as well use them.
 
     >>> cpus_to_request(memory_gb=256, workers=16), cpus_to_request(64, 16)
     (25, 16)
@@ -122,12 +122,12 @@ def cpus_to_request(memory_gb: float, workers: int) -> int:
 
 
 class WaitMonitor:
-    """Looks at how long steps wait for data, and says what to change when it is too long.
+    """Watches how long steps wait for data, and suggests what to change if it is too long.
 
     Args:
-        workers: of this process.
+        workers: number of workers of this process.
         kind: `threads` or `processes`.
-        cores: for each process that trains on this host.
+        cores: number of cores per training process on this host.
     """
 
     def __init__(self, workers: int, kind: str, cores: int) -> None:
@@ -136,7 +136,7 @@ class WaitMonitor:
         self._quiet = 0
 
     def step(self, share: float, stages: Callable[[], StageTimes]) -> str | None:
-        """A line to show after a step that waited for this share of its time, if there is anything to say."""
+        """The warning to show, if any, after a step that spent this fraction of its time waiting."""
         self._last.append(share)
         self._quiet -= 1
         mean = sum(self._last) / _WINDOW
@@ -149,11 +149,11 @@ class WaitMonitor:
         more = min(2 * self._workers, max(1, self._cores - 1))
         if self._kind == "threads" and stages.locked > 0.5 and stages.sample + stages.rest > stages.read:
             return (
-                f"making them holds Python's lock for {100 * stages.locked:.0f} % of the time ({stages}), so more "
-                "threads do not help: set data.worker_kind=processes, or prepare the data ahead"
+                f"building batches holds Python's lock for {100 * stages.locked:.0f} % of the time ({stages}), so more "
+                "threads do not help: set data.worker_kind=processes, or prepare the data in advance"
             )
         if more > self._workers:
             return f"{stages}: set data.workers={more} (now {self._workers} {self._kind}), or data.workers=auto"
         if stages.read > stages.sample + stages.rest:
-            return f"{stages}: reading takes longest; set data.workers={2 * self._workers}, or put the data nearer"
-        return f"{stages}, and every core is used: prepare the data ahead, or make sample() and collate() cheaper"
+            return f"{stages}: reading takes longest; set data.workers={2 * self._workers}, or use faster storage"
+        return f"{stages}, and all cores are in use: prepare the data in advance, or make sample() and collate() faster"

@@ -1,4 +1,4 @@
-"""One worker process: it receives a `BatchBuilder` and serves requests until its parent is gone."""
+"""The main function of a worker process, which receives a `BatchBuilder` and serves requests until its parent exits."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from unisono.runtime.errors import DataError, UnisonoError
 
 PAGE_SIZE = mmap.PAGESIZE
 _ROW = struct.Struct("<q")
-# Each worker computes on one core; what the user's environment says of the training holds for the training.
+# Each worker computes on one core; the user's settings of these variables are meant for training.
 _POOLS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS", "POLARS_MAX_THREADS",
 )  # fmt: skip
 THREAD_VARIABLES = {**dict.fromkeys(_POOLS, "1"), "TOKENIZERS_PARALLELISM": "false"}
-# Schedulers send them to all processes of a job; whoever asks decides when a worker ends. It begins with them blocked.
+# Schedulers send these to all processes of a job, but only the parent ends a worker. It starts with them blocked.
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 WORKER_VARIABLE = "UNISONO_DATA_WORKER"  # set in the environment of a worker
 
 
 def main(channel: int, page: int) -> NoReturn:
-    """Work.
+    """Serve requests until the parent exits.
 
     Args:
-        channel: file descriptor of the socket to whoever asks.
-        page: file descriptor of memory in which it says what row it is at.
+        channel: file descriptor of the socket to the parent.
+        page: file descriptor of shared memory for the number of the row being built.
     """
     for number in BLOCKED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -70,12 +70,12 @@ def main(channel: int, page: int) -> NoReturn:
 
 
 def read_row(page: mmap.mmap) -> int:
-    """The row of the source that a worker is at; -1 for none."""
+    """The row of the source that a worker is building; -1 for none."""
     return int(_ROW.unpack_from(page, 0)[0])
 
 
 def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> None:
-    """Import what the pickle refers to, and `import` would not find: the task's file, and the script that is run."""
+    """Import modules that the pickle needs but `import` would not find: the task's file and the main script."""
     if again:
         spawn.prepare(again)  # as multiprocessing does
     if place is not None:
@@ -89,7 +89,7 @@ def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> 
 
 
 def _receive_requests(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
-    """Take requests, and end this process with whoever makes them."""
+    """Receive requests; exit with the parent."""
     try:
         while True:
             asked.put(ipc.receive(sock))
@@ -100,7 +100,7 @@ def _receive_requests(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
 def _send(sock: socket.socket, answer: tuple[bool, Any]) -> None:
     try:
         message = ipc.IpcMessage(answer)
-    except Exception as error:  # a batch of something that cannot be pickled
+    except Exception as error:  # the batch cannot be pickled
         fault = DataError(
             f"what collate() returned cannot be sent from a worker process: {type(error).__name__}: {error}. Return "
             "arrays, or use data.worker_kind=threads"
@@ -108,14 +108,14 @@ def _send(sock: socket.socket, answer: tuple[bool, Any]) -> None:
         message = ipc.IpcMessage((False, fault))
     try:
         message.send(sock)
-    except OSError:  # nobody is there any more
+    except OSError:  # the parent has exited
         os._exit(0)
     finally:
         message.close()
 
 
 def _portable_error(error: BaseException, what: str) -> UnisonoError:
-    """The error, such that another process can have it."""
+    """The error in a form that can be sent to another process."""
     if not isinstance(error, UnisonoError):
         from unisono.data.loading.batch_builder import describe_error
 

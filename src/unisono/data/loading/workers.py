@@ -1,7 +1,7 @@
 """Workers that build micro-batches: threads of this process, or processes that live as long as the loader.
 
-Threads share the rows and everything that was read of them, but run Python one at a time, so they serve where the time
-goes into native code that lets others run. Processes serve where Python itself takes the time. They make the same
+Threads share the source and its caches, but only one runs Python at a time, so they suit tasks whose time is spent in
+native code that releases Python's lock. Processes suit tasks whose time is spent in Python. Both build the same
 samples, bit for bit.
 """
 
@@ -30,9 +30,9 @@ from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError
 
-_MAX_PENDING = 2  # requests that a process has: it makes one, and need not wait for the next
-_EXIT_TIMEOUT = 5.0  # seconds for a process to end by itself
-_SMALL_BYTES = 1 << 16  # bytes up to which what a task has cached is sent along
+_MAX_PENDING = 2  # requests per process: one in progress, and the next one
+_EXIT_TIMEOUT = 5.0  # seconds to wait for a process to exit
+_SMALL_BYTES = 1 << 16  # a task's cached properties up to this many bytes are sent along
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from unisono.data.loading.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -40,21 +40,21 @@ _CODE = (
 
 
 class Workers(Protocol):
-    """Those who do what a `BatchBuilder` can."""
+    """Workers that call the methods of a `BatchBuilder`."""
 
     @property
     def busy(self) -> list[int]:
-        """Rows of the source that they are at."""
+        """Rows of the source being built."""
 
     def ask(self, act: str, *arguments: Any) -> Future[Any]:
-        """Ask for what the maker's method of this name returns."""
+        """Submit a call of the builder's method with this name."""
 
     def close(self) -> None:
-        """End."""
+        """Stop all workers."""
 
 
 def start_workers(maker: BatchBuilder, kind: str, count: int, name: str) -> Workers:
-    """Workers of a kind."""
+    """Create workers of a kind."""
     return ProcessWorkers(maker, count, name) if kind == "processes" else ThreadWorkers(maker, count, name)
 
 
@@ -65,7 +65,7 @@ class ThreadWorkers:
         self._maker = maker
         self._asked: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         self._waiting: deque[Future[Any]] = deque()
-        # Daemons, so that one that is stuck in a read does not keep the process from ending.
+        # Daemons, so that a thread stuck in a read does not keep the process from exiting.
         self._threads = [
             threading.Thread(target=self._work, name=f"unisono-{name}_{number}", daemon=True) for number in range(count)
         ]
@@ -73,11 +73,11 @@ class ThreadWorkers:
 
     @property
     def busy(self) -> list[int]:
-        """Rows of the source that they are at."""
+        """Rows of the source being built."""
         return self._maker.busy
 
     def ask(self, act: str, *arguments: Any) -> Future[Any]:
-        """Ask for what the maker's method of this name returns."""
+        """Submit a call of the builder's method with this name."""
         if not self._started:
             self._started = True
             for thread in self._threads:
@@ -90,7 +90,7 @@ class ThreadWorkers:
         return future
 
     def close(self) -> None:
-        """End; what they are at is finished first, unless it takes too long."""
+        """Stop the threads after their current requests, unless those take too long."""
         for future in self._waiting:
             future.cancel()
         for _ in self._threads:
@@ -115,7 +115,7 @@ class ThreadWorkers:
 
 
 class ProcessWorkers:
-    """Processes that are started once and get the maker over a socket.
+    """Processes that are started once and receive the builder over a socket.
 
     Raises:
         DataError: if the task or its rows cannot be pickled.
@@ -131,7 +131,7 @@ class ProcessWorkers:
         self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
         self._fault: DataError | None = None
         self._closed = False
-        # Sending wakes a process, which may take the core of whoever sends; that must not be the thread that trains.
+        # Sending wakes a process, which may preempt the sender; so the training thread must not send.
         self._more: SimpleQueue[bool] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
         message = _pickle_builder(maker)
@@ -155,18 +155,18 @@ class ProcessWorkers:
 
     @property
     def busy(self) -> list[int]:
-        """Rows of the source that they are at."""
+        """Rows of the source being built."""
         return sorted({row for process in self._processes if (row := process.at) >= 0})
 
     def ask(self, act: str, *arguments: Any) -> Future[Any]:
-        """Ask for what the maker's method of this name returns."""
+        """Submit a call of the builder's method with this name."""
         future: Future[Any] = Future()
         self._asked.append((future, act, arguments))
         self._more.put(True)
         return future
 
     def dispatch(self) -> None:
-        """Give what is asked for to those who have the least to do."""
+        """Pass queued requests on to the processes with the fewest pending ones."""
         with self._lock:
             while self._asked:
                 if self._fault is not None:
@@ -182,13 +182,13 @@ class ProcessWorkers:
                     process.submit(future, act, arguments)
 
     def fail_all(self, fault: DataError) -> None:
-        """One of them died: from now on every request fails with this error."""
+        """Fail all requests from now on, after a process has died."""
         with self._lock:
             self._fault = self._fault or fault
         self.dispatch()
 
     def close(self) -> None:
-        """End them, whatever they are at."""
+        """Stop all processes, even if they are busy."""
         with self._lock:
             self._closed = True
             for future, *_ in self._asked:
@@ -208,12 +208,12 @@ class ProcessWorkers:
 
     @property
     def closed(self) -> bool:
-        """Whether they are meant to be gone."""
+        """Whether `close` was called."""
         return self._closed
 
 
 class _WorkerHandle:
-    """One of them, and the thread that takes its answers."""
+    """A worker process and the thread that receives its answers."""
 
     def __init__(self, owner: ProcessWorkers, name: str, begin: ipc.IpcMessage, maker: ipc.IpcMessage) -> None:
         self._owner, self._name = owner, name
@@ -226,42 +226,42 @@ class _WorkerHandle:
             path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - "" is where we are
             blocked = signal.pthread_sigmask(
                 signal.SIG_BLOCK, worker_process.BLOCKED_SIGNALS
-            )  # handed on, until it ignores them
+            )  # inherited by the worker, until it ignores them
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **worker_process.THREAD_VARIABLES, worker_process.WORKER_VARIABLE: "1"},
-                    process_group=0,  # Ctrl-C is for this process, which ends them
+                    process_group=0,  # Ctrl-C should only reach this process, which stops the workers
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._ready = False
         self._thread = threading.Thread(target=self._receive_answers, name=name, daemon=True)
-        with suppress(OSError):  # it has ended already, and the thread says so
+        with suppress(OSError):  # it has exited; the thread reports that
             begin.send(self._socket)
             maker.send(self._socket)
         self._thread.start()
 
     @property
     def at(self) -> int:
-        """The row of the source that it is at; -1 for none."""
+        """The row of the source that it is building; -1 for none."""
         return worker_process.read_row(self._page)
 
     def submit(self, future: Future[Any], act: str, arguments: tuple[Any, ...]) -> None:
-        """Ask for something."""
+        """Send it a request."""
         self.pending.append((future, arguments))
-        with suppress(OSError):  # it is gone, and the thread says so
+        with suppress(OSError):  # it has exited; the thread reports that
             ipc.send(self._socket, (act, arguments))
 
     def leave(self) -> None:
-        """Tell it to end."""
+        """Ask it to exit."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Wait for its end, and see to it."""
+        """Wait until it exits, or kill it."""
         try:
             self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -320,14 +320,14 @@ class _WorkerHandle:
 
 
 def _pickle_builder(maker: BatchBuilder) -> ipc.IpcMessage:
-    """The maker, with a task that has no more than it needs."""
+    """The pickled builder, without the task's large cached properties."""
     slim = copy.copy(maker)
     slim.task = copy.copy(maker.task)
     for name, value in list(vars(slim.task).items()):
         if isinstance(getattr_static(type(slim.task), name, None), cached_property) and not _is_small(value):
-            del vars(slim.task)[name]  # it is made again where it is needed
+            del vars(slim.task)[name]  # recomputed on demand
     try:
-        return ipc.IpcMessage(slim, shared=_SMALL_BYTES)  # no socket is so small that sending it would wait
+        return ipc.IpcMessage(slim, shared=_SMALL_BYTES)  # fits into any socket's buffer, so sending does not block
     except Exception as error:
         kind = type(maker.task).__name__
         what = (
@@ -341,7 +341,7 @@ def _pickle_builder(maker: BatchBuilder) -> ipc.IpcMessage:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether something cached is small, and needs no torch."""
+    """Whether a cached value is small and does not need torch."""
     try:
         message = ipc.IpcMessage(value)
     except Exception:

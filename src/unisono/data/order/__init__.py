@@ -1,1 +1,1 @@
-"""The order: which sample stands where, a pure function decided before anything is read."""
+"""The order of samples: a pure function of the position, decided before anything is read."""

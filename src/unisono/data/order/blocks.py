@@ -1,7 +1,7 @@
-"""The order of sources that are read block by block: blocks are shuffled, and the rows of a few among each other.
+"""The order of sources that are read block by block: blocks are shuffled, then the rows within a window of blocks.
 
-A full shuffle would read a block again for nearly every row. Here each block is read once in every epoch, by one lane,
-and a lane has no more than `window` blocks open; what it costs is how well rows are mixed: `autocorrelation` tells.
+A full shuffle would read a block for nearly every row. Here each block is read once per epoch, by one lane, and a lane
+has at most `window` blocks open. The price is that rows are mixed less well, as measured by `autocorrelation`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from unisono.runtime.rng import key
 
 @dataclass(frozen=True)
 class _LaneEpoch:
-    """The blocks that a lane reads in an epoch, in that order; arrays of shape (blocks,) but for `windows`.
+    """The blocks that a lane reads in an epoch, in reading order; arrays have shape (blocks,) except `windows`.
 
     Attributes:
-        address: of its random draws.
-        ends: place in the epoch at which each block ends.
+        address: key of its random draws.
+        ends: position in the epoch at which each block ends.
         starts: row of the source at which each block starts.
         sizes: rows of each block.
-        windows: place at which each window starts, and at last the end.
+        windows: position at which each window starts, and finally the end.
     """
 
     address: int
@@ -45,25 +45,26 @@ class _LaneEpoch:
         return Shuffle(size, key(self.address, "window", window))
 
     def rows(self, places: Indices) -> Indices:  # (n,) -> (n,)
-        """Rows of the source at these places, were no window shuffled."""
+        """Rows of the source at these positions, before windows are shuffled."""
         block = np.searchsorted(self.ends, places, side="right")
         return self.starts[block] + places - (self.ends[block] - self.sizes[block])
 
 
 @dataclass(frozen=True, eq=False)
 class BlockOrder:
-    """Positions to rows of a source whose blocks are dealt to lanes; a `Stream`.
+    """Maps positions to rows of a source whose blocks are assigned to lanes; a `Stream`.
 
-    In each *cycle*, of as many epochs as there are lanes, blocks are permuted and dealt to as many groups, the largest
-    first, so that groups differ by one block at most. In epoch `e` of a cycle lane `l` reads group `(l - e) mod lanes`,
-    its blocks in an order of that epoch. So every block is read once per epoch, and as each lane reads every row once
-    per cycle, the epoch of a place in a lane follows from the cycle's groups alone, however far it is.
+    A *cycle* has as many epochs as there are lanes. In each cycle, blocks are permuted and dealt into one group per
+    lane, the largest blocks first, so that groups differ by at most one block. In epoch `e` of a cycle, lane `l` reads
+    group `(l - e) mod lanes`, with its blocks in an order specific to that epoch. So every block is read once per
+    epoch. Since each lane reads every row once per cycle, the epoch of any position in a lane can be computed from the
+    cycle's groups alone.
 
     Attributes:
-        sizes: rows of each block, shape (blocks,), in the order in which they stand in the source.
+        sizes: rows of each block, shape (blocks,), in source order.
         seed: of the run.
-        window: blocks whose rows are permuted among each other.
-        lanes: that read them.
+        window: number of blocks whose rows are shuffled together.
+        lanes: that read the blocks.
     """
 
     sizes: Indices
@@ -89,11 +90,11 @@ class BlockOrder:
         return self.at(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
-        """How many groups of blocks the lanes of these positions have read before."""
+        """How many groups of blocks the lanes of these positions have read before, i.e. their epochs."""
         return self.at(positions)[1]
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """Both."""
+        """Rows and epochs at these positions."""
         # From lanes to epochs to windows, then all windows' permutations at once, then to rows.
         lanes, places = self.lanes(np.asarray(positions, dtype=np.int64))
         cycles, places = np.divmod(places, self.size)
@@ -119,18 +120,18 @@ class BlockOrder:
         return rows, epochs
 
     def rows_before(self, lane: int, epoch: int) -> int:
-        """Places of a lane that come before its epoch."""
+        """Number of positions of a lane before an epoch."""
         cycle, within = divmod(epoch, self.lanes.count)
         return cycle * self.size + (int(self._ends(cycle, lane)[within - 1]) if within else 0)
 
     def lanes_end_together(self, epochs: float, places: int) -> bool:
-        """Whether after so many places of each lane every row was read `epochs` times, rounded down or up."""
+        """Whether every row was read `epochs` times, rounded down or up, after `places` positions of each lane."""
         few, many = math.floor(epochs), math.ceil(epochs)
         lanes = range(self.lanes.count)
         return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
 
     def _groups(self, cycle: int) -> tuple[Indices, Indices]:
-        """The blocks in the order in which they are dealt, (blocks,), and the rows of each group, (lanes,)."""
+        """The blocks in dealing order, (blocks,), and the number of rows of each group, (lanes,)."""
 
         def deal() -> tuple[Indices, Indices]:
             lanes, blocks = self.lanes.count, np.arange(len(self.sizes), dtype=np.int64)
@@ -171,7 +172,7 @@ class BlockOrder:
         return np.cumsum(self.sizes) - self.sizes
 
     def _memoise(self, what: Any, make: Callable[[], Any]) -> Any:
-        """What follows from the settings alone, kept for a while; a thread that comes in between makes it again."""
+        """Memoise what depends only on the settings; concurrent threads may compute it twice."""
         if (found := self._kept.get(what)) is None:
             if len(self._kept) > 4 * self.lanes.count + 8:
                 self._kept.clear()
@@ -180,11 +181,11 @@ class BlockOrder:
 
 
 class CachedBlocks:
-    """The rows of a source that can only read whole blocks; those read last are kept. Threads may share it.
+    """The rows of a source that can only read whole blocks, with a cache of recent blocks. Thread-safe.
 
     Args:
-        source: with `blocks` (rows of each) and `read_block(number)`, which returns the rows of a block.
-        capacity: blocks that are kept at most; see `keep_blocks`.
+        source: with `blocks` (rows per block) and `read_block(number)`, which returns the rows of a block.
+        capacity: number of blocks to cache; see `keep_blocks`.
     """
 
     def __init__(self, source: Any, capacity: int = 2) -> None:
@@ -203,28 +204,28 @@ class CachedBlocks:
         return self._open.get(block, lambda: self._source.read_block(block))[int(row) - start]
 
     def keep_blocks(self, count: int) -> None:
-        """Keep as many as are open at a time, and some of those that come next."""
+        """Set the number of blocks to cache: those open at a time, and some of the next ones."""
         self._open.least = count
 
-    def __getattr__(self, name: str) -> Any:  # lengths, blocks, fingerprint and whatever else the source has
+    def __getattr__(self, name: str) -> Any:  # lengths, blocks, fingerprint and other attributes of the source
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._source, name)
 
-    def __reduce__(self) -> Any:  # another process opens blocks of its own
+    def __reduce__(self) -> Any:  # another process has its own cache
         return CachedBlocks, (self._source, self._open.least)
 
 
 def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:
-    """How much the blocks of a batch say about those of the batch `lag` later.
+    """How well the blocks of a batch predict those of the batch `lag` later.
 
-    0 where rows are drawn at random, 1 where batches are all of the same blocks: the autocorrelation of the number of
-    rows that each block has in a batch, over all blocks together.
+    The autocorrelation of the number of rows that each block has in a batch, over all blocks: 0 if rows are drawn at
+    random, 1 if all batches come from the same blocks.
 
     Args:
-        blocks: the block of each row, in the order in which rows are taken, shape (rows,).
-        batch: rows per batch; a last short one does not count.
-        lag: batches in between.
+        blocks: the block of each row, in order of consumption, shape (rows,).
+        batch: rows per batch; a short last batch is ignored.
+        lag: distance in batches.
     """
     steps = len(blocks) // batch
     names, numbers = np.unique(blocks[: steps * batch], return_inverse=True)

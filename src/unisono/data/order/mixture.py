@@ -1,7 +1,7 @@
-"""Several sources as one, and how much of each a run sees: fixed counts per block of positions.
+"""Mixes several sources, with fixed counts of each per block of positions.
 
-`Joined` numbers the rows of all sources through, so that whatever comes after the order knows one source.
-`MixtureOrder` is the order: which source stands at a position, and which of its rows.
+`Joined` numbers the rows of all sources consecutively, so that everything after the order sees a single source.
+`MixtureOrder` is the order: it maps a position to a source and one of its rows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from unisono.task import Source
 
 
 class Joined:
-    """Sources one after the other, their rows numbered through.
+    """A concatenation of sources.
 
-    It has `lengths`, `blocks` and `fingerprint` where all of them have.
+    It has `lengths`, `blocks` and `fingerprint` if all of them do.
 
     Args:
-        sources: by name, in the order in which they are numbered.
+        sources: by name, in concatenation order.
     """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
@@ -51,7 +51,7 @@ class Joined:
         return self.sources[name][inside]
 
     def name(self, row: int) -> tuple[str, int]:
-        """The source of a row, and which of its rows it is."""
+        """The name of a row's source, and the row's number in it."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         number = bisect_right(self.starts, row) - 1
@@ -69,7 +69,7 @@ class Joined:
 
     @property
     def fingerprint(self) -> str:
-        """Of all of them, their names and their order."""
+        """A hash of the sources' fingerprints, names and order."""
         parts = list(zip(self._names, self._all("fingerprint"), strict=True))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -82,11 +82,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """Weights that hold from some place on.
+    """A stretch of the run with constant weights.
 
     Attributes:
-        first: the first place of it, in each lane.
-        weights: of each source, in whole numbers.
+        first: its first position in each lane.
+        weights: of each source, as integers.
     """
 
     first: int
@@ -95,20 +95,20 @@ class MixturePhase:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """Positions to rows of several sources that are mixed by shares; a `Stream`.
+    """Maps positions to rows of several sources, mixed by weight; a `Stream`.
 
-    Places come in blocks, each with a fixed number of places per source and a keyed permutation of them. What a source
-    gives is its own stream, in order. With lanes, each of them mixes for itself.
+    Positions come in blocks. Each block has a fixed number of positions per source, in a keyed permutation. Each source
+    contributes its own stream, in order. With several lanes, each lane mixes independently.
 
     Attributes:
         names: of the sources.
         streams: of the sources.
-        starts: the number of each one's first row among all, and at last the number of all.
-        phases: the first one begins at 0.
+        starts: the number of each source's first row, and finally the total number of rows.
+        phases: in order; the first one begins at 0.
         seed: of the run.
-        block: places in a block; one that a change of weights cuts off is shorter.
-        until: whose end is the end of an epoch, `first` or `all`.
-        lanes: that mix for themselves; one where it does not matter.
+        block: positions per block; a change of weights may shorten one.
+        until: whether an epoch ends with the `first` source or with `all`.
+        lanes: that mix independently.
     """
 
     names: tuple[str, ...]
@@ -131,17 +131,17 @@ class MixtureOrder:
         lanes: Lanes,
         units: int | None = None,
     ) -> MixtureOrder:
-        """The mixture that the settings ask for.
+        """The mixture for the settings.
 
         Args:
             asked: `data.mixture`.
             joined: the sources.
-            streams: of each of them.
+            streams: of each source.
             seed: of the run.
-            batch: positions of a step.
+            batch: positions per step.
             lanes: as above.
-            units: that a step of packed rows holds; None where a row is a sample. How many samples that is nobody knows
-                before they are packed, so a change of weights then stands where its step begins by mean lengths.
+            units: units in a step of packed rows; None if rows are samples. The number of samples in a step is unknown
+                before packing, so the position of a change of weights is then estimated from mean lengths.
         """
         weights = whole_weights(asked, joined.sources)
         begins, step = [Fraction(0)], 0
@@ -158,11 +158,11 @@ class MixtureOrder:
         return self.at(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
-        """How often the sources of these positions were passed before."""
+        """Number of earlier passes over the sources of these positions."""
         return self.at(positions)[1]
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """Both: what each source says of its own positions."""
+        """Rows and epochs at these positions, from the streams of their sources."""
         numbers, inside = self._locate(np.asarray(positions, dtype=np.int64))
         rows, epochs = np.empty_like(inside), np.empty_like(inside)
         for here in group_equal(numbers):
@@ -173,10 +173,10 @@ class MixtureOrder:
 
     @cached_property
     def size(self) -> int:
-        """Positions until the first source, or all of them, have given each of their rows; of lanes, nearly so.
+        """Positions until the first source, or all sources, are exhausted; approximate with several lanes.
 
         Raises:
-            ConfigError: where a source that is asked for is never used up.
+            ConfigError: if a source is never exhausted.
         """
         asked = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
         ends = {number: self._exhausted_after(number) for number in asked}
@@ -184,8 +184,8 @@ class MixtureOrder:
         known = [end for end in ends.values() if end is not None]
         if not known or (never and self.until == "all"):
             raise ConfigError(
-                f"train.epochs: of data.mixture, '{never[0]}' is never used up, as its weight becomes 0 before; count "
-                "the run in train.steps, or use data.mixture.until=first"
+                f"train.epochs: the source '{never[0]}' of data.mixture is never used up, since its weight becomes 0 "
+                "before; set the length of the run by train.steps, or use data.mixture.until=first"
             )
         return self.lanes.count * (min(known) if self.until == "first" else max(known))
 
@@ -204,7 +204,7 @@ class MixtureOrder:
         return numbers, self.lanes.positions(lanes, places)
 
     def _deal_block(self, phase: int, block: int, lane: int) -> tuple[Indices, Indices, Indices]:
-        """What sources gave before a block, (sources,); each place's source, and how many before it are, (places,)."""
+        """Counts of sources before a block, (sources,); each position's source, and its number within it, (places,)."""
         begin, end = (
             self._count_in_phase(phase, block * self.block),
             self._count_in_phase(phase, (block + 1) * self.block),
@@ -214,14 +214,14 @@ class MixtureOrder:
         return before, *_shuffle_block(key(self.seed, "mixture", lane, phase, block), quotas)
 
     def _count_in_phase(self, phase: int, places: int) -> tuple[int, ...]:
-        """How often each source stands in the first places of a phase, which ends where the next one begins."""
+        """Counts of each source in the first positions of a phase, which ends where the next one begins."""
         if phase + 1 < len(self.phases):
             places = min(places, self.phases[phase + 1].first - self.phases[phase].first)
         return count_places(self.phases[phase].weights, places)
 
     @cached_property
     def _before(self) -> list[tuple[int, ...]]:
-        """How often each source stands before each phase."""
+        """Counts of each source before each phase."""
         before = [(0,) * len(self.names)]
         for number, (phase, following) in enumerate(pairwise(self.phases)):
             given = self._count_in_phase(number, following.first - phase.first)
@@ -229,13 +229,13 @@ class MixtureOrder:
         return before
 
     def _exhausted_after(self, number: int) -> int | None:
-        """Places, of the first lane, after which a source has given each of its rows; None if that is never."""
+        """Positions of the first lane after which a source is exhausted; None if it never is."""
         rows = -(-self.streams[number].size // self.lanes.count)
         for phase, (its, before) in enumerate(zip(self.phases, self._before, strict=True)):
             if not its.weights[number]:
                 continue
             missing = rows - before[number]
-            places = (missing + 3) * sum(its.weights) // its.weights[number]  # it is never so far behind its share
+            places = (missing + 3) * sum(its.weights) // its.weights[number]  # an upper bound, see count_places
             blocks = range(places // self.block + 1)
 
             def given_by(block: int, phase: int = phase) -> int:
@@ -250,10 +250,10 @@ class MixtureOrder:
 
 
 def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:
-    """What positions are shared out by, in whole numbers: for the weights, and for each of their changes.
+    """The weights, and those of each change, as integers.
 
     Raises:
-        ConfigError: for weights that are not those of the sources, or of tokens where lengths are not known.
+        ConfigError: if weights do not match the sources, or are by tokens although lengths are unknown.
     """
     for name in asked.weights:
         if name not in sources:
@@ -263,7 +263,7 @@ def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> lis
             raise ConfigError(f"data.mixture.weights has no weight for '{name}'; give it one (0 to leave it out)")
     result = []
     for weights in (asked.weights, *(change.weights for change in asked.changes)):
-        exact = [Fraction(str(weights[name])) for name in sources]  # as it was written: 0.1 is a tenth
+        exact = [Fraction(str(weights[name])) for name in sources]  # exactly as written: 0.1 is a tenth
         if asked.by == "tokens":
             exact = [w / _mean_length(name, sources[name]) if w else w for name, w in zip(sources, exact, strict=True)]
         common = math.lcm(*(weight.denominator for weight in exact))
@@ -273,11 +273,11 @@ def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> lis
 
 @lru_cache(maxsize=4096)
 def count_places(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
-    """How often each source stands in the first so many places: less than two away from its share, and never falling.
+    """Counts of each source in the first `places` positions: monotonic, and within two of the exact share.
 
-    Of the first n places that come to a node of the tree, `⌊n·p + ½⌋` go to its first branch, which is a sum of zeros
-    and ones; so are the counts of leaves. As weights grow towards the root at least like Fibonacci's numbers, the
-    errors of roundings, shrunk by the shares on their way down, come to less than two at any leaf.
+    Of the first n positions that reach a node of the tree, `⌊n·p + ½⌋` go to its first branch. Each position adds zero
+    or one to that, and therefore to the counts of the leaves. Since weights grow towards the root at least like
+    Fibonacci numbers, rounding errors, scaled by the shares on their way down, sum to less than two at any leaf.
 
     >>> count_places((2, 3, 1), 1000)
     (333, 500, 167)
@@ -292,9 +292,9 @@ def count_places(weights: tuple[int, ...], places: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _huffman_splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """A Huffman tree over the sources, from the root (0) on: node, its branches, the weights of the first and of both.
+    """A Huffman tree over the sources, from the root (0): node, both branches, the weights of the first and of both.
 
-    Source n is the node ~n; one source alone is the first branch of the root, and nothing the other.
+    Source n is the node ~n. A single source is the first branch of the root, and the other is empty.
     """
     heap = [(weight, number, ~number) for number, weight in enumerate(weights) if weight]
     heapq.heapify(heap)
@@ -311,7 +311,7 @@ def _huffman_splits(weights: tuple[int, ...]) -> tuple[tuple[int, int, int, int,
 
 @lru_cache(maxsize=256)
 def _shuffle_block(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indices]:
-    """The source of each place of a block, (places,), and how many places of that source come before it, (places,)."""
+    """The source of each position of a block, and its number among those of that source, both (places,)."""
     size, sources = sum(quotas), np.repeat(np.arange(len(quotas)), quotas)
     source = sources[Shuffle(size, address)(np.arange(size, dtype=np.int64))]
     nth = np.empty(size, dtype=np.int64)
@@ -320,7 +320,7 @@ def _shuffle_block(address: int, quotas: tuple[int, ...]) -> tuple[Indices, Indi
 
 
 def _mean_mixed_length(weights: tuple[int, ...], sources: Mapping[str, Source]) -> Fraction:
-    """Units of a sample, on average over what these weights mix."""
+    """The mean length of a sample in a mixture with these weights."""
     key = "data.mixture.changes with data.packing"
     units = (w * _mean_length(n, one, key) for w, (n, one) in zip(weights, sources.items(), strict=True) if w)
     return sum(units, Fraction(0)) / sum(weights)
@@ -330,8 +330,8 @@ def _mean_length(name: str, source: Source, key: str = "data.mixture.by=tokens")
     lengths = getattr(source, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"{key} needs the lengths of its sources, and '{name}' does not know its own; prepare it with "
-            "`unisono data prepare`, or leave this out"
+            f"{key} needs the lengths of its sources, but '{name}' has no lengths; prepare it with "
+            "`unisono data prepare`, or remove this setting"
         )
     if not (total := int(np.sum(lengths, dtype=np.int64))):
         raise ConfigError(f"{key}: the source '{name}' has no tokens")

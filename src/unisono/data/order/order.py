@@ -1,7 +1,7 @@
-"""Where each sample stands: a pure function from position to row.
+"""The order of samples: a pure function from position to row.
 
-Ranks, workers and prefetch depth are not arguments, so they cannot change the order; a resume is an addition. `Order`
-is usable on its own, in anyone's plain loop:
+Ranks, workers and prefetch depth are not arguments, so they cannot change the order, and resuming only needs an offset.
+`Order` can also be used on its own, in a plain training loop:
 
 >>> order = Order(size=10, seed=0)
 >>> sorted(order(np.arange(10)).tolist())
@@ -31,14 +31,14 @@ class Shuffle:
     """A keyed permutation of `0..size-1` that needs no memory.
 
     Eight Feistel rounds over the next even power of two, with cycle walking back into range (Black & Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). Any element of any permutation costs the same.
+    with arbitrary finite domains", 2002). Every element takes the same time.
     """
 
     size: int
     key: int
 
     def __call__(self, index: Indices) -> Indices:  # (n,) -> (n,)
-        """The elements at these places; `index` must lie in `0..size-1`."""
+        """The elements at these indices, which must be in `0..size-1`."""
         return apply_shuffles(index, np.zeros(np.shape(index), dtype=np.int64), [self])
 
     @property
@@ -48,14 +48,14 @@ class Shuffle:
 
 
 def apply_shuffles(index: Indices, which: Indices, shuffles: Sequence[Shuffle]) -> Indices:  # (n,), (n,) -> (n,)
-    """The elements at these places, each of the permutation `which` names: of many, in one pass."""
+    """The elements at these indices, each in the permutation selected by `which`, computed in one pass."""
     keys = np.array([_round_keys(shuffle.key) for shuffle in shuffles], dtype=np.uint64)  # (permutations, rounds)
     half = np.array([shuffle.half for shuffle in shuffles], dtype=np.uint64)
     size = np.array([shuffle.size for shuffle in shuffles], dtype=np.uint64)
     result = np.array(index, dtype=np.uint64)
     walking = np.arange(len(result))
     while len(walking):
-        one = which[walking] if len(shuffles) > 1 else slice(None)  # of a single one, numbers stay as they are
+        one = which[walking] if len(shuffles) > 1 else slice(None)  # a scalar, if there is only one
         bits, value = half[one], result[walking]
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = value >> bits, value & mask
@@ -81,12 +81,12 @@ def mix_bits(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Order:
-    """Positions `0, 1, 2, …` of a run to rows of a source, epoch after epoch, each epoch in its own order.
+    """Maps positions `0, 1, 2, …` of a run to rows of a source, epoch after epoch, each epoch in its own order.
 
     Attributes:
-        size: rows in the source.
+        size: number of rows in the source.
         seed: of the run.
-        shuffle: False for the rows' own order, as in evaluation.
+        shuffle: False to keep the source's order, as in evaluation.
     """
 
     size: int
@@ -103,14 +103,14 @@ class Order:
         places = positions % self.size
         if not self.shuffle:
             return places
-        epochs, which = np.unique(self.epochs(positions), return_inverse=True)  # mostly one or two
+        epochs, which = np.unique(self.epochs(positions), return_inverse=True)  # usually one or two
         addresses = [key(self.seed, "shuffle", epoch) for epoch in epochs.tolist()]
         return apply_shuffles(places, which.reshape(-1), [Shuffle(self.size, address) for address in addresses])
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
-        """How often the whole source was passed before these positions."""
+        """Number of complete passes over the source before these positions."""
         return np.asarray(positions, dtype=np.int64) // self.size
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
-        """Both."""
+        """Rows and epochs at these positions."""
         return self(positions), self.epochs(positions)

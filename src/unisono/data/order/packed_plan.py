@@ -1,12 +1,12 @@
-"""The plan of packed rows: which samples share which row of which step, decided on their lengths alone.
+"""The plan of packed rows: which samples share which row of which step, decided by their lengths alone.
 
-Packing runs on lanes, over chunks of a fixed number of samples. Chunk `c` of lane `l` is the positions
-`[(c·L + l)·D, (c·L + l + 1)·D)` of the stream, and its bins are the lane's next rows; none is carried on into the
-next chunk. Row `r` of a lane's share in step `s` is the lane's bin number `s·B/L + r`. So what a row holds depends
-neither on who computes it nor on when, and a process packs only the lanes that it owns.
+Each lane is packed in chunks of a fixed number of samples. Chunk `c` of lane `l` consists of the positions
+`[(c·L + l)·D, (c·L + l + 1)·D)` of the stream, and its bins are the lane's next rows; bins do not extend into the next
+chunk. Row `r` of a lane's share in step `s` is the lane's bin `s·B/L + r`. So the content of a row does not depend on
+which process packs it, or when, and a process packs only the lanes that it owns.
 
-How many rows a chunk makes is known once it is packed. Hence a lane has a cursor, (chunk, rows before it), which a
-checkpoint keeps: a resume packs at most one chunk again. Without one, a row is found by packing all chunks before it.
+The number of rows in a chunk is known only after packing. So each lane has a cursor, (chunk, rows before it), which is
+saved in checkpoints: a resume repacks at most one chunk. Without it, all earlier chunks must be packed to find a row.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from unisono.data.order.plan import NO_SAMPLES, SampleIndices, Stream
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError
 from unisono.runtime.rng import key
 
-_MAX_KEPT_CHUNKS = 2  # packed chunks per lane that are kept: a step can lie across two
+_MAX_KEPT_CHUNKS = 2  # packed chunks to keep per lane, since a step can span two
 
 
 class Lengths(Protocol):
-    """Units of samples, asked for once per chunk and only for lanes that the process owns."""
+    """Lengths of samples, requested once per chunk and only for lanes that the process owns."""
 
     def __call__(self, rows: Indices, epochs: Indices) -> Indices:
-        """Of these rows of the source in these epochs, (n,), (n,) -> (n,)."""
+        """Lengths of these source rows in these epochs, (n,), (n,) -> (n,)."""
 
 
 def lookup_lengths(lengths: Indices) -> Lengths:
-    """Lengths that are known beforehand, (rows of the source,)."""
+    """Lengths that are known in advance, (rows of the source,)."""
     return lambda rows, epochs: lengths[rows]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A packed chunk: its samples' rows and epochs, (samples,), its pieces, and where each bin's begin, (bins + 1,)."""
+    """A packed chunk: its samples' rows and epochs, (samples,), its pieces, and each bin's first piece, (bins + 1,)."""
 
     rows: Indices
     epochs: Indices
@@ -54,7 +54,7 @@ class _Chunk:
 
 
 class _Lane:
-    """What is known of one lane: the rows before each chunk from some chunk on, and the chunks packed last."""
+    """The state of a lane: the number of rows before each known chunk, and the most recently packed chunks."""
 
     def __init__(self, chunk: int, before: Sequence[int]) -> None:
         self.chunk = chunk
@@ -67,11 +67,11 @@ class _Lane:
         return self.chunk + len(self.before) - 1
 
     def chunk_of(self, row: int) -> int:
-        """The chunk that a row is in, or would begin; `row` must not lie past what is known."""
+        """The chunk that contains a row, or begins with it; `row` must not be beyond the known chunks."""
         return self.chunk + bisect_right(self.before, row) - 1
 
     def rows_before(self, chunk: int) -> int:
-        """Rows of the lane before a chunk."""
+        """Number of rows of the lane before a chunk."""
         return self.before[chunk - self.chunk]
 
 
@@ -79,17 +79,17 @@ class PackedPlan:
     """Packed rows, step by step.
 
     Args:
-        stream: positions to rows of the source.
-        lengths: units of samples.
+        stream: maps positions to rows of the source.
+        lengths: lengths of samples in units.
         settings: how to pack.
-        capacity: units that a row holds.
+        capacity: units per row.
         global_batch: rows per step.
-        lanes: that divide `global_batch`.
+        lanes: number of lanes; must divide `global_batch`.
         steps: in the whole run.
-        index: rows before each chunk of each lane, (lanes, chunks + 1), as `index` returns it; None to find out.
+        index: rows before each chunk of each lane, (lanes, chunks + 1), from `index`; None to compute them as needed.
 
     Raises:
-        ConfigError: for settings that do not fit each other.
+        ConfigError: for contradictory settings.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class PackedPlan:
     ) -> None:
         if global_batch % lanes:
             raise ConfigError(
-                f"data.lanes={lanes} do not divide train.global_batch={global_batch}; these do: "
+                f"data.lanes={lanes} does not divide train.global_batch={global_batch}; these numbers do: "
                 f"{divisors(global_batch)}"
             )
         if settings.method == "concatenate" and settings.cut == "never":
             raise ConfigError(
-                "data.packing: method=concatenate cuts samples wherever a row is full, so it cannot go with cut=never; "
+                "data.packing: method=concatenate cuts samples wherever a row is full, so it conflicts with cut=never; "
                 "use method=online or offline"
             )
         self._stream, self.lengths, self._settings = stream, lengths, settings
@@ -119,7 +119,7 @@ class PackedPlan:
         self._share = global_batch // lanes
         self._index = index
         self._lanes = [self._new_lane(lane) for lane in range(lanes)]
-        self._lock = threading.Lock()  # what comes next is asked for ahead, in another thread than where the run is
+        self._lock = threading.Lock()  # samples() is called by the prefetching thread, state() by the training thread
 
     @classmethod
     def from_config(
@@ -128,30 +128,30 @@ class PackedPlan:
         """The plan of a run.
 
         Args:
-            stream: positions to rows of the source.
-            lengths: units of samples, or of every row of the source, (rows,).
-            train: its steps and global batch.
-            data: its packing.
-            capacity: units that a row holds where `data.packing.length` does not say: `Task.capacity`.
-            lanes: of the order.
+            stream: maps positions to rows of the source.
+            lengths: lengths of samples, or of every row of the source, (rows,).
+            train: for its steps and global batch.
+            data: for its packing.
+            capacity: units per row if `data.packing.length` is null: `Task.capacity`.
+            lanes: number of lanes.
 
         Raises:
-            ConfigError: for what cannot go with packing.
+            ConfigError: for settings that conflict with packing.
         """
         settings = data.packing
         assert settings is not None
         capacity = settings.length or capacity
         if capacity is None:
-            raise ConfigError("this task does not say how many units a packed row holds; set data.packing.length")
+            raise ConfigError("this task does not define the capacity of a packed row; set data.packing.length")
         if train.steps is None:
             about = ""
             if not callable(lengths):
                 epoch = int(lengths.sum()) / (capacity * train.global_batch)
                 steps = max(1, round(epoch * (train.epochs or 1)))
-                about = f"; an epoch is about {epoch:.1f} steps, so train.steps={steps} comes near to it"
+                about = f"; an epoch is about {epoch:.1f} steps, so train.steps={steps} is close"
             raise ConfigError(
-                f"train.epochs={train.epochs:g} cannot be counted with data.packing, as only packing tells how many "
-                f"rows an epoch makes; set train.steps and train.epochs=null{about}"
+                f"train.epochs={train.epochs:g} does not work with data.packing, since the number of rows in an epoch "
+                f"is unknown before packing; set train.steps and train.epochs=null{about}"
             )
         return cls(
             stream,
@@ -165,20 +165,20 @@ class PackedPlan:
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
         return self._stream.seed
 
     def rows(self, step: int) -> int:
-        """Rows in the global batch of a step: always all."""
+        """Number of rows in the global batch of a step, which is always full."""
         return self.global_batch
 
     def samples(self, step: int, rows: range) -> SampleIndices:
-        """The pieces that stand in these rows of the global batch of a step."""
+        """The pieces in these rows of the global batch of a step."""
         parts: list[tuple[Indices, ...]] = []
         for lane in range(rows.start // self._share, -(-rows.stop // self._share)):
             first_slot = lane * self._share
             begin, end = max(rows.start, first_slot), min(rows.stop, first_slot + self._share)
-            to_slot = first_slot - step * self._share  # from the number of a lane's row to its row of the global batch
+            to_slot = first_slot - step * self._share  # offset from a lane's row number to the row of the global batch
             with self._lock:
                 parts += self._lane_pieces(lane, begin - to_slot, end - to_slot, to_slot)
         if not parts:
@@ -186,7 +186,7 @@ class PackedPlan:
         return SampleIndices(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def index(self, chunks: int) -> Indices:  # -> (lanes, chunks + 1)
-        """Rows before each of the first chunks of each lane, for a later plan to look up; all of them are packed."""
+        """Rows before each of the first chunks of each lane, for a later plan; packs all these chunks."""
         table = np.zeros((self.lanes, chunks + 1), dtype=np.int64)
         for lane in range(self.lanes):
             for chunk in range(chunks):
@@ -196,10 +196,10 @@ class PackedPlan:
     # the cursor -------------------------------------------------------------------------------------------------
 
     def state(self, step: int, rows: range) -> dict[str, Any]:
-        """The cursors of the lanes in these rows: chunk, and rows before it, as of the beginning of a step."""
+        """The cursors (chunk, and rows before it) of the lanes in these rows, at the beginning of a step."""
         if rows.start % self._share or rows.stop % self._share:
             raise ConfigError(
-                f"rows {rows.start} to {rows.stop - 1} of the global batch are no whole lanes of {self._share} rows: "
+                f"rows {rows.start} to {rows.stop - 1} of the global batch are not whole lanes of {self._share} rows; "
                 f"use a world size that divides data.lanes={self.lanes}"
             )
         cursors = []
@@ -211,41 +211,43 @@ class PackedPlan:
         return {"step": step, "of": self._identity(), "cursors": cursors}
 
     def resume(self, states: list[Any]) -> None:
-        """Go on from the cursors that the processes of an earlier run, whatever their number, kept.
+        """Resume from the cursors saved by the processes of an earlier run, of any number.
 
         Raises:
-            CheckpointError: for cursors that are missing, double, of different steps, or of another packing.
+            CheckpointError: if cursors are missing, duplicate, of different steps, or of another packing.
         """
         whose: dict[int, int] = {}
         found: dict[int, tuple[int, int]] = {}
         for rank, state in enumerate(states):
             if not isinstance(state, dict) or not {"step", "of", "cursors"} <= state.keys():
-                raise CheckpointError(f"the checkpoint has no cursors of packed rows of rank {rank}: was it packed?")
+                raise CheckpointError(
+                    f"the checkpoint has no packing cursors of rank {rank}: was it written without data.packing?"
+                )
             for name, value in self._identity().items():
                 if (theirs := state["of"].get(name)) != value:
                     raise CheckpointError(
-                        f"the checkpoint's rows were packed with {name}={theirs}, and this run's are with {value}: "
-                        "a different order, which cannot resume from this checkpoint. Set it back, or start a new run"
+                        f"the checkpoint's rows were packed with {name}={theirs}, but this run has {value}. That "
+                        "changes the order, so it cannot resume here; change it back, or start a new run"
                     )
             if state["step"] != states[0]["step"]:
                 raise CheckpointError(
-                    f"the checkpoint's cursors are of step {states[0]['step']} for rank 0 and of step {state['step']} "
-                    f"for rank {rank}"
+                    f"the checkpoint's packing cursors are from step {states[0]['step']} for rank 0 but from step "
+                    f"{state['step']} for rank {rank}"
                 )
             for lane, chunk, before in state["cursors"]:
                 if lane in found:
-                    raise CheckpointError(f"the checkpoint has lane {lane} twice, of ranks {whose[lane]} and {rank}")
+                    raise CheckpointError(f"the checkpoint has lane {lane} twice, from ranks {whose[lane]} and {rank}")
                 found[lane], whose[lane] = (int(chunk), int(before)), rank
         missing = sorted(set(range(self.lanes)) - set(found))
         if missing:
             raise CheckpointError(
-                f"the checkpoint lacks the cursors of {len(missing)} of {self.lanes} lanes, {missing[:8]}: the state "
-                "of a process is missing"
+                f"the checkpoint lacks the packing cursors of {len(missing)} of {self.lanes} lanes, {missing[:8]}: the "
+                "state of a process is missing"
             )
         self._lanes = [_Lane(found[lane][0], [found[lane][1]]) for lane in range(self.lanes)]
 
     def _identity(self) -> dict[str, Any]:
-        """What decides where a row lies, by the names of the settings."""
+        """The settings that determine the packing, by name."""
         settings = {f"data.packing.{name}": value for name, value in self._settings.model_dump().items()}
         mine = {"data.packing.length": self.capacity, "data.lanes": self.lanes, "train.global_batch": self.global_batch}
         return settings | mine
@@ -256,7 +258,7 @@ class PackedPlan:
         return _Lane(0, [0] if self._index is None else self._index[lane].tolist())
 
     def _lane_pieces(self, lane: int, begin: int, end: int, to_slot: int) -> list[tuple[Indices, ...]]:
-        """Slots, rows, epochs, first and last units of the lane's rows `begin..end-1`, one tuple per chunk."""
+        """Slots, rows, epochs, first and last units of pieces in the lane's rows `begin..end-1`, by chunk."""
         parts: list[tuple[Indices, ...]] = []
         while begin < end:
             known = self._pack_until(lane, begin, there=True)
@@ -279,15 +281,15 @@ class PackedPlan:
         return parts
 
     def _pack_until(self, lane: int, row: int, there: bool) -> _Lane:
-        """The lane, packed as far as this row: all rows before it are known, or the row itself, too."""
+        """The lane, packed up to a row: all rows before it are known, and the row itself if `there` is set."""
         if row < self._lanes[lane].before[0]:
             self._lanes[lane] = self._new_lane(lane)
         known = self._lanes[lane]
         empty = 0
         while known.before[-1] < row + there:
-            made = self._pack_and_keep(lane, known.next_chunk).pieces.bins
-            known.before.append(known.before[-1] + made)
-            empty = 0 if made else empty + 1
+            bins = self._pack_and_keep(lane, known.next_chunk).pieces.bins
+            known.before.append(known.before[-1] + bins)
+            empty = 0 if bins else empty + 1
             if empty * self._settings.chunk > self._stream.size:
                 raise DataError(
                     f"{empty * self._settings.chunk} consecutive samples are all empty, so there is nothing to pack"
@@ -309,8 +311,8 @@ class PackedPlan:
         longest = int(lengths.argmax())
         if how.cut == "never" and lengths[longest] > self.capacity:
             raise DataError(
-                f"row {rows[longest]} of the source has {lengths[longest]} units, and a packed row holds "
-                f"{self.capacity}: set data.packing.cut=long to cut it, or a larger data.packing.length"
+                f"row {rows[longest]} of the source has {lengths[longest]} units, but a packed row holds only "
+                f"{self.capacity}; set data.packing.cut=long to cut it, or a larger data.packing.length"
             )
         if how.method == "offline":
             pieces = packing.pack_offline(lengths, self.capacity)
@@ -326,7 +328,7 @@ class PackedPlan:
 
 
 def _shuffle_bins(pieces: packing.Pieces, seed: int) -> packing.Pieces:
-    """Bins that were filled the longest item first, in an order that says nothing of what is in them."""
+    """Shuffle bins, which best-fit-decreasing sorts by the length of their items."""
     if not pieces.bins:
         return pieces
     bins = Shuffle(pieces.bins, seed)(np.arange(pieces.bins))[pieces.bin]

@@ -1,14 +1,14 @@
-"""Items of different lengths into bins of one capacity: best fit in order, best fit the longest first, or end to end.
+"""Packs items of different lengths into bins of equal capacity: best fit in order, best-fit-decreasing, or end to end.
 
-Packing is a chain of decisions, each of which needs the one before, so arrays alone do not make it fast. Two things do:
+Every packing decision depends on the previous one, so vectorising alone does not make it fast. Two things do:
 
-* `pack_offline` decides for many items at once. Best fit puts an item into the bin with the least free room that is
-  enough; what is left of that room is less still, so the next item of the same length goes there, too, if it fits at
-  all. Hence a bin takes as many items of one length as fit before another bin is touched, and a run of equal bins in a
-  row can be filled in one decision. The loop is over (length, run of bins) and does not grow with the number of items.
-* `pack_online` holds few bins open, as a sorted list of plain integers that are free room and number of the bin in one.
+* `pack_offline` decides for many items at once. Best fit chooses the bin with the least sufficient space. After that,
+  the bin has even less space, so the next item of the same length goes there, too, if it fits. Hence a bin is filled
+  with items of one length before another bin is touched, and a run of equal bins can be filled in one decision. The
+  loop is over pairs of a length and a run of bins, whose number does not grow with the number of items.
+* `pack_online` keeps few bins open, as a sorted list of integers that encode both the free space and the bin's number.
 
-An item that is longer than a bin is cut into full bins first, and its tail is packed. Units are whatever lengths count.
+An item longer than a bin is first cut into full bins, and the rest is packed. Units are those of the given lengths.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from unisono.data.order.order import Indices
 from unisono.runtime.errors import DataError
 
 Cut = Literal["long", "never"]
-_BITS = 32  # of a bin's number beside its free room
+_BITS = 32  # for a bin's number, below its free space
 _NUMBER = (1 << _BITS) - 1
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which part of which item lies in which bin, each array of shape (pieces,), sorted by bin and then by item.
+    """Which piece of which item is in which bin; arrays of shape (pieces,), sorted by bin and then by item.
 
-    Bins are numbered by the first item in them; none is empty.
+    Bins are numbered in the order of the first item in them; none is empty.
 
     Attributes:
-        bin: that it lies in.
-        item: that it is a piece of.
+        bin: the bin of each piece.
+        item: the item of each piece.
         first: its first unit.
         last: one past its last unit.
-        bins: how many there are.
+        bins: number of bins.
     """
 
     bin: Indices
@@ -59,42 +59,42 @@ class Pieces:
 
 
 def pack_online(lengths: Indices, capacity: int, open_bins: int = 64, cut: Cut = "long") -> Pieces:
-    """Best fit in the items' order over a few open bins; where none has room, one is opened and the fullest is closed.
+    """Best fit in the items' order over a few open bins; if an item fits nowhere, a bin opens and the fullest closes.
 
     Args:
-        lengths: units of each item, (items,); items without any lie in no bin.
-        capacity: units that a bin holds.
-        open_bins: bins that are filled at the same time.
-        cut: whether items longer than a bin are cut or refused.
+        lengths: units of each item, (items,); empty items are dropped.
+        capacity: units per bin.
+        open_bins: number of bins that are open at the same time.
+        cut: whether items longer than a bin are cut or an error.
 
     Raises:
-        DataError: naming the item, with `cut="never"` for one that is longer than a bin.
+        DataError: naming the item, if it is longer than a bin and `cut="never"`.
     """
     if open_bins < 1:
-        raise DataError(f"open_bins={open_bins}: at least one bin has to be open")
+        raise DataError(f"open_bins={open_bins}: at least one bin must be open")
     return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit(sizes, capacity, open_bins))
 
 
 def pack_offline(lengths: Indices, capacity: int, cut: Cut = "long") -> Pieces:
-    """Best fit, the longest first, over all bins: as many as the textbook's best-fit-decreasing, to the last one.
+    """Best-fit-decreasing over all bins: exactly as many bins as the textbook algorithm.
 
     Args:
-        lengths: units of each item, (items,); items without any lie in no bin.
-        capacity: units that a bin holds.
-        cut: whether items longer than a bin are cut or refused.
+        lengths: units of each item, (items,); empty items are dropped.
+        capacity: units per bin.
+        cut: whether items longer than a bin are cut or an error.
 
     Raises:
-        DataError: naming the item, with `cut="never"` for one that is longer than a bin.
+        DataError: naming the item, if it is longer than a bin and `cut="never"`.
     """
     return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit_decreasing(sizes, capacity))
 
 
 def pack_concatenated(lengths: Indices, capacity: int) -> Pieces:
-    """One item after the other, cut wherever a bin is full; only the last bin can have room left.
+    """Concatenate items and cut them wherever a bin is full; only the last bin may have free space.
 
     Args:
         lengths: units of each item, (items,).
-        capacity: units that a bin holds.
+        capacity: units per bin.
     """
     lengths = _check_lengths(lengths, capacity)
     ends = np.cumsum(lengths)
@@ -108,11 +108,11 @@ def pack_concatenated(lengths: Indices, capacity: int) -> Pieces:
     return Pieces(bin_, item, first, last, int(bin_[-1]) + 1 if len(bin_) else 0)
 
 
-# decisions --------------------------------------------------------------------------------------------------------
+# algorithms -------------------------------------------------------------------------------------------------------
 
 
 def _best_fit(sizes: Indices, capacity: int, open_bins: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
-    """The bin of each piece. An open bin is its free room · 2³² + its number, so that of equals the oldest is taken."""
+    """The bin of each piece. An open bin is encoded as free space · 2³² + number, so ties go to the oldest."""
     bins: list[int] = []
     place = bins.append
     free: list[int] = []  # ascending, at most `open_bins` of them
@@ -137,18 +137,18 @@ def _best_fit(sizes: Indices, capacity: int, open_bins: int) -> Indices:  # (pie
 def _best_fit_decreasing(sizes: Indices, capacity: int) -> Indices:  # (pieces,), below capacity -> (pieces,)
     """The bin of each piece.
 
-    Bins that were opened together are a run (first, bins), and runs are kept by the free room of their bins. A
-    decision fills a run: so many pieces into each of its first bins.
+    Bins opened together form a run (first, bins), and runs are indexed by the free space of their bins. One decision
+    puts the same number of pieces into each of a run's first bins.
     """
     order = _radix_argsort(capacity - sizes)
     per_length = np.bincount(sizes, minlength=1)
     smallest = int(sizes.min(initial=capacity))
-    rooms: list[int] = []  # ascending, those of which there is a run
+    rooms: list[int] = []  # keys of `runs`, ascending
     runs: dict[int, list[tuple[int, int]]] = {}
 
     def keep(room: int, first: int, bins: int) -> None:
         if room < smallest:
-            return  # full, as far as these pieces go
+            return  # too full for any piece
         if room in runs:
             runs[room].append((first, bins))
         else:
@@ -182,7 +182,7 @@ def _best_fit_decreasing(sizes: Indices, capacity: int) -> Indices:  # (pieces,)
                 left -= full * fit
                 first += full
                 bins -= full
-            if left and bins:  # fewer than fit into the next bin
+            if left and bins:  # fewer than would fit into the next bin
                 firsts.append(first)
                 filled.append(1)
                 each.append(left)
@@ -198,16 +198,16 @@ def _best_fit_decreasing(sizes: Indices, capacity: int) -> Indices:  # (pieces,)
     return result
 
 
-# around them ------------------------------------------------------------------------------------------------------
+# helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _pack_cut(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices], Indices]) -> Pieces:
-    """Cut, let the decisions be made for what does not fill a bin, and number and sort the bins."""
+    """Cut long items, apply the algorithm to pieces that do not fill a bin, and number and sort the bins."""
     lengths = _check_lengths(lengths, capacity)
     longest = int(lengths.argmax()) if len(lengths) else 0
     if cut == "never" and len(lengths) and lengths[longest] > capacity:
         raise DataError(
-            f"item {longest} has {lengths[longest]} units, and a bin holds {capacity}; cut it (cut: long) or use "
+            f"item {longest} has {lengths[longest]} units, but a bin holds only {capacity}; cut it (cut: long) or use "
             "larger bins"
         )
     pieces = -(-lengths // capacity)
@@ -223,7 +223,7 @@ def _pack_cut(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indic
     total = opened + len(sizes) - int(part.sum())
     places = np.arange(len(sizes))
     earliest = np.empty(total, dtype=np.int64)
-    earliest[bins[::-1]] = places[::-1]  # of several, the last one written stays
+    earliest[bins[::-1]] = places[::-1]  # for duplicate indices, the last assignment wins
     number = np.empty(total, dtype=np.int64)
     number[bins[earliest[bins] == places]] = np.arange(total)
     bins = number[bins]
@@ -233,23 +233,23 @@ def _pack_cut(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indic
 
 def _check_lengths(lengths: Indices, capacity: int) -> Indices:
     if capacity < 1:
-        raise DataError(f"capacity={capacity}: a bin has to hold at least one unit")
+        raise DataError(f"capacity={capacity}: a bin must hold at least one unit")
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
-        raise DataError(f"lengths are one integer per item, not {lengths.dtype} of shape {lengths.shape}")
+        raise DataError(f"lengths must be one integer per item, not {lengths.dtype} of shape {lengths.shape}")
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"item {int(lengths.argmin())} has the length {lengths.min()}")
     return lengths.astype(np.int64)
 
 
 def _concatenate_ranges(starts: Indices, counts: Indices) -> Indices:  # (n,), (n,) -> (Σ counts,)
-    """`starts[0], starts[0] + 1, …` for each range, one range after the other."""
+    """The concatenation of the ranges `start, start + 1, …` with these counts."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
 def _radix_argsort(values: NDArray[np.int64]) -> Indices:  # (n,), non-negative -> (n,)
-    """The stable order of values, by 16 bits at a time: NumPy sorts those by their digits, and others by comparing."""
+    """A stable argsort, 16 bits at a time, since NumPy uses radix sort only for 16-bit integers."""
     order = np.argsort(values.astype(np.uint16), kind="stable")
     rest = values >> 16
     while rest.any():

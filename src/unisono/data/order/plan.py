@@ -1,4 +1,4 @@
-"""Which samples stand in which row of each step's global batch, decided before anything is read."""
+"""Plans which samples are in which row of each step's global batch, before anything is read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import ConfigError
 
-_LOOKAHEAD = 1024  # positions that are worked out at once
+_LOOKAHEAD = 1024  # positions computed at a time
 
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """Samples and where they stand, each array of shape (samples,).
+    """Samples and their places in a batch; arrays of shape (samples,).
 
     Attributes:
-        slots: row of the global batch, ascending; packed rows hold several samples.
+        slots: row of the global batch, ascending; a packed row has several samples.
         rows: row of the source.
-        epochs: how often the source was passed before.
-        first: the first unit (token) of the sample that is taken, 0 unless it was cut.
-        last: one past the last; -1 for a whole sample.
+        epochs: number of passes over the source before.
+        first: first unit (token) of the sample; 0 unless it is cut.
+        last: one past the last unit; -1 for a whole sample.
     """
 
     slots: Indices
@@ -42,7 +42,7 @@ class SampleIndices:
         return len(self.rows)
 
     def __getitem__(self, which: slice | NDArray[np.bool_]) -> SampleIndices:
-        """Some of the samples: a stretch of them, or where a mask of shape (samples,) is true."""
+        """Some of the samples, selected by a slice or a mask of shape (samples,)."""
         return SampleIndices(*(column[which] for column in self.columns))
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int, int]]:
@@ -51,7 +51,7 @@ class SampleIndices:
 
     @property
     def columns(self) -> tuple[Indices, Indices, Indices, Indices, Indices]:
-        """Its arrays, in the order in which they are given."""
+        """The arrays, in the order of the constructor."""
         return self.slots, self.rows, self.epochs, self.first, self.last
 
 
@@ -59,7 +59,7 @@ NO_SAMPLES = SampleIndices(*[np.zeros(0, dtype=np.int64)] * 3)
 
 
 class Stream(Protocol):
-    """What stands at the positions `0, 1, 2, …` of a run: a pure function, whose cost no position changes."""
+    """The rows at the positions `0, 1, 2, …` of a run: a pure function with the same cost at any position."""
 
     @property
     def size(self) -> int:
@@ -67,14 +67,14 @@ class Stream(Protocol):
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Rows of the source, and how often it was passed before, (n,) -> (n,), (n,)."""
+        """Rows of the source, and numbers of passes over it before, (n,) -> (n,), (n,)."""
 
 
 class Plan(Protocol):
-    """Which samples each step takes."""
+    """Which samples each step consumes."""
 
     @property
     def global_batch(self) -> int:
@@ -82,11 +82,11 @@ class Plan(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """Units that a row holds, where samples share rows; None where a row is a sample."""
+        """Units in a packed row; None if rows are samples."""
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
 
     @property
     def steps(self) -> int:
@@ -96,29 +96,29 @@ class Plan(Protocol):
         """Rows in the global batch of a step."""
 
     def samples(self, step: int, rows: range) -> SampleIndices:
-        """The samples that stand in these rows of the global batch of a step."""
+        """The samples in these rows of the global batch of a step."""
 
     def state(self, step: int, rows: range) -> Any:
-        """What a resume at this step needs for these rows, as JSON; None for a pure function of the step."""
+        """The state needed to resume these rows at this step, as JSON; None if the plan is a function of the step."""
 
     def resume(self, states: list[Any]) -> None:
-        """Go on from what the processes of an earlier run, whatever their number, said in `state`, by rank."""
+        """Restore the `state` of all processes of an earlier run, by rank; their number may differ."""
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A position for a row: step `s` takes `[s·B, (s+1)·B)`, cut off at the end of the run.
+    """One position per row: step `s` consumes the positions `[s·B, (s+1)·B)`, up to the end of the run.
 
     Attributes:
-        stream: positions to rows of the source.
+        stream: maps positions to rows of the source.
         global_batch: rows per full step.
-        length: positions in the whole run; only the last batch of a run counted in epochs is short.
+        length: positions in the whole run; only the last batch of a run counted in epochs may be short.
     """
 
     stream: Stream
     global_batch: int
     length: int
-    capacity: None = field(default=None, init=False)  # a row is a sample
+    capacity: None = field(default=None, init=False)  # rows are samples
     _near: list[tuple[int, Indices, Indices]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
@@ -134,7 +134,7 @@ class StreamPlan:
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
         return self.stream.seed
 
     @property
@@ -147,7 +147,7 @@ class StreamPlan:
         return min(self.global_batch, self.length - step * self.global_batch)
 
     def samples(self, step: int, rows: range) -> SampleIndices:
-        """The samples that stand in these rows of the global batch of a step."""
+        """The samples in these rows of the global batch of a step."""
         first = step * self.global_batch + rows.start
         return SampleIndices(np.arange(rows.start, rows.stop, dtype=np.int64), *self._lookup(first, first + len(rows)))
 
@@ -156,8 +156,8 @@ class StreamPlan:
         return self.samples(step, range(self.rows(step))).rows
 
     def _lookup(self, first: int, last: int) -> tuple[Indices, Indices]:
-        """Rows and epochs at positions; a thousand of them cost no more than a few, so they are kept for the next."""
-        near = self._near[0] if self._near else None  # another thread may come and put others there
+        """Rows and epochs at positions, computed in blocks and cached, since a thousand take little longer than one."""
+        near = self._near[0] if self._near else None  # read once: another thread may replace it
         if near is None or not (near[0] <= first and last <= near[0] + len(near[1])):
             until = max(last, min(first + _LOOKAHEAD, self.length))
             near = (first, *self.stream.at(np.arange(first, until, dtype=np.int64)))
@@ -166,7 +166,7 @@ class StreamPlan:
         return rows[first - start : last - start], epochs[first - start : last - start]
 
     def state(self, step: int, rows: range) -> None:
-        """Nothing: the step says it all."""
+        """None: the plan is a function of the step."""
 
     def resume(self, states: list[Any]) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no state."""

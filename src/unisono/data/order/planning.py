@@ -24,28 +24,28 @@ from unisono.task import Source, Task, run_setup
 
 
 def build_source(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
-    """The task's rows, joined into one source where they are several, or an error that says why they cannot be used.
+    """The task's rows, with several sources joined into one; errors explain why they cannot be used.
 
     Args:
-        task: what is trained.
-        config: of the run; None where only the rows matter.
-        world_size: processes, among which the lanes are divided.
+        task: what to train.
+        config: of the run; None if only the rows matter.
+        world_size: number of processes, which share the lanes.
     """
     run_setup(task)
     given = task.data()
     several = isinstance(given, Mapping)
     sources: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
     if not sources or not all(isinstance(name, str) for name in sources):
-        fault = f"names its sources {list(sources)[:3]}; the names must be strings" if sources else "has no sources"
+        fault = f"names its sources {list(sources)[:3]}; names must be strings" if sources else "returned no sources"
         raise DataError(f"{type(task).__name__}.data() {fault}")
-    sources = dict(sorted(sources.items()))  # so that the order in which they are named changes nothing
+    sources = dict(sorted(sources.items()))  # so that the order of the dict does not matter
     for name, one in sources.items():
         _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
     sources = {name: one if hasattr(one, "__getitem__") else CachedBlocks(one) for name, one in sources.items()}
     if config is not None and config.data.shuffle == "blocks":
         kept = _blocks_to_keep(sources, config, world_size)
         for one in sources.values():
-            if hasattr(one, "keep_blocks"):  # others have nothing to gain
+            if hasattr(one, "keep_blocks"):  # other sources need no cache
                 one.keep_blocks(kept)
     mixture = None if config is None else config.data.mixture
     mask = config is not None and config.data.on_error == "mask"
@@ -53,34 +53,34 @@ def build_source(task: Task, config: RunConfig | None = None, world_size: int = 
         refuse_mask(task)
     for name, one in sources.items():
         if mixture is None or any(w.get(name) for w in (mixture.weights, *(c.weights for c in mixture.changes))):
-            check_draws(task, one, mask=mask)  # the others are never read
+            check_draws(task, one, mask=mask)  # sources without any weight are never read
     return Joined(sources) if several else sources[""]
 
 
 def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | None = None) -> Plan:
-    """Which samples each step takes.
+    """The plan of which samples each step consumes.
 
     Args:
-        task: what is trained.
-        source: as `build_source` gave it.
+        task: what to train.
+        source: from `build_source`.
         config: of the run.
-        world_size: processes; None for those of the layout.
+        world_size: number of processes; None for the layout's.
 
     Raises:
-        ConfigError: for settings of `data` that do not fit the sources, the batch or the processes.
+        ConfigError: if settings of `data` do not fit the sources, the batch or the number of processes.
     """
     data, train = config.data, config.train
     world = config.layout.world_size if world_size is None else world_size
     assert isinstance(world, int)
     if data.mixture is not None and not isinstance(source, Joined):
         raise ConfigError(
-            f"data.mixture has weights of {', '.join(data.mixture.weights)}, but {type(task).__name__}.data() is one "
-            "source; return a dictionary of them, or leave data.mixture out"
+            f"data.mixture has weights for {', '.join(data.mixture.weights)}, but {type(task).__name__}.data() returns "
+            "a single source; return a dict of sources, or remove data.mixture"
         )
     sources = source.sources if isinstance(source, Joined) else {"": source}
     if data.shuffle == "full" and any(isinstance(one, CachedBlocks) for one in sources.values()):
         raise ConfigError(
-            f"{type(task).__name__}.data() has a source that reads whole blocks only, and data.shuffle=full would read "
+            f"{type(task).__name__}.data() has a source that reads only whole blocks, and data.shuffle=full would read "
             "one for nearly every row; use data.shuffle=blocks, or give the source a __getitem__"
         )
     blocks = _max_blocks(sources) if data.shuffle == "blocks" else None
@@ -99,7 +99,7 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
 
 
 def source_facts(source: Source) -> dict[str, Any]:
-    """What is worth knowing of the rows before the start, as JSON."""
+    """Facts about the rows, as JSON."""
     facts: dict[str, Any] = {"rows": len(source)}
     if isinstance(source, Joined):
         facts["sources"] = {name: len(one) for name, one in source.sources.items()}
@@ -109,7 +109,7 @@ def source_facts(source: Source) -> dict[str, Any]:
 
 
 def source_files(source: Source) -> dict[str, list[dict[str, Any]]]:
-    """The files of each source that tells them in its `manifest`, so that one that has changed can be named."""
+    """The files of each source with a `manifest`, so that a changed file can be named."""
     sources = source.sources if isinstance(source, Joined) else {"": source}
     manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
     return {name: list(m["files"]) for name, m in manifests.items() if isinstance(m, Mapping) and "files" in m}
@@ -117,24 +117,24 @@ def source_files(source: Source) -> dict[str, list[dict[str, Any]]]:
 
 @runtime_checkable
 class CheckableSource(Protocol):
-    """A source that can say whether its files are still what they were."""
+    """A source that can check its files for changes."""
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened, every `shares`-th of them from number `share` on.
+        """Raise if a file has changed since it was opened; checks every `shares`-th file from number `share` on.
 
         Raises:
-            DataError: naming one.
+            DataError: naming a changed file.
         """
 
 
 def checkable_sources(source: Source) -> list[CheckableSource]:
-    """The sources whose files can be looked at while they are trained on."""
+    """The sources whose files can be checked during training."""
     sources = source.sources.values() if isinstance(source, Joined) else [source]
     return [one for one in sources if isinstance(one, CheckableSource)]
 
 
 def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
-    """What stands at each position, where so many lanes read for themselves."""
+    """The stream of rows, read by these lanes independently."""
     data, seed = config.data, config.run.seed
 
     def of(one: Any, seed: int) -> Stream:
@@ -157,7 +157,7 @@ def _build_packed_plan(task: Task, source: Source, stream: Stream, config: RunCo
     """The plan of packed rows."""
     require_packable(task)
     lengths = getattr(source, "lengths", None)
-    if lengths is None:  # known only once samples are made
+    if lengths is None:  # known only once samples are built
         lengths = MeasuredLengths(task, source, config.run.seed, mask=config.data.on_error == "mask")
     return PackedPlan.from_config(
         stream, lengths, config.train, config.data, capacity=packed_capacity(task), lanes=lanes
@@ -179,22 +179,22 @@ def _check_rows(source: Any, name: str) -> None:
 
 
 def _max_blocks(sources: Mapping[str, Any]) -> int:
-    """Blocks of the source that has most.
+    """The largest number of blocks of any source.
 
     Raises:
-        ConfigError: naming a source that has none.
+        ConfigError: naming a source without blocks.
     """
     for name, one in sources.items():
         if getattr(one, "blocks", None) is None:
             raise ConfigError(
-                f"data.shuffle=blocks needs sources that say what their blocks are, and {name or 'this one'} "
-                f"({type(one).__name__}) does not: it has no `blocks`. Use data.shuffle=full"
+                f"data.shuffle=blocks needs sources with `blocks`, but {name or 'this one'} ({type(one).__name__}) has "
+                "none; use data.shuffle=full"
             )
     return max(len(one.blocks) for one in sources.values())
 
 
 def _blocks_to_keep(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
-    """Blocks of a source that a process keeps: those of its lanes' windows, and a few of the next ones."""
+    """Number of blocks of a source that a process caches: its lanes' windows, and a few more."""
     data = config.data
     lanes = lanes_.resolve_lane_count(data.lanes, config.train.global_batch, world_size, _max_blocks(sources))
     kept: int = (data.window + 2) * (lanes // world_size)
@@ -202,12 +202,12 @@ def _blocks_to_keep(sources: Mapping[str, Any], config: RunConfig, world_size: i
 
 
 def _check_epochs(stream: Stream, global_batch: int, epochs: float) -> None:
-    """Refuse epochs that lanes do not end together, with the steps that come nearest."""
+    """Reject epochs that lanes do not finish together; suggests the nearest number of steps."""
     steps, rest = divmod(round(epochs * stream.size), global_batch)
     if isinstance(stream, BlockOrder) and not rest and stream.lanes_end_together(epochs, steps * stream.lanes.stretch):
         return
     raise ConfigError(
         f"train.epochs={epochs:g} with data.shuffle=blocks: the blocks of {stream.size} rows do not divide evenly "
-        "among the lanes, so some rows would be seen once more than others; count the run in steps: "
+        "among the lanes, so some rows would be seen once more than others; set the number of steps instead: "
         f"train.steps={steps + (rest > 0)} train.epochs=null"
     )

@@ -1,4 +1,4 @@
-"""Rows made ahead on disk: prepared in parallel, in partitions, and cut anew."""
+"""Prepares rows on disk before training: in parallel, in partitions, and resharded."""
 
 from unisono.data.prepare.manifest import is_finished
 from unisono.data.prepare.preparation import Made, Preparation, even_bounds, prepare

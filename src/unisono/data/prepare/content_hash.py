@@ -1,4 +1,4 @@
-"""A hash of rows that does not depend on how they are cut into shards."""
+"""A hash of rows that does not depend on their division into shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Lengths = NDArray[np.int64]
 
 
 class ContentHash:
-    """A hash of rows in their order, that can be made of parts: the rows' own hashes are digits of one number.
+    """An order-dependent hash of rows that can be combined from parts: the hashes of rows are the digits of a number.
 
-    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards are hashed in parallel and put together after.
+    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards can be hashed in parallel.
     """
 
     def __init__(self, rows: int = 0, number: int = 0) -> None:
@@ -29,14 +29,14 @@ class ContentHash:
 
     @classmethod
     def combine(cls, entries: Sequence[Mapping[str, Any]]) -> ContentHash:
-        """The hash of shards one after the other, from what a manifest says of each."""
+        """The hash of concatenated shards, from their manifest entries."""
         number = 0
         for entry in entries:
             number = (number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
         return cls(sum(entry["rows"] for entry in entries), number)
 
     def add(self, values: Units, lengths: Lengths) -> None:
-        """More rows: units (n,) and how many of them each row has (rows,)."""
+        """Add rows: their units, (n,), and lengths, (rows,)."""
         data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
         for end in (np.cumsum(lengths) * size).tolist():
             digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
@@ -46,5 +46,5 @@ class ContentHash:
 
     @property
     def hex(self) -> str:
-        """32 digits."""
+        """The hash as 32 hexadecimal digits."""
         return f"{self._number:032x}"

@@ -1,4 +1,4 @@
-"""What a folder of shards says of itself; it is written last, so a folder that has a manifest is finished."""
+"""The manifest of a folder of shards. It is written last, so a folder with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from unisono.runtime.files import write_whole
 from unisono.runtime.shapes import Integer, misfit
 from unisono.runtime.text import one_line
 
-FORMAT = 1  # of the folder; a change makes old folders unknown
+FORMAT = 1  # version of the folder's format
 MANIFEST_FILE = "manifest.json"
-_DTYPES = ("<u1", "<u2", "<u4", "<i4")  # of units; signed ones are for their reader to refuse, by file and row
+_DTYPES = (
+    "<u1",
+    "<u2",
+    "<u4",
+    "<i4",
+)  # of units; signed ones are accepted here, so that their reader can name file and row
 
 
 class _Shard(TypedDict):
-    file: Annotated[str, Field(max_length=255)]  # as file systems have it
+    file: Annotated[str, Field(max_length=255)]  # the usual limit of file systems
     rows: Integer
     units: Integer
     bytes: Integer
@@ -43,19 +48,19 @@ class _Manifest(TypedDict):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a finished folder says of itself.
+    """The manifest of a finished folder.
 
     Raises:
-        DataError: where it is not finished, or of a format this version does not know.
+        DataError: if it is not finished, invalid, or has an unsupported format.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
         begun = any(folder.glob("*.json")) if folder.is_dir() else False
         raise DataError(
-            f"{folder} is not finished: it has no {MANIFEST_FILE}. Give the command that began it again to make what "
-            "is missing; if its parts were made separately, `unisono data merge` combines them"
+            f"{folder} is not finished (no {MANIFEST_FILE}). Run the same `unisono data prepare` command again to "
+            "create what is missing; if its parts were prepared separately, combine them with `unisono data merge`"
             if begun
-            else f"{folder} holds no prepared data (no {MANIFEST_FILE}); make it with `unisono data prepare`"
+            else f"{folder} has no prepared data (no {MANIFEST_FILE}); create it with `unisono data prepare`"
         )
     found = read_json(path)
     if found.get("format") != FORMAT:
@@ -72,7 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for entry in found["shards"]:
         if not safe_paths.is_inside(folder, entry["file"]) and (folder / entry["file"]).exists():
             raise DataError(
-                f"{path} names '{one_line(entry['file'])}', which is no file of that folder; it was not read"
+                f"{path} names '{one_line(entry['file'])}', which is not a file in that folder; it was not read"
             )
     return found
 
@@ -89,8 +94,8 @@ def build_manifest(
     Args:
         column: of the shards.
         dtype: of their units.
-        of: all that decides what the rows are, as JSON.
-        entries: what `ShardWriter.close` says of each shard, its `file`, and how many records were `left_out`.
+        of: everything that determines the rows, as JSON.
+        entries: the result of `ShardWriter.close` for each shard, plus its `file` and number of records `left_out`.
     """
     rows, units = sum(entry["rows"] for entry in entries), sum(entry["units"] for entry in entries)
     filled = [entry for entry in entries if entry["rows"]]
@@ -111,7 +116,7 @@ def build_manifest(
 
 
 def write_json(path: Path, value: Any, lasting: bool = True) -> None:
-    """Write a file that is there whole or not at all; `lasting`, even if the power fails now."""
+    """Write a JSON file atomically; if `lasting`, also durably, i.e. synced to disk."""
     write_whole(path, json.dumps(value, indent=1), lasting=lasting)
 
 
@@ -119,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        DataError: for anything else.
+        DataError: if the file is missing or is not a JSON object.
     """
     try:
         found = safe_paths.parse_json(path.read_bytes())
@@ -131,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder of shards is finished, and all its files are there."""
+    """Whether a folder of shards is finished and all its files exist."""
     if not (folder / MANIFEST_FILE).is_file():
         return False
     return all((folder / shard["file"]).is_file() for shard in read_manifest(folder)["shards"])

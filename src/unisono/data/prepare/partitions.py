@@ -1,7 +1,7 @@
-"""The shards of an unfinished folder: planned, made in parts, noted one by one, and merged.
+"""The shards of an unfinished folder: planned, prepared in partitions, noted one by one, and merged.
 
-`plan.json` is written before anything is made, a note beside each shard when it is there, and `manifest.json`, without
-which nothing takes the folder for finished, when all notes are there and fit each other.
+`plan.json` is written first, then each shard with a note next to it, and finally, when all notes exist and are
+consistent, `manifest.json`, which marks the folder as finished.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Partition:
-    """The `number`-th of `count` shares of the shards, counted from 1."""
+    """The `number`-th of `count` partitions of the shards, counted from 1."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """From `i/n`.
+        """Parse `i/n`.
 
         >>> Partition.parse("2/3")
         Partition(number=2, count=3)
@@ -42,7 +42,7 @@ class Partition:
         return cls(int(match[1]), int(match[2]))
 
     def shards(self, total: int) -> range:
-        """Which of `total` shards are its own.
+        """The numbers of its shards, out of `total`.
 
         >>> [list(Partition(i, 3).shards(7)) for i in (1, 2, 3)]
         [[0, 1], [2, 3], [4, 5, 6]]
@@ -52,7 +52,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """One shard of a plan: its number, how many there are, and the records it is made of."""
+    """A shard of a plan: its number, the number of shards, and its range of records."""
 
     number: int
     total: int
@@ -61,7 +61,7 @@ class PlannedShard:
 
     @property
     def stem(self) -> str:
-        """What its files are called, without their endings."""
+        """The name of its files, without suffix."""
         return f"shard-{self.number:05d}-of-{self.total:05d}"
 
     @property
@@ -71,15 +71,15 @@ class PlannedShard:
 
     @property
     def note(self) -> str:
-        """Name of the file that says what is in it."""
+        """Name of the file with its metadata."""
         return f"{self.stem}.json"
 
 
 def merge_partitions(folder: Path) -> Shards:
-    """Put the shares of a folder together: check that all shards are there, and of one and the same, and finish it.
+    """Finish a folder, after checking that all its shards exist and were made from the same data and settings.
 
     Raises:
-        DataError: naming what is missing, left over, damaged or of another source or tokenizer.
+        DataError: naming what is missing, left over, damaged, or from another source or tokenizer.
     """
     if (folder / MANIFEST_FILE).is_file():
         finished = Shards(folder)
@@ -93,42 +93,42 @@ def merge_partitions(folder: Path) -> Shards:
     missing = [shard.number for shard in shards if not (folder / shard.note).is_file()]
     if missing:
         raise DataError(
-            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({format_ranges(missing)}); make them with "
-            "`unisono data prepare`, the same arguments, and shard=i/n for each part that did not finish"
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing ({format_ranges(missing)}); create them by "
+            "running `unisono data prepare` with the same arguments, and shard=i/n for each unfinished part"
         )
     known = {shard.note for shard in shards} | {shard.file for shard in shards}
     others = sorted(path.name for path in folder.glob("shard-*-of-*.*") if path.suffix in (".arrow", ".json"))
     if left_over := [name for name in others if name not in known]:
         raise DataError(
-            f"{folder} also holds shards of another preparation, e.g. {left_over[0]}, which would overlap with the "
+            f"{folder} also contains shards of another preparation, e.g. {left_over[0]}, which would overlap with the "
             f"{len(shards)} of its plan; remove the files that do not belong to it"
         )
     notes = [read_json(folder / shard.note) for shard in shards]
     for shard, note in zip(shards, notes, strict=True):
         if note["range"] != [shard.first, shard.last]:
             raise DataError(
-                f"{folder / shard.note} is of the records {note['range']}, but by the plan this shard has "
-                f"[{shard.first}, {shard.last}]: rows would be missing or occur twice; remove it and make it again"
+                f"{folder / shard.note} covers the records {note['range']}, but in the plan this shard has "
+                f"[{shard.first}, {shard.last}]: rows would be missing or occur twice; remove it and prepare it again"
             )
         for what in ("column", "dtype", "of"):
             if note[what] != notes[0][what]:
                 raise DataError(
-                    f"{folder}: {shard.file} and {shards[0].file} were not made of the same: "
-                    f"{describe_difference(note[what], notes[0][what], what)}; make all shares from the same files "
+                    f"{folder}: {shard.file} and {shards[0].file} were made from different data or settings: "
+                    f"{describe_difference(note[what], notes[0][what], what)}; prepare all parts from the same files "
                     "with the same tokenizer"
                 )
     with ThreadPoolExecutor(usable_cores()) as pool:
         hashes = pool.map(lambda shard: file_hash(folder / shard.file), shards)
         for shard, note, found in zip(shards, notes, hashes, strict=True):
             if found != note["sha256"]:
-                (folder / shard.note).unlink()  # so that it is made again
-                raise damaged_error(folder / shard.file, "its hash is not the one that was noted when it was written")
+                (folder / shard.note).unlink()  # so that it is prepared again
+                raise damaged_error(folder / shard.file, "its hash differs from that recorded when it was written")
     entries = [{"file": shard.file, **manifest_entry(note)} for shard, note in zip(shards, notes, strict=True)]
     manifest = build_manifest(notes[0]["column"], notes[0]["dtype"], notes[0]["of"], entries)
     if not manifest["units"]:
         raise DataError(
-            f"{folder}: the {shards[-1].last} records gave no rows: {manifest['left_out']} were left out "
-            "as empty, and the others yielded no units. Do the documents contain text that the tokenizer knows?"
+            f"{folder}: the {shards[-1].last} records produced no rows: {manifest['left_out']} were left out as "
+            "empty, and the others yielded no units. Do the documents contain text that the tokenizer can encode?"
         )
     write_json(folder / MANIFEST_FILE, manifest)
     remove_leftovers(folder)
@@ -141,13 +141,13 @@ def build_shards(bounds: Sequence[int]) -> list[PlannedShard]:
 
 
 def manifest_entry(note: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest says of a shard."""
+    """The manifest's entry for a shard."""
     names = ("rows", "units", "left_out", "bytes", "sha256", "content", "shortest", "longest", "mean")
     return {name: note[name] for name in names}
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a finished folder does not need."""
+    """Remove files that a finished folder does not need."""
     for path in [*folder.glob("shard-*-of-*.json"), *folder.glob("*.writing")]:
         path.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """Prepares samples shard by shard: in parallel, in parts on several machines, and safe to interrupt at any time.
 
-What a shard holds is decided by the source alone: a range of its records, planned before anything is made. So workers,
-shares and interruptions change when a shard is there and never a byte of it. A shard appears by one rename, with a note
-beside it that has its hash; `manifest.json`, without which nothing takes the folder for finished, is made of all notes.
+The content of a shard depends only on the source: it is a range of records, planned in advance. So the number of
+workers, partitions and interruptions never change a byte of it. A shard appears atomically, followed by a note with
+its hash; `manifest.json`, which marks the folder as finished, is compiled from all notes.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from unisono.runtime.files import atomic_file, file_hash, fsync_path
 
 SHARD_MB = 64.0  # of the source, per shard
 ALL_SHARDS = Partition()
-_LOCK_TIMEOUT = 3600.0  # seconds to wait for another process that is at the same share
+_LOCK_TIMEOUT = 3600.0  # seconds to wait for another process that prepares the same partition
 
-ProgressCallback = Callable[[int, int], None]  # records and units made since the last call
+ProgressCallback = Callable[[int, int], None]  # numbers of records and units since the last call
 
 
 @dataclass(frozen=True)
 class Made:
-    """Some rows, one after the other.
+    """A batch of prepared rows.
 
     Attributes:
-        values: their units, (n,).
+        values: their concatenated units, (n,).
         lengths: units of each row, (rows,).
-        records: of the source that they were made of.
-        left_out: of these, those that no row was made of.
+        records: number of source records they were made from.
+        left_out: number of these that gave no row.
     """
 
     values: Units
@@ -66,7 +66,7 @@ class Made:
 
 
 class RowBuilder(Protocol):
-    """Makes rows of records. It is sent to processes, so it can be pickled; it draws no random numbers."""
+    """Builds rows from records. Must be picklable, since it is sent to processes, and draw no random numbers."""
 
     @property
     def column(self) -> str:
@@ -74,42 +74,42 @@ class RowBuilder(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of the units, as NumPy writes it: `<u1`, `<u2`, `<u4`."""
+        """Dtype of the units in NumPy's notation: `<u1`, `<u2` or `<u4`."""
 
     @property
     def of(self) -> Mapping[str, Any]:
-        """All that decides what is made, as JSON: the source's fingerprint, the tokenizer's digest."""
+        """Everything that determines the rows, as JSON: the source's fingerprint, the tokenizer's digest."""
 
     def make(self, first: int, last: int) -> Iterator[Made]:
         """The rows of the records `first..last-1`, in order, in parts of any size."""
 
 
 class Preparation(Protocol):
-    """What is to be made, of what."""
+    """A description of the rows to prepare from a source."""
 
     @property
     def records(self) -> int:
-        """Of the source."""
+        """Number of records in the source."""
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """What decides the result, as far as it is known before anything is read, as JSON."""
+        """What determines the result, as far as it is known before anything is read, as JSON."""
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
-        """Where shards begin, and the end: ascending record numbers from 0 to `records`."""
+        """The first record of each shard, and the end: ascending numbers from 0 to `records`."""
 
     def begin(self, folder: Path) -> RowBuilder:
-        """Write what travels with the shards (a tokenizer), unless it is there; by one process at a time."""
+        """Write files that accompany the shards (a tokenizer), unless they exist; called under a lock."""
 
 
 def even_bounds(records: int, size: float, shard_mb: float, blocks: Lengths | None = None) -> list[int]:
     """Bounds of shards with equally many records.
 
     Args:
-        records: of the source.
+        records: number of records in the source.
         size: of the source, in bytes.
-        shard_mb: MB of the source that a shard is made of.
-        blocks: records per block, where the source is read block by block; shards then begin with a block.
+        shard_mb: MB of the source per shard.
+        blocks: records per block, if the source is read block by block; shards then begin with a block.
     """
     count = max(1, min(records, math.ceil(size / (shard_mb * 1e6))))
     bounds = np.arange(count + 1, dtype=np.int64) * records // count
@@ -129,22 +129,22 @@ def prepare(
     shard_mb: float | None = None,
     progress: ProgressCallback | None = None,
 ) -> Shards | None:
-    """Make what is missing of a folder.
+    """Prepare the missing shards of a folder.
 
     Args:
-        preparation: what to make.
-        folder: for the shards; another process at the same share is waited for.
-        share: of the shards, where others make the rest.
-        workers: shards that are made at the same time; None for as many as this host has cores.
-        kind: processes where Python itself is what takes the time.
-        shard_mb: MB of the source per shard; None for 64, or what the folder was begun with.
-        progress: called as rows are made; by any thread, but never by two at once.
+        preparation: what to prepare.
+        folder: for the shards; waits for another process that prepares the same partition.
+        share: the partition to prepare.
+        workers: number of shards to prepare at the same time; None for the number of cores.
+        kind: use processes if most time is spent in Python.
+        shard_mb: MB of the source per shard; None for 64, or the value that the folder was started with.
+        progress: called as rows are prepared; by any thread, but never concurrently.
 
     Returns:
-        The finished rows; None for a share of several, which `merge` puts together.
+        The finished rows; None for one of several partitions, to be combined with `merge_partitions`.
 
     Raises:
-        DataError: for records that cannot be read, a folder that holds something else, or a disk that is full.
+        DataError: if records cannot be read, the folder contains something else, or the disk is full.
     """
     with _wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def prepare(
 
 
 def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -> list[PlannedShard]:
-    """The shards of a folder; their bounds are written before anything else."""
+    """The planned shards of a folder; writes the plan if there is none."""
     if not preparation.records:
         raise DataError(f"{folder}: there is nothing to prepare: the source has no records")
     asked = json.loads(json.dumps(preparation.asked))
@@ -175,7 +175,7 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".") and p.suffix != ".writing")
         if others:
             raise DataError(
-                f"{folder} is not empty and does not hold prepared data (it has {others[0]}); choose another folder"
+                f"{folder} is not empty and has no prepared data (it contains {others[0]}); choose another folder"
             )
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
@@ -184,25 +184,26 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
         raise DataError(
-            f"{folder} was begun with something else: {describe_difference(found.get('asked'), asked, 'asked')} "
-            "(there, here); choose another folder (out=…), or remove this one"
+            f"{folder} was started with other data or settings: "
+            f"{describe_difference(found.get('asked'), asked, 'asked')} (there, here); choose another folder (out=…), "
+            "or remove this one"
         )
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
-            f"{folder} was begun with shard_mb={found['shard_mb']:g}, not {shard_mb:g}: leave it out, or choose "
-            "another folder (out=…)"
+            f"{folder} was started with shard_mb={found['shard_mb']:g}, not {shard_mb:g}; omit it, or choose another "
+            "folder (out=…)"
         )
     return build_shards(found["bounds"])
 
 
 def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) -> bool:
-    """Whether all is there. Where a shard of a finished folder is not what it was, the folder is unfinished again."""
+    """Whether a folder is finished. If one of its shards is damaged, the folder is marked as unfinished again."""
     if not (folder / MANIFEST_FILE).is_file():
         return False
     manifest = read_manifest(folder)
     if manifest["of"] != dict(maker.of):
         raise DataError(
-            f"{folder} holds rows that were made of something else: "
+            f"{folder} contains rows made from other data or settings: "
             f"{describe_difference(manifest['of'], dict(maker.of), 'of')} (there, here); choose another folder "
             "(out=…), or remove this one"
         )
@@ -223,7 +224,7 @@ def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) ->
 def _make_all(
     maker: RowBuilder, folder: Path, shards: list[PlannedShard], workers: int, kind: str, progress: ProgressCallback
 ) -> None:
-    """Make the shards that are not there yet."""
+    """Prepare the missing shards."""
     missing = []
     for shard in shards:
         for rest in folder.glob(f"{shard.stem}.*.writing"):
@@ -268,7 +269,7 @@ def _make_all(
 def _make_shard(
     maker: RowBuilder, folder: Path, shard: PlannedShard, progress: ProgressCallback | None
 ) -> dict[str, Any]:
-    """Make one shard and the note beside it; each appears by one rename."""
+    """Write one shard and its note, each atomically."""
     records = left_out = 0
     try:
         with atomic_file(folder / shard.file) as temporary:
@@ -281,13 +282,13 @@ def _make_shard(
                 entry = {**writer.close(), "left_out": left_out}
             assert records == shard.last - shard.first, f"{records} records of {shard}"
         note = _build_note(shard, maker, entry)
-        write_json(folder / shard.note, note, lasting=False)  # a shard whose note is lost is made again
+        write_json(folder / shard.note, note, lasting=False)  # a shard without a note is prepared again
         return note
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
-                f"{folder}: no room for shard {shard.number} of {shard.total} ({os.strerror(error.errno)}). Finished "
-                "shards are kept; free some space and give the same command again to resume"
+                f"{folder}: no space for shard {shard.number} of {shard.total} ({os.strerror(error.errno)}). Finished "
+                "shards are kept; free some space and run the same command again to resume"
             ) from error
         raise
 
@@ -310,20 +311,20 @@ def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool
     note = read_json(path)
     if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.of):
         raise DataError(
-            f"{path} was made of something else: {describe_difference(note['of'], dict(maker.of), 'of')} (there, "
-            "here); choose another folder (out=…), or remove this one"
+            f"{path} was made from other data or settings: {describe_difference(note['of'], dict(maker.of), 'of')} "
+            "(there, here); choose another folder (out=…), or remove this one"
         )
     return file_hash(folder / shard.file) == str(note["sha256"])
 
 
 class _StoppedError(Exception):
-    """Another shard could not be made."""
+    """Another shard has failed."""
 
 
 def _init_worker(threads: int) -> None:
-    """Give a worker process its share of the cores, and end it when its parent is killed.
+    """Give a worker process its share of the cores, and make it exit with its parent.
 
-    A native library (tokenizers) would take all cores in each; a pool's process would wait for work for ever.
+    Otherwise native libraries (tokenizers) would use all cores in each, and orphans would wait for work forever.
     """
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     parent = multiprocessing.parent_process()
@@ -338,14 +339,14 @@ def _init_worker(threads: int) -> None:
 
 @contextmanager
 def _hold_lock(folder: Path, name: str) -> Iterator[None]:
-    """Hold a lock file of the folder; the kernel lets go of it when this process ends, however it does."""
+    """Hold a lock file of the folder; the kernel releases it when this process ends for any reason."""
     with locked(folder / f".{name}", _LOCK_TIMEOUT):
         yield
 
 
 @contextmanager
 def _wrap_write_errors(folder: Path) -> Iterator[None]:
-    """Say where it was that something could not be written."""
+    """Convert errors of writing into a `DataError` that names the folder."""
     try:
         yield
     except OSError as error:

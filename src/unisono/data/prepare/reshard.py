@@ -1,4 +1,4 @@
-"""Writes prepared rows into another number of shards: same rows, same order, verified by their content hash."""
+"""Writes prepared rows into a different number of shards: same rows, same order, verified by their content hash."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from unisono.runtime.errors import DataError
 
 
 def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback | None = None) -> Shards:
-    """The same rows in the same order in another number of shards of about equally many units, in another folder.
+    """Copy rows, in the same order, into another folder with a different number of shards of about equal size.
 
     Raises:
-        DataError: for more shards than rows, or data that are not finished or damaged.
+        DataError: if there are more shards than rows, or the data are unfinished or damaged.
     """
     source = Shards(folder)
     if not 1 <= shards <= len(source):
-        raise DataError(f"shards={shards}: {folder} has {len(source)} rows, so 1 to {len(source)} shards can be made")
+        raise DataError(f"shards={shards}: {folder} has {len(source)} rows; choose 1 to {len(source)} shards")
     if out.resolve() == folder.resolve():
-        raise DataError(f"out={out} is the folder that is read; choose another one")
+        raise DataError(f"out={out} is the input folder; choose another one")
     source.verify()
-    made = prepare(ReshardPreparation(folder, shards), out, progress=progress)
-    assert made is not None and made.fingerprint == source.fingerprint
-    return made
+    result = prepare(ReshardPreparation(folder, shards), out, progress=progress)
+    assert result is not None and result.fingerprint == source.fingerprint
+    return result
 
 
 class ReshardPreparation:
-    """Rows that were made before, as records.
+    """A preparation whose records are rows that were prepared before.
 
     Args:
-        folder: finished.
-        shards: into which they go.
+        folder: of the finished rows.
+        shards: number of shards to write.
     """
 
     def __init__(self, folder: Path, shards: int) -> None:
@@ -53,7 +53,7 @@ class ReshardPreparation:
 
     @property
     def records(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._source)
 
     @property
@@ -62,11 +62,11 @@ class ReshardPreparation:
         return {"content": self._source.fingerprint, "shards": self._shards}
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
-        """Such that shards have about equally many units."""
+        """Bounds of shards with about equally many units."""
         return bounds_by_units(self._source.lengths, self._shards)
 
     def begin(self, folder: Path) -> RowBuilder:
-        """Copy what travels with the shards."""
+        """Copy files that accompany the shards."""
         shards = {entry["file"] for entry in self._source.manifest["shards"]}
         for path in self._folder.iterdir():
             own = (
@@ -79,7 +79,7 @@ class ReshardPreparation:
         return self
 
     def make(self, first: int, last: int) -> Iterator[Made]:
-        """The rows as they are."""
+        """The rows, unchanged."""
         begin = 0
         for values, lengths in self._source.batches():
             low, high = max(first - begin, 0), min(last - begin, len(lengths))
@@ -91,7 +91,7 @@ class ReshardPreparation:
 
 
 def bounds_by_units(lengths: Lengths, shards: int) -> list[int]:
-    """Bounds of shards with about equally many units, each with at least one of the rows.
+    """Bounds of shards with about equally many units, each with at least one row.
 
     Args:
         lengths: units per row, (rows,).

@@ -1,8 +1,8 @@
-"""Rows made ahead, on disk: Arrow IPC files with one column of lists, and a manifest that is written last.
+"""Prepared rows on disk: Arrow IPC files with one column of lists, and a manifest that is written last.
 
-A folder that has no `manifest.json` is not finished, whatever else lies in it. Rows are read through memory maps
-without a copy, and any row is an index lookup. `content` identifies the rows: a hash that does not depend on how they
-are cut into shards, so two folders with the same rows in the same order have the same one.
+A folder without `manifest.json` is unfinished. Rows are views of memory maps, found by an index lookup. The manifest's
+`content` is a hash that does not depend on the division into shards, so two folders with the same rows in the same
+order have the same hash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shards:
         folder: with a manifest.
 
     Raises:
-        DataError: where the folder is not finished, or a shard is missing, cut off or not what the manifest says.
+        DataError: if the folder is not finished, or a shard is missing, truncated or different from the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class Shards:
         return values[begin + first : min(begin + last, end)]
 
     def where(self, row: int) -> str:
-        """The file that holds a row, and the row's number in it, for sentences."""
+        """The file that contains a row, and the row's number in it, for messages."""
         ends = np.cumsum([entry["rows"] for entry in self.manifest["shards"]])
         shard = int(np.searchsorted(ends, row, side="right"))
         entry = self.manifest["shards"][shard]
@@ -87,7 +87,7 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """What the rows are, in hex; the same for the same rows in the same order, however they are cut into shards."""
+        """A hash of the rows and their order, in hex, whatever their division into shards."""
         return str(self.manifest["content"])
 
     def batches(self) -> Iterator[tuple[Units, Lengths]]:
@@ -96,25 +96,23 @@ class Shards:
             yield values[begin[0] : begin[-1]], np.diff(begin)
 
     def verify(self) -> None:
-        """Read every byte, and refuse a shard that is not the one that was written.
+        """Read all shards, and raise if one does not have the hash recorded in the manifest.
 
         Raises:
             DataError: naming the file.
         """
         for entry in self.manifest["shards"]:
             if file_hash(self.folder / entry["file"]) != entry["sha256"]:
-                raise damaged_error(
-                    self.folder / entry["file"], "its bytes are not those that the manifest has the hash of"
-                )
+                raise damaged_error(self.folder / entry["file"], "its hash differs from that in the manifest")
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse shards that have changed since they were opened, as far as they are those of this share of them.
+        """Raise if a shard has changed since it was opened; checks every `shares`-th shard from number `share` on.
 
-        One that was written again and has the bytes that it had is read on, and so is one that is gone, since what is
-        open of it is what it was.
+        Shards that were rewritten with the same content are fine, and so are deleted ones, since mapped data remain
+        valid.
 
         Raises:
-            DataError: naming the first that has changed.
+            DataError: naming the first changed shard.
         """
         for number in range(share, len(self._files), shares):
             file = self._files[number]
@@ -134,7 +132,7 @@ class Shards:
 
 
 class ShardWriter:
-    """Writes one shard, such that its bytes depend on the rows alone and not on how they are handed over.
+    """Writes one shard. Its bytes depend only on the rows, not on how they are split into calls of `add`.
 
     Args:
         path: of the file.
@@ -163,7 +161,7 @@ class ShardWriter:
         self._sink.close()
 
     def add(self, values: Units, lengths: Lengths) -> None:
-        """Rows, one after the other: units (n,) and how many of them each row has (rows,)."""
+        """Append rows: their concatenated units, (n,), and lengths, (rows,)."""
         values, lengths = np.ascontiguousarray(values, dtype=self._dtype), np.asarray(lengths, dtype=np.int64)
         assert int(lengths.sum()) == len(values)
         if not len(lengths):
@@ -180,7 +178,7 @@ class ShardWriter:
             self._write_full()
 
     def close(self) -> dict[str, Any]:
-        """Write what is left, to the disk itself; returns what the manifest says of the shard."""
+        """Write the remaining rows and sync the file to disk; returns the manifest's entry."""
         self._write_full()
         if self._lengths:
             self._write(np.concatenate(self._values), np.concatenate(self._lengths))
@@ -205,7 +203,7 @@ class ShardWriter:
         ends = np.cumsum(lengths)
         row = unit = 0
         while len(values) - unit >= _BATCH_UNITS:
-            last = int(np.searchsorted(ends, unit + _BATCH_UNITS)) + 1  # rows up to the one that fills it
+            last = int(np.searchsorted(ends, unit + _BATCH_UNITS)) + 1  # includes the row that fills it
             self._write(values[unit : ends[last - 1]], lengths[row:last])
             row, unit = last, int(ends[last - 1])
         self._values, self._lengths, self._waiting = [values[unit:]], [lengths[row:]], len(values) - unit
@@ -219,7 +217,7 @@ class ShardWriter:
 
 
 class _HashingFile:
-    """A file for Arrow to write to, that hashes what goes through it."""
+    """A file that hashes what Arrow writes to it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -261,8 +259,8 @@ class _HashingFile:
 def damaged_error(path: Path, why: str) -> DataError:
     """The error for a shard that cannot be used."""
     return DataError(
-        f"{path} is damaged ({why}); remove this file and prepare the data again, which makes only what is missing, or "
-        "copy it once more from where it was made"
+        f"{path} is damaged ({why}); remove this file and prepare the data again, which only recreates what is "
+        "missing, or copy the file again from its origin"
     )
 
 
@@ -270,10 +268,10 @@ def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, A
     """The offsets and units of each record batch of a shard, as views of the memory map."""
     if not path.is_file():
         raise DataError(
-            f"{path} is listed in the manifest but missing; prepare the data again, which makes only what is missing, "
-            "or copy it once more from where it was made"
+            f"{path} is listed in the manifest but missing; prepare the data again, which only recreates what is "
+            "missing, or copy the file again from its origin"
         )
-    if path.stat().st_size != entry["bytes"]:  # before it is mapped: reading past the end of a file kills the process
+    if path.stat().st_size != entry["bytes"]:  # checked before mapping: reading past the end would kill the process
         raise damaged_error(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
     rows = units = 0
     try:
@@ -283,7 +281,7 @@ def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, A
             offsets = np.asarray(column.offsets.to_numpy(zero_copy_only=True))
             values = np.asarray(column.values.to_numpy(zero_copy_only=True))
             if values.dtype != np.dtype(manifest["dtype"]) or (np.diff(offsets) < 0).any() or offsets[-1] > len(values):
-                raise ValueError(f"record batch {number} is no list of {manifest['dtype']}")
+                raise ValueError(f"record batch {number} is not a list of {manifest['dtype']}")
             rows, units = rows + len(offsets) - 1, units + int(offsets[-1] - offsets[0])
             yield offsets, values
         if (rows, units) != (entry["rows"], entry["units"]):

@@ -1,4 +1,4 @@
-"""Long rows cut into windows: documents into stretches of tokens, recordings into seconds."""
+"""Cuts long rows into windows: documents into sequences of tokens, recordings into segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.data.prepare.shards import Shards
 
 
 class RowStore(Protocol):
-    """Rows that can be read in part."""
+    """Rows that can be read partially."""
 
     shards: Shards
 
@@ -24,20 +24,20 @@ class RowStore(Protocol):
 
     @property
     def files(self) -> list[dict[str, Any]]:
-        """That the rows were made of, as JSON."""
+        """The files that the rows were made from, as JSON."""
 
     def slice(self, row: int, first: int, last: int) -> Any:
         """The units `first..last-1` of a row, fewer at its end."""
 
 
 class Windows:
-    """Rows cut into windows, none of which crosses two rows; rows too short for one are left out.
+    """Rows cut into windows that never cross row boundaries; rows too short for a window are left out.
 
     Args:
         store: the rows.
-        chosen: which of them, in order.
-        size: units by which neighbouring windows of a row are apart; None for one window of each row.
-        overlap: units that a window shares with the next one, and that it has besides `size`.
+        chosen: the rows to use, in order.
+        size: distance in units between windows of a row; None for one window per row.
+        overlap: units that a window has in addition to `size`, shared with the next window.
     """
 
     def __init__(self, store: RowStore, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
@@ -49,7 +49,7 @@ class Windows:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Units of each window, those of the overlap not counted, (windows,)."""
+        """Units of each window, without the overlap, (windows,)."""
         lengths = np.full(len(self), self._size, dtype=np.int64)
         lengths[self._last - 1] = (self._units - 1) % self._size + 1
         return lengths
@@ -58,7 +58,7 @@ class Windows:
         return int(self._last[-1]) if len(self._last) else 0
 
     def __getitem__(self, row: int) -> Any:
-        """Up to `size + overlap` units."""
+        """The window, of up to `size + overlap` units."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         which = int(np.searchsorted(self._last, row, side="right"))
@@ -67,7 +67,7 @@ class Windows:
 
     @cached_property
     def blocks(self) -> NDArray[np.int64]:
-        """Windows per record batch of the shards, in order, (blocks,); those without one are left out."""
+        """Windows per record batch of the shards, in order, (blocks,), without empty ones."""
         batch = np.searchsorted(np.cumsum(self._store.shards.blocks), self._chosen, side="right")
         windows = np.bincount(batch, weights=self._pieces).astype(np.int64)
         return windows[windows > 0]
@@ -78,13 +78,15 @@ class Windows:
         return {"fingerprint": self._store.shards.fingerprint, "files": self._store.files}
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse shards that have changed since they were opened; see `unisono.open_source`."""
+        """Raise if shards have changed since they were opened; see `unisono.open_source`."""
         self._store.shards.check_files(share, shares)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the windows are, in hex."""
+        """A hash of the windows, in hex."""
         chosen = hashlib.sha256(self._chosen.astype("<i8").tobytes()).hexdigest()
-        cut = self._size if self._overlap == 1 else [self._size, self._overlap]  # as runs know it since there is one
+        cut = (
+            self._size if self._overlap == 1 else [self._size, self._overlap]
+        )  # compatible with runs before `overlap` was configurable
         facts = [self._store.shards.fingerprint, chosen, cut]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

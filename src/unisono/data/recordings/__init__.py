@@ -1,4 +1,4 @@
-"""Recordings as sources: rows with audio and labels, out of tables, folders with metadata, and WebDataset archives."""
+"""Audio recordings as sources: rows with audio and labels, from tables, folders or WebDataset archives."""
 
 from unisono.data.recordings.source import Recordings, open_recordings
 from unisono.data.recordings.windowed import WindowedRecordings, cut_windows

@@ -1,7 +1,6 @@
-"""WebDataset archives: tar files whose members with one name up to the first dot are one row.
+"""Reads WebDataset archives: tar files in which members with the same name up to the first dot form a row.
 
-An archive is read once for where its members lie; after that a recording is a range of its bytes, and only what
-is decoded is fetched.
+An archive is indexed once; after that a recording is a byte range, and only what is decoded is fetched.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from unisono.runtime.errors import DataError
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
-    """Paths, with globs and folders of archives written out; others are as they were."""
+    """Paths with globs and folders of archives expanded; others are unchanged."""
     found: list[str] = []
     for path in paths:
         if is_remote(path):
@@ -38,7 +37,7 @@ def expand_paths(paths: Sequence[str]) -> list[str]:
 
 
 class Archives:
-    """Rows of archives, in the order in which they are given and their members stand.
+    """Rows of archives, in the order of the paths and of the members.
 
     Args:
         paths: of the archives, or their URLs.
@@ -77,11 +76,11 @@ class Archives:
         return {**dict.fromkeys(self.columns), **record, "name": f"{path}, {name}"}
 
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """These columns of every row; a recording is no file of its own."""
+        """These columns of every row; `audio` is None, since recordings are not separate files."""
         return ({**self.record(row), "audio": None} for row in range(len(self)))
 
     def class_names(self, column: str) -> list[str] | None:
-        """Not known."""
+        """None: archives do not name classes."""
         return None
 
     @property
@@ -91,21 +90,21 @@ class Archives:
         return {"fingerprint": self.fingerprint, "files": [{"name": name} for name in names]}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier manifest."""
+        """Raise if the data differ from those of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
             raise DataError(
-                "the data changed since the last start: the archives have other members. Restore them, or start a "
+                "the data changed since the last start: the archives have different members. Restore them, or start a "
                 "new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse archives that have changed since they were opened."""
+        """Raise if an archive has changed since it was opened."""
         for path, size in self._sizes[share::shares]:
             if _stat(path) != size:
                 raise DataError(f"{path} has changed since it was opened; restore it, or start a new run")
 
     def _infer_columns(self) -> dict[str, str]:
-        """Columns, from the first row."""
+        """The columns of the first row."""
         path, name, members = self._rows[0]
         found: dict[str, str] = {"key": "text"}
         for ending, (first, size) in members.items():
@@ -117,7 +116,7 @@ class Archives:
         return found
 
     def _index(self, path: str) -> list[tuple[str, str, dict[str, tuple[int, int]]]]:
-        """Rows of an archive: its path, the row's name, and where each member's content lies."""
+        """The rows of an archive: its path, the row's name, and the offset and size of each member."""
         rows: dict[str, dict[str, tuple[int, int]]] = {}
         try:
             with self._opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -150,7 +149,7 @@ class Archives:
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
-    """What a member that is not a recording says."""
+    """Parse a member that is not a recording."""
     try:
         if ending == "json":
             found = safe_paths.parse_json(content)

@@ -1,8 +1,8 @@
-"""Recordings made once for many epochs: features, or samples at one rate, in memory-mapped arrays on the disk.
+"""Decodes recordings once for many epochs: features, or samples at one rate, in memory-mapped arrays on disk.
 
-A cache is a folder: `values.npy` (rows, frames, width) or (rows, samples), `lengths.npy`, `rows.npy` (which row of the
-source each comes from) and `cache.json`, which says what it was made of. It is made in chunks; an interrupted one
-resumes, and a folder without `cache.json` is not finished.
+A cache is a folder with `values.npy` (rows, frames, width) or (rows, samples), `lengths.npy`, `rows.npy` (the source
+row of each) and `cache.json`, which records the data and settings. It is computed in chunks and can be interrupted and
+resumed; a folder without `cache.json` is unfinished.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def make_cache(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda rows, bad: None,
 ) -> DecodedCache:
-    """Make what a pipeline makes of each recording, once.
+    """Apply a pipeline to each recording and cache the results.
 
     Args:
-        source: the recordings; or their windows, as `cut_rows` cuts them.
-        pipeline: what becomes of them; with a duration, so that all rows have one shape.
+        source: the recordings, or their windows as `cut_rows` cuts them.
+        pipeline: to apply; must have a duration, so that all rows have the same shape.
         folder: to write to.
-        windows: which part of each; `all` gives a row for each window.
-        dtype: of the values; float16 halves the space, and rounds features to 3 digits.
-        on_error: `mask` leaves recordings out that cannot be used.
-        workers: threads.
-        progress: is called with rows and bad rows since the last call.
+        windows: which part of each recording; `all` creates a row per window.
+        dtype: of the values; float16 takes half the space and rounds features to 3 digits.
+        on_error: `mask` skips recordings that cannot be used.
+        workers: number of threads.
+        progress: called with the numbers of rows and bad rows since the last call.
 
     Raises:
-        DataError: naming the recording that cannot be used.
-        ConfigError: if the folder holds something else.
+        DataError: naming a recording that cannot be used.
+        ConfigError: if the folder contains something else.
     """
     if None in pipeline.shape:
-        raise ConfigError("all rows of a cache have one shape; give the pipeline a duration")
+        raise ConfigError("all rows of a cache must have the same shape; give the pipeline a duration")
     rows = cut_rows(source, pipeline, windows)
     window = CENTRE if windows == "centre" else FIRST
     made_of = {
@@ -116,16 +116,16 @@ def cut_rows(
 
 
 class DecodedCache:
-    """Rows of a finished cache, memory-mapped.
+    """The memory-mapped rows of a finished cache.
 
-    A record is a dict: `values` (a view of the map), `length`, and `row` of the source it was made of.
+    A record is a dict: `values` (a view of the memory map), `length`, and `row`, its number in the source.
 
     Args:
         folder: of the cache.
-        pipeline: that it has to be of, if that is known.
+        pipeline: if given, the cache must have been made with it.
 
     Raises:
-        DataError: for a folder that is no finished cache, or one that another pipeline made.
+        DataError: if the folder is not a finished cache, or was made with another pipeline.
     """
 
     def __init__(self, folder: Path | str, pipeline: Pipeline | None = None) -> None:
@@ -164,16 +164,16 @@ class DecodedCache:
 
     @property
     def fingerprint(self) -> str:
-        """Of what it was made of."""
+        """A hash of the data and settings it was made from."""
         return hash_rows(np.frombuffer(json.dumps(self.about, sort_keys=True).encode().ljust(8), dtype=np.uint8))
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What it was made of, as JSON."""
+        """The cache as JSON, for `check_same`."""
         return {"fingerprint": self.fingerprint, "files": [{"name": self.folder.name, "rows": len(self)}]}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse another cache than that of an earlier manifest."""
+        """Raise if the cache differs from that of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"{self.folder} is not the cache that this run started with; restore it, or start a new run"
@@ -181,7 +181,7 @@ class DecodedCache:
 
 
 def _load_progress(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] | None:
-    """Stretches that are done in a folder, with their bad rows; None for a cache that is finished."""
+    """The finished chunks of a cache, with their bad rows; None if the cache is complete."""
     about = folder / "about.json"
     wanted = json.loads(json.dumps(made_of))
     if (folder / "cache.json").exists():
@@ -189,12 +189,13 @@ def _load_progress(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int,
         if {key: found.get(key) for key in wanted} == wanted:
             return None
         raise ConfigError(
-            f"{folder} holds a cache of other data or settings; choose another folder, or remove this one"
+            f"{folder} contains a cache of other data or settings; choose another folder, or remove this one"
         )
     if about.exists():
         if json.loads(about.read_text(encoding="utf-8")) != wanted:
             raise ConfigError(
-                f"{folder} holds part of a cache of other data or settings; choose another folder, or remove this one"
+                f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
+                "one"
             )
         done: dict[int, dict[int, str]] = {}
         journal = folder / "progress.jsonl"

@@ -1,4 +1,4 @@
-"""Folders of recordings, with a file that says what each is: CSV, TSV, JSON or JSON Lines; or without one."""
+"""Reads folders of recordings, with or without a metadata file (CSV, TSV, JSON or JSON Lines)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.text import one_line
 
-_LONGEST = 4096  # characters of a path
+_LONGEST = 4096  # limit of a path's length in characters
 PATH_COLUMNS = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")
 AUDIO_SUFFIXES = (
     ".wav",
@@ -37,7 +37,7 @@ _TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
 
 def find_metadata(path: str) -> Path | None:
-    """The metadata at a path, or the folder itself where recordings lie in it without; None for something else."""
+    """The metadata file at a path, or the folder itself if it has recordings but no metadata; None otherwise."""
     place = Path(path)
     if is_remote(path) or not place.exists():
         return None
@@ -50,7 +50,7 @@ def find_metadata(path: str) -> Path | None:
 
 
 class MetadataTable:
-    """Rows of a metadata file, or one row for each file of a folder in the order of their paths.
+    """The rows of a metadata file, or one row per file of a folder, sorted by path.
 
     Args:
         place: the file or the folder.
@@ -97,20 +97,20 @@ class MetadataTable:
         return {**kept, "audio": self._paths[row], "name": self._paths[row]}
 
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """These columns of every row; `audio` is the path as it stands there."""
+        """These columns of every row; `audio` is the path as in the file."""
         return ({**row, "audio": row[self._audio]} for row in self._rows)
 
     def class_names(self, column: str) -> list[str] | None:
-        """Not known."""
+        """None: metadata files do not name classes."""
         return None
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The file of metadata, as JSON."""
+        """The metadata file, as JSON."""
         return {"fingerprint": self.fingerprint, "files": [{"name": self._place.name, "rows": len(self._rows)}]}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier manifest."""
+        """Raise if the data differ from those of an earlier manifest."""
         if before["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the data changed since the last start: {self._place} or the sizes of its recordings differ. Restore "
@@ -118,14 +118,14 @@ class MetadataTable:
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse recordings that have changed since they were found, as far as they are those of this share."""
+        """Raise if a recording has changed since it was found; checks every `shares`-th from number `share` on."""
         for row in range(share, len(self._paths), shares):
             now, before = _stat(self._paths[row]), self._status[row]
             if now == before or before is None:
                 continue
             what = "is gone" if now is None else f"had {before[0]} bytes and has {now[0]}"
             if now is not None and now[0] == before[0]:
-                what = "was written again"
+                what = "was rewritten"
             raise DataError(
                 f"{self._paths[row]} has changed since it was found: it {what}; restore it, or start a new run"
             )
@@ -141,7 +141,7 @@ def _audio_files(folder: Path) -> Any:
 
 
 def _stat(path: str) -> tuple[int, int] | None:
-    """Size and time of a local file; zeros for what is behind a URL."""
+    """Size and modification time of a local file; zeros for a URL."""
     if is_remote(path):
         return 0, 0
     try:
@@ -172,7 +172,7 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{place} cannot be read: {error}") from error
-    for name in list(rows[0]) if rows else []:  # texts that are all numbers, or empty, are numbers
+    for name in list(rows[0]) if rows else []:  # columns of numbers and empty values become numeric
         for kind in (int, float):
             try:
                 values = [kind(row[name]) if row[name] != "" else None for row in rows]
@@ -190,7 +190,7 @@ def _read_json(place: Path) -> list[dict[str, Any]]:
         found = safe_paths.parse_json(place.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{place} cannot be read as JSON: {error}") from error
-    if isinstance(found, dict):  # a list under one of these names, beside what is said of all of them
+    if isinstance(found, dict):  # rows under one of these keys, next to other metadata
         found = next(
             (found[name] for name in ("samples", "data", "rows", "items") if isinstance(found.get(name), list)), None
         )
@@ -226,7 +226,7 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 
 
 def _infer_type(rows: list[dict[str, Any]], name: str) -> str:
-    """What a column holds, as a word."""
+    """The type of a column, as a word."""
     kinds = {type(row[name]) for row in rows} - {type(None)}
     if not kinds:
         return "null"

@@ -1,6 +1,6 @@
-"""Find the recordings that cannot be decoded before a run does: all of them, in parallel, resumable.
+"""Finds all recordings that cannot be decoded, before a run does; parallel and resumable.
 
-The result is a JSON Lines file that `open_recordings(leave_out=…)` takes: a line for each bad row, with the reason.
+The result is a JSON Lines file for `open_recordings(leave_out=…)`, with a line and a reason per bad row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from unisono.data.recordings.source import Recordings
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
 
-_CHUNK_ROWS = 64  # rows that a worker decodes before it says so
+_CHUNK_ROWS = 64  # rows that a worker decodes before it reports progress
 
 
 @dataclass(frozen=True)
 class ScanResult:
-    """What a scan found.
+    """The result of a scan.
 
     Attributes:
-        rows: that were looked at, now and before.
+        rows: number of rows scanned, including earlier starts.
         bad: row -> why it cannot be used.
-        path: the file that has them.
+        path: of the file with the bad rows.
     """
 
     rows: int
@@ -44,19 +44,19 @@ def scan(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda rows, bad: None,
 ) -> ScanResult:
-    """Decode every recording whole, and write down those that cannot be.
+    """Decode every recording completely, and record those that cannot be decoded.
 
-    Progress is kept beside the result, so an interrupted scan resumes; a finished one is not repeated unless the data
-    have changed.
+    Progress is saved next to the result, so an interrupted scan can resume. A finished scan is only repeated if the
+    data have changed.
 
     Args:
         source: the recordings.
         out: the file to write, `*.jsonl`.
-        workers: threads where the native core is, else processes; None for the cores.
-        progress: is called with rows and bad rows since the last call.
+        workers: number of threads, or of processes without the native core; None for the number of cores.
+        progress: called with the numbers of rows and bad rows since the last call.
 
     Raises:
-        DataError: if `out` is of other data.
+        DataError: if `out` belongs to other data.
     """
     workers = workers or os.cpu_count() or 1
     journal = out.with_name(out.name + ".progress")
@@ -83,7 +83,7 @@ def scan(
 
 
 def _map_bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) -> Iterator[tuple[int, dict[int, str]]]:
-    """Results in order, with a bounded number asked for ahead."""
+    """Results in order, with a bounded number of pending requests."""
     firsts, asked = iter(missing), list[tuple[int, Future[dict[int, str]]]]()
     for first in islice(firsts, ahead):
         asked.append((first, pool.submit(_scan_rows, source, first)))
@@ -95,14 +95,14 @@ def _map_bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) 
 
 
 def _scan_rows(source: Recordings, first: int) -> dict[int, str]:
-    """Bad rows of a stretch: number of the row in its source -> why."""
+    """The bad rows of a chunk: number in the source -> why."""
     whole = audio.Pipeline(duration=None, features=None)
     bad: dict[int, str] = {}
     for row in range(first, min(first + _CHUNK_ROWS, len(source))):
         number = int(source.rows[row])
         try:
             record = source[row]
-            whole([record["audio"]], names=[record["name"]])  # one at a time: memory is that of the longest
+            whole([record["audio"]], names=[record["name"]])  # one at a time, to limit memory
         except BadSamplesError as error:
             bad[number] = error.reasons[0]
         except DataError as error:
@@ -111,7 +111,7 @@ def _scan_rows(source: Recordings, first: int) -> dict[int, str]:
 
 
 def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, int], dict[int, str]]:
-    """Stretches that are done, by their first row, and the bad rows among them."""
+    """The finished chunks, by their first row, and the bad rows in them."""
     done: dict[int, int] = {}
     bad: dict[int, str] = {}
     if journal.exists():
@@ -120,7 +120,7 @@ def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[dict[i
         if head.get("fingerprint") != source.fingerprint:
             raise DataError(f"{journal} belongs to a scan of other data; remove it, or choose another out=")
         for line in lines[1:]:
-            if line.endswith("\n"):  # a last line may be cut off
+            if line.endswith("\n"):  # the last line may be truncated
                 entry = json.loads(line)
                 done[entry["first"]] = entry["rows"]
                 bad.update({int(row): reason for row, reason in entry["bad"].items()})

@@ -1,7 +1,7 @@
-"""Recordings and what is known of them, numbered through: one `open_recordings` for every layout that they come in.
+"""Recordings and their labels as an indexable source, in any of the usual layouts.
 
-A record is a dict: `audio` (bytes, a path, or a byte range), `name` (where it is, for people), `row` (its number in the
-source, before any row was left out), and the other columns. Nothing is decoded here.
+A record is a dict: `audio` (bytes, a path, or a byte range), `name` (its location, for messages), `row` (its number in
+the source, counting rows that are left out), and the other columns. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class RecordingTable(Protocol):
     """Rows with a column of recordings.
 
     Attributes:
-        columns: their types as words (`int64`, `text`, …), without the recordings'.
+        columns: types of the other columns as words (`int64`, `text`, …).
     """
 
     columns: dict[str, str]
 
     @property
     def fingerprint(self) -> str:
-        """Of the rows."""
+        """A hash of the rows."""
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -51,13 +51,13 @@ class RecordingTable(Protocol):
         """These columns of every row, without the recordings."""
 
     def class_names(self, column: str) -> list[str] | None:
-        """Names of a column's classes; None where the data do not say."""
+        """Names of a column's classes; None if the data do not define them."""
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier manifest."""
+        """Raise if the data differ from those of an earlier manifest."""
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since."""
+        """Raise if a file has changed since it was opened."""
 
 
 def open_recordings(
@@ -73,18 +73,18 @@ def open_recordings(
     """Open recordings.
 
     Args:
-        paths: Arrow streams and files, Parquet (a struct of `bytes` and `path`, as `datasets` writes `Audio`, or a
-            column of bytes or paths); a CSV, TSV, JSON or JSON Lines file with paths, or the folder it is in; a
-            folder of recordings; WebDataset archives (`.tar`).
-        audio: the column of the recordings; None for one that is called `audio`, or, of metadata, `file` and the like.
-        label: a column that must hold integers or nulls.
-        columns: others that are wanted; None for all.
-        leave_out: rows that are not to be read: their numbers, or a file that `unisono data scan` wrote.
-        storage: options of the file system of URLs.
-        key: the setting that holds the paths, for errors.
+        paths: one of: Arrow or Parquet files (with a struct of `bytes` and `path`, as `datasets` writes `Audio`, or a
+            column of bytes or paths); a CSV, TSV, JSON or JSON Lines file with paths, or its folder; a folder of
+            recordings; WebDataset archives (`.tar`).
+        audio: the column of recordings; None for `audio`, or in metadata files for `file` and similar names.
+        label: a column that must contain integers or nulls.
+        columns: other columns to read; None for all.
+        leave_out: rows to skip: their numbers, or a file written by `unisono data scan`.
+        storage: fsspec options for URLs.
+        key: the setting that contains the paths, for errors.
 
     Raises:
-        DataError: for what cannot be found or used, with file, column and row.
+        DataError: if something cannot be found or used, with file, column and row.
     """
     given = [fspath(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     if not given:
@@ -101,11 +101,11 @@ def open_recordings(
 
 
 class Recordings:
-    """Rows of recordings; see `open_recordings`.
+    """A source of recordings; see `open_recordings`.
 
     Attributes:
-        table: where they come from.
-        rows: (n,) int64, the numbers of the rows that are read.
+        table: the underlying table.
+        rows: (n,) int64, the numbers of the rows that are not left out.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Recordings:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """The record of a row that is read."""
+        """The record of a row."""
         if not 0 <= row < len(self.rows):
             raise IndexError(f"row {row} of {len(self.rows)}")
         number = int(self.rows[row])
@@ -139,17 +139,17 @@ class Recordings:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The types of all columns but the recordings', as words."""
+        """The types of all columns except the recordings, as words."""
         return self.table.columns
 
     def read_columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Columns of all rows that are read, without reading a recording: what splits and labels are made from.
+        """Read columns without the recordings, e.g. to compute splits and labels.
 
         Args:
-            names: of the columns; `audio` gives paths, as the data have them, where recordings are files; else None.
+            names: of the columns; for `audio`, values are paths if recordings are files, and None otherwise.
 
         Raises:
-            DataError: for a column that is not there.
+            DataError: for a missing column.
         """
         for name in names:
             if name != "audio" and name not in self.table.columns:
@@ -159,36 +159,36 @@ class Recordings:
         return {name: [row[name] for row in rows] for name in names}
 
     def class_names(self, column: str) -> list[str] | None:
-        """Names of the classes of a column, as `datasets` keeps them of a ClassLabel; None where there are none."""
+        """Names of a column's classes, as `datasets` stores them for a ClassLabel; None if there are none."""
         return self.table.class_names(column)
 
     @property
     def fingerprint(self) -> str:
-        """Of the data, and of which rows are left out."""
+        """A hash of the data, and of which rows are left out."""
         if len(self.rows) == len(self.table):
             return self.table.fingerprint
         return f"{self.table.fingerprint}-{hash_rows(self.rows)}"
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The files as JSON, for `check_same` when they are opened again."""
+        """The files as JSON, for `check_same` when they are reopened."""
         return {**self.table.manifest, "read": self.fingerprint}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data, or other rows, than those of an earlier `manifest`."""
+        """Raise if the data or the rows differ from those of an earlier `manifest`."""
         self.table.check_same(before)
         if before.get("read") != self.fingerprint:
             raise DataError(
-                "the rows changed since the last start: leave_out names different ones. Set it back, or start a new run"
+                "the rows changed since the last start: leave_out differs. Change it back, or start a new run"
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened."""
+        """Raise if a file has changed since it was opened."""
         self.table.check_files(share, shares)
 
 
 class _ColumnTable:
-    """Arrow and Parquet: a column of structs, of bytes or of paths."""
+    """Arrow and Parquet files with a column of structs, bytes or paths."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _ColumnTable:
                 f"{key}: column '{self._audio}' is {kind}, not recordings: a struct of bytes and path, bytes, or paths"
             )
         wanted = None if columns is None else [self._audio, *dict.fromkeys([*columns, *([label] if label else [])])]
-        expect = {label: "int?"} if label else None  # refuses a column of text, naming it
+        expect = {label: "int?"} if label else None  # rejects a column of text with a clear error
         self._files: Files = open_source(paths, wanted, expect=expect, storage=storage, key=key)
         self.columns: dict[str, str] = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
         self._ends = np.cumsum([int(shard.rows.sum()) for shard in self._files.shards])
@@ -251,12 +251,12 @@ class _ColumnTable:
             yield {**record, **({"audio": record[self._audio] if paths else None} if audio else {})}
 
     def class_names(self, column: str) -> list[str] | None:
-        """From the features that `datasets` writes into the schema's metadata."""
+        """Class names from the features that `datasets` writes into the schema's metadata."""
         content = (self._files.schema.metadata or {}).get(b"huggingface")
         try:
             feature = json.loads(content)["info"]["features"][column] if content else None
         except (ValueError, KeyError, TypeError) as error:
-            log.debug("the schema says nothing of the classes of '%s': %r", column, error)
+            log.debug("the schema does not define the classes of '%s': %r", column, error)
             return None
         while isinstance(feature, list | dict):
             inner = feature[0] if isinstance(feature, list) and feature else feature
@@ -310,7 +310,7 @@ def _check_label(table: RecordingTable, label: str | None, key: str) -> None:
     if not kind.startswith(("int", "uint", "null")):
         raise DataError(
             f"{key}: column '{label}' is {kind}, not {ColumnType.parse('int64?')}; labels are integers (a ClassLabel) "
-            "or null. Map its values to numbers where the data is written, or choose another column"
+            "or null. Map its values to integers when the data is written, or choose another column"
         )
 
 

@@ -1,4 +1,4 @@
-"""Long recordings as rows of windows, by their headers: what lies before a window is never decoded."""
+"""Cuts long recordings into rows of windows, using only their headers; audio before a window is never decoded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unisono.runtime.errors import DataError
 
 
 def cut_windows(source: Recordings, duration: float, hop: float | None = None, threads: int = 8) -> WindowedRecordings:
-    """Every window of every recording, a row each.
+    """Every window of every recording as a row.
 
     Args:
         source: the recordings.
         duration: of a window in seconds.
-        hop: from window to window; None for `duration`.
-        threads: that read headers.
+        hop: distance between windows in seconds; None for `duration`.
+        threads: number of threads to read headers.
 
     Raises:
         DataError: naming a recording whose header cannot be read; `unisono data scan` finds them all.
@@ -43,12 +43,12 @@ def cut_windows(source: Recordings, duration: float, hop: float | None = None, t
 
 
 class WindowedRecordings:
-    """A row for each window: the recording's record, and `window`.
+    """Rows of windows: the recording's record, plus `window`.
 
     Args:
         source: the recordings.
-        rows: (windows,) int64, of the source.
-        starts: (windows,) seconds.
+        rows: the source row of each window, (windows,) int64.
+        starts: in seconds, (windows,).
     """
 
     def __init__(self, source: Recordings, rows: Any, starts: Any) -> None:
@@ -63,7 +63,7 @@ class WindowedRecordings:
 
     @property
     def fingerprint(self) -> str:
-        """Of the recordings and the windows."""
+        """A hash of the recordings and the windows."""
         from unisono.data.recordings.source import hash_rows
 
         return f"{self.source.fingerprint}-{hash_rows(self.rows)}-{hash_rows(self.starts.view(np.int64))}"
@@ -74,9 +74,9 @@ class WindowedRecordings:
         return self.source.manifest
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier manifest."""
+        """Raise if the data differ from those of an earlier manifest."""
         self.source.check_same(before)
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since."""
+        """Raise if a file has changed since it was opened."""
         self.source.check_files(share, shares)

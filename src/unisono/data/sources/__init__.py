@@ -1,4 +1,4 @@
-"""Where rows come from: files of six formats, on this host or behind a URL, as one numbered sequence."""
+"""Reads rows from files of several formats, local or remote, as one indexable sequence."""
 
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.discovery import Found, find

@@ -1,7 +1,7 @@
-"""Arrow's IPC formats: files with a footer, and streams, as `datasets` writes them.
+"""Reads Arrow's IPC formats: files with a footer, and streams, as written by `datasets`.
 
-A file is a stream between two marks, so both are read alike: the heads of the messages say where the record batches lie
-and how many rows they have, without touching what is in them. Local batches are mapped and cost no memory.
+A file is a stream between two magic strings, so both are read the same way: the message headers contain the positions
+and row counts of the record batches, so opening a file does not read any data. Local batches are memory-mapped.
 
 The layout of messages: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
 """
@@ -30,15 +30,15 @@ _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 
 @dataclass(frozen=True)
 class ArrowMessage:
-    """Where a message lies, and what its head says.
+    """The position of a message, and facts from its header.
 
     Attributes:
         first: its first byte.
-        last: one past its last.
+        last: one past its last byte.
         kind: schema, dictionary or record batch.
-        rows: of a record batch.
-        nulls: of a record batch, for each of its nodes.
-        compressed: whether its buffers are.
+        rows: number of rows of a record batch.
+        nulls: null counts of a record batch, one per node.
+        compressed: whether its buffers are compressed.
     """
 
     first: int
@@ -50,7 +50,7 @@ class ArrowMessage:
 
 
 class ArrowReader:
-    """A file and its record batches."""
+    """Reads the record batches of a file."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
@@ -87,7 +87,7 @@ class ArrowReader:
         return (record for number in range(len(self.rows)) for record in self.block(number))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """Of the lists of a column, or what a column of integers says, (rows,)."""
+        """The lengths of a column's lists, or the values of an integer column, (rows,)."""
         with wrap_read_errors(self._file):
             each = [tables.column_lengths(self._batch(number, [column]).column(0)) for number in range(len(self.rows))]
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
@@ -97,9 +97,9 @@ class ArrowReader:
         before = [message for message in self._dictionaries if message.first < first]
         if self._content is not None and not before and not self._compressed:
             batch = pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
-            batch.validate()  # buffers shorter than their rows
+            batch.validate()  # refuses buffers that are too short
             return batch
-        with self._file.open() as source:  # a stream of nothing but what this batch needs
+        with self._file.open() as source:  # builds a stream of only what this batch needs
             needed = [(part.first, part.last) for part in (self._head, *before)]
             parts = [_read_range(source, *part) for part in (*needed, (first, last))]
         chosen = [self.schema.get_field_index(name) for name in names]
@@ -110,7 +110,7 @@ class ArrowReader:
             return batch
 
     def _check_nulls(self, batches: list[ArrowMessage]) -> None:
-        """Refuse nulls where none may be, as far as the heads tell: for whole columns."""
+        """Reject nulls in columns that must have none, as far as the headers show: for top-level columns."""
         nodes = np.cumsum([0, *(_count_nodes(field.type) for field in self.schema)])
         for steps in self._wanted.without_nulls:
             node = int(nodes[self.schema.get_field_index(steps[0])]) if steps[0] in self.schema.names else -1
@@ -121,12 +121,12 @@ class ArrowReader:
 
 
 def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
-    """The messages of a file or a stream, in order, up to its end mark."""
+    """The messages of a file or a stream, in order, up to its end marker."""
     framed = source.read(len(_MAGIC)) == _MAGIC
     if framed:
         source.seek(file.size - len(_MAGIC))
         if source.read(len(_MAGIC)) != _MAGIC:
-            raise _damaged_error(file, "it is cut off: its end mark is missing")
+            raise _damaged_error(file, "it is truncated: its end marker is missing")
     at, kind = 8 if framed else 0, 0
     while True:
         source.seek(at)
@@ -134,13 +134,13 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
         marked = head[:4] == b"\xff" * 4  # Arrow before 0.15 had no such mark
         start = 8 if marked else 4
         if len(head) < start:
-            raise _damaged_error(file, "it is cut off: the end mark of the stream is missing" if at else "it is empty")
+            raise _damaged_error(file, "it is truncated: its end marker is missing" if at else "it is empty")
         size = struct.unpack("<i", head[start - 4 : start])[0]
         if size == 0 and kind:
             return
         if size <= 0 or at + start + size > file.size:
             raise _damaged_error(
-                file, "it is cut off in a message" if kind else "it is neither an Arrow file nor a stream"
+                file, "it is truncated in a message" if kind else "it is neither an Arrow file nor a stream"
             )
         source.seek(at + start)
         meta = bytes(source.read(size))
@@ -149,7 +149,7 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
         except (struct.error, IndexError, OverflowError) as error:
             raise _damaged_error(file, f"the header of the message at byte {at} is invalid") from error
         if message.last > file.size:
-            raise _damaged_error(file, "it is cut off in a record batch")
+            raise _damaged_error(file, "it is truncated in a record batch")
         if kind == 0 and message.kind != _SCHEMA:
             raise _damaged_error(file, "it does not begin with a schema")
         digest.update(meta)
@@ -158,7 +158,7 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
 
 
 def _message(first: int, body: int, meta: bytes) -> ArrowMessage:
-    """The head of a message: a flatbuffer `Message` around one of `Schema`, `DictionaryBatch` or `RecordBatch`."""
+    """Parse a message header: a flatbuffer `Message` that wraps a `Schema`, `DictionaryBatch` or `RecordBatch`."""
     message = _FlatTable(meta, struct.unpack_from("<I", meta, 0)[0])
     kind, size = message.number(1, "<B"), message.number(3, "<q")
     if size < 0:
@@ -180,21 +180,21 @@ class _FlatTable:
         self._size = struct.unpack_from("<H", content, self._fields)[0]
 
     def offset(self, field: int) -> int:
-        """Of a field in the table; 0 where it is not there."""
+        """The offset of a field in the table; 0 if it is absent."""
         place = 4 + 2 * field
         return int(struct.unpack_from("<H", self._content, self._fields + place)[0]) if place < self._size else 0
 
     def number(self, field: int, form: str) -> int:
-        """A number; 0 where it is not there."""
+        """A number; 0 if it is absent."""
         offset = self.offset(field)
         return int(struct.unpack_from(form, self._content, self._at + offset)[0]) if offset else 0
 
     def table(self, field: int) -> _FlatTable:
-        """A table within."""
+        """A nested table."""
         return _FlatTable(self._content, self._target(field))
 
     def vector(self, field: int) -> tuple[int, int]:
-        """Length of a vector, and where its elements begin."""
+        """The length of a vector, and the position of its first element."""
         if not self.offset(field):
             return 0, 0
         at = self._target(field)
@@ -211,7 +211,7 @@ def _read_range(source: Any, first: int, last: int) -> bytes:
 
 
 def _count_nodes(kind: Any) -> int:
-    """Nodes that a column takes in the head of a record batch: its own, and those of its children."""
+    """The number of nodes of a column in the header of a record batch: its own, and those of its children."""
     if isinstance(kind, pa.BaseExtensionType):
         return _count_nodes(kind.storage_type)
     if isinstance(kind, pa.DictionaryType):

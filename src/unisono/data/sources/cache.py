@@ -1,4 +1,4 @@
-"""A cache of the most recently used things (blocks, open files), bounded by their memory."""
+"""A cache of the most recently used objects (blocks, open files), bounded by their memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class LruCache(Generic[T]):
-    """Least recently used goes first. Threads that want the same thing wait for one of them to make it.
+    """A thread-safe LRU cache. If several threads need the same entry, one creates it and the others wait.
 
     Args:
-        budget: of the weights of what is kept; the last ones stay whatever they weigh.
-        least: how many stay whatever they weigh.
-        weigh: the weight of one.
+        budget: limit of the total weight.
+        least: number of entries that are kept whatever their weight.
+        weigh: the weight of an entry.
     """
 
     def __init__(self, budget: float, least: int = 1, weigh: Callable[[T], float] = lambda _: 1.0) -> None:
@@ -28,7 +28,7 @@ class LruCache(Generic[T]):
         self._weight = 0.0
 
     def get(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What has this name, made now if it is not there."""
+        """The entry with this name, created by `make` if it is not cached."""
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
@@ -40,21 +40,21 @@ class LruCache(Generic[T]):
         if waited is not None:
             return waited.result()
         try:
-            made = make()
+            value = make()
         except BaseException as error:
             with self._lock:
                 del self._making[name]
             promised.set_exception(error)
             raise
-        weight = self._weigh(made)
+        weight = self._weigh(value)
         with self._lock:
             del self._making[name]
-            self._kept[name] = (made, weight)
+            self._kept[name] = (value, weight)
             self._weight += weight
             while self._weight > self._budget and len(self._kept) > self.least:
                 self._weight -= self._kept.popitem(last=False)[1][1]
-        promised.set_result(made)
-        return made
+        promised.set_result(value)
+        return value
 
     def __len__(self) -> int:
         return len(self._kept)

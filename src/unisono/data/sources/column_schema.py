@@ -1,7 +1,7 @@
-"""What a column must hold: types as words that mean the same in every format, and whether nulls may be among it.
+"""Expected types of columns, in words that mean the same in every format, and whether nulls are allowed.
 
-`text`, `bytes`, `bool`, `int`, `float`, `number`, a width as in `int64` or `float32`, `list`, `list<int64>`, `struct`;
-with a `?` behind it where nulls are allowed. A field of a struct has a name with a dot: `audio.bytes`.
+The types are `text`, `bytes`, `bool`, `int`, `float`, `number`, types with a width such as `int64` or `float32`,
+`list`, `list<int64>` and `struct`. A trailing `?` allows nulls. Fields of structs are named with a dot: `audio.bytes`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ALIASES = {"str": "text", "string": "text", "binary": "bytes", "double": "float
 
 @dataclass(frozen=True)
 class ColumnType:
-    """What a column must hold.
+    """The expected type of a column.
 
     Attributes:
         word: one of the words above.
-        nulls: whether nulls may be among it.
-        item: of the elements of a list.
+        nulls: whether nulls are allowed.
+        item: the type of a list's elements.
     """
 
     word: str
@@ -37,10 +37,10 @@ class ColumnType:
 
     @classmethod
     def parse(cls, written: str) -> ColumnType:
-        """From its text, e.g. `int64?` or `list<int64>`.
+        """Parse a type, e.g. `int64?` or `list<int64>`.
 
         Raises:
-            ConfigError: for a word that is none of those above.
+            ConfigError: for an unknown type.
         """
         text = written.strip()
         nulls, text = text.endswith("?"), text.removesuffix("?").strip()
@@ -55,7 +55,7 @@ class ColumnType:
         return (f"list<{self.item}>" if self.item else self.word) + (" or null" if self.nulls else "")
 
     def fits(self, kind: Any) -> bool:
-        """Whether a column of this Arrow type can be it."""
+        """Whether an Arrow type matches."""
         kind = unwrap_type(kind)
         if pa.types.is_null(kind):
             return self.nulls
@@ -66,7 +66,7 @@ class ColumnType:
         )
 
     def read(self, value: Any) -> tuple[bool, Any]:
-        """Whether a value of JSON can be it, and if so the value as the other formats give it: lists as arrays."""
+        """Whether a JSON value matches, and the value as other formats would return it: lists as arrays."""
         if value is None:
             return self.nulls, None
         if self.word != "list":
@@ -104,42 +104,42 @@ class ColumnType:
 
     @property
     def dtype(self) -> str:
-        """Of an array of it; empty where it is no number."""
+        """The dtype of an array of such values; empty if they are not numbers."""
         named = {"int": "int64", "float": "float64", "number": "float64", "bool": "bool"}
         return named.get(self.word, self.word if self.word in _WIDTHS else "")
 
 
 def is_text(kind: Any) -> bool:
-    """Any of Arrow's three."""
+    """Whether it is any of Arrow's three string types."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_bytes(kind: Any) -> bool:
-    """Any of Arrow's four."""
+    """Whether it is any of Arrow's four binary types."""
     names = ("is_binary", "is_large_binary", "is_binary_view", "is_fixed_size_binary")
     return any(getattr(pa.types, name)(kind) for name in names)
 
 
 def is_list(kind: Any) -> bool:
-    """Any of Arrow's five."""
+    """Whether it is any of Arrow's five list types."""
     names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
     return any(getattr(pa.types, name)(kind) for name in names)
 
 
 def is_number(kind: Any) -> bool:
-    """An integer, a float or a truth value: what NumPy has, too."""
+    """Whether it is a numeric or boolean type, as in NumPy."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def unwrap_type(kind: Any) -> Any:
-    """A type without its dictionary or its extension."""
+    """The underlying type of dictionary and extension types."""
     while isinstance(kind, pa.DictionaryType | pa.BaseExtensionType):
         kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind.storage_type
     return kind
 
 
 def is_same_type(one: Any, other: Any) -> bool:
-    """Whether columns of these types give values of the same type."""
+    """Whether columns of these types have values of the same Python type."""
     one, other = unwrap_type(one), unwrap_type(other)
     if is_list(one) and is_list(other):
         return is_same_type(one.value_type, other.value_type)
@@ -168,13 +168,13 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """What is asked of every file.
+    """The columns to read from every file, and their expected types.
 
     Attributes:
-        columns: that records consist of; None for all.
+        columns: names of the columns of a record; None for all.
         types: of columns, by name.
-        separator: between the documents of a text file; None where the file is one.
-        hint: the setting that holds the column's name, for errors.
+        separator: between the documents of a text file; None if a file is one document.
+        hint: the setting that contains the column's name, for errors.
     """
 
     columns: tuple[str, ...] | None = None
@@ -190,10 +190,10 @@ class ColumnRequest:
         separator: str | None = None,
         hint: str = "",
     ) -> ColumnRequest:
-        """From what a user types.
+        """Create a request from a user's arguments.
 
         Raises:
-            ConfigError: for an unknown type, or one of a column that is not asked for.
+            ConfigError: for an unknown type, or a type for a column that is not requested.
         """
         types = tuple((name, ColumnType.parse(written)) for name, written in (expect or {}).items())
         if columns is not None:
@@ -206,11 +206,11 @@ class ColumnRequest:
 
     @property
     def without_nulls(self) -> tuple[tuple[str, ...], ...]:
-        """Columns that may hold no null, as paths."""
+        """Columns that must not contain nulls, as paths."""
         return tuple(tuple(name.split(".")) for name, kind in self.types if not kind.nulls)
 
     def check(self, path: str, schema: Any) -> None:
-        """Refuse a schema that has not what is wanted.
+        """Raise unless a schema has the requested columns and types.
 
         Raises:
             DataError: naming file and column.
@@ -222,15 +222,15 @@ class ColumnRequest:
             there = _find_field(path, schema, name, self.hint)
             if not kind.fits(there):
                 raise DataError(
-                    f"{path}: column '{name}' is {there}, not {kind}{self.hint}; convert it where the file is "
+                    f"{path}: column '{name}' is {there}, not {kind}{self.hint}; convert it when the file is "
                     "written, or choose another column"
                 )
 
     def check_nulls(self, where: Callable[[], str], record: Mapping[str, Any]) -> None:
-        """Refuse a null where none may be.
+        """Raise if a record has a null in a column that must not contain any.
 
         Raises:
-            DataError: naming the place that it is given, and the column.
+            DataError: with the location given by `where`, and the column.
         """
         for steps in self.without_nulls:
             value: Any = record

@@ -1,7 +1,7 @@
-"""CSV and TSV: a line is a row, values between commas or tabs. Read whole, as files of this kind are small.
+"""Reads CSV and TSV files as a whole, since they are usually small.
 
-A column is of integers or of floats if all its values are, and of text otherwise; `expect` says it where this would be
-wrong (`{"id": "text"}` keeps the zeros of "007"). An empty value is null, and an empty text where text is expected.
+A column has integers or floats if all its values can be parsed as such, and text otherwise. Use `expect` if that would
+be wrong: `{"id": "text"}` keeps the zeros of "007". An empty value is null, or an empty string if text is expected.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from unisono.data.sources.column_schema import ColumnRequest, ColumnType
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError, find_duplicates, format_examples
 
-_BLOCK_ROWS = 4096  # of a block
+_BLOCK_ROWS = 4096
 _INFERRED = (pa.int64(), pa.float64())
 
 
 class DelimitedReader:
-    """A file of delimited values."""
+    """Reads a file of delimited values."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
@@ -50,7 +50,7 @@ class DelimitedReader:
         self.weight = len(content)
 
     def block(self, number: int) -> tables.TableBlock:
-        """Some thousand rows that stand together."""
+        """A few thousand consecutive rows."""
         first = number * _BLOCK_ROWS
         part = self._table.slice(first, _BLOCK_ROWS)
         return tables.TableBlock(part, self._file.path, first, self._wanted, part.nbytes)
@@ -59,13 +59,13 @@ class DelimitedReader:
         return (record for number in range(len(self.rows)) for record in self.block(number))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """What a column of integers says, (rows,)."""
+        """The values of an integer column, (rows,)."""
         found: NDArray[np.int64] = tables.column_lengths(self._table.column(column))
         return found
 
 
 def _read_columns(file: File, content: bytes) -> dict[str, list[str]]:
-    """Values of each column as text; none where there is no row."""
+    """The values of each column as strings; empty if there are no rows."""
     delimiter = "," if file.format == "csv" else "\t"
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
@@ -81,14 +81,14 @@ def _read_columns(file: File, content: bytes) -> dict[str, list[str]]:
         if len(line) != len(header):
             raise DataError(
                 f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
-                "may hold a separator that is not quoted"
+                "may contain an unquoted separator"
             )
     values = zip(*(line for _, line in lines[1:]), strict=True)
     return {name: list(column) for name, column in zip(header, values, strict=True)}
 
 
 def _typed_column(file: File, name: str, values: list[str], kind: ColumnType | None) -> Any:
-    """A column of the type that is expected, or of the narrowest that holds all its values."""
+    """A column with the expected type, or else the narrowest type that fits all its values."""
     if kind is not None and kind.word == "text":
         return pa.array([value or None for value in values] if kind.nulls else values, pa.string())
     filled = pa.array([value.strip() or None for value in values], pa.string())

@@ -1,4 +1,4 @@
-"""Which files a source consists of, and in what order: sorted by their paths, so no file system decides it."""
+"""Finds the files of a source, sorted by path, so that the order does not depend on the file system."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Place = str | PathLike[str]
 
 @dataclass(frozen=True)
 class Found:
-    """Files in order, and the names of those that were passed over; none of them is opened.
+    """The files of a source, not opened yet.
 
     Attributes:
         files: in order.
-        ignored: names.
+        ignored: names of files that were skipped.
     """
 
     files: tuple[File, ...]
@@ -38,18 +38,18 @@ class Found:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def stamp(self) -> list[list[Any]]:
-        """Name, format, size and modification time of each file, as JSON: changes when a file is written again."""
+        """Name, format, size and modification time of each file, as JSON; changes if a file is rewritten."""
         return [[file.name, file.format, file.size, file.stamp] for file in self.files]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file, and its path below the place it was found in."""
+    """A file, and its path relative to where it was found."""
 
     path: str
     inner: PurePosixPath
@@ -68,20 +68,20 @@ def find(
     duplicates: Literal["refuse", "allow"] = "refuse",
     key: str = "data.path",
 ) -> Found:
-    """The files of a source.
+    """Find the files of a source.
 
     Args:
-        paths: files, directories, globs and URLs; a directory is searched to any depth, without hidden files.
-        pattern: glob that file names must match. With one that is not `*`, files of unknown endings are read as text.
+        paths: files, directories, globs and URLs; directories are searched recursively, without hidden files.
+        pattern: glob that file names must match. If it is not `*`, files with unknown suffixes are read as text.
         split: which split of a saved `DatasetDict`.
-        format: of all files, whatever their endings.
-        formats: that are wanted; files of others are passed over.
-        where: how remote places are reached.
-        duplicates: of a file that is found twice, or with the content of another.
-        key: the setting that holds the paths, for errors.
+        format: of all files, whatever their suffixes.
+        formats: to include; files of other formats are skipped.
+        where: options for remote paths.
+        duplicates: whether to reject files found twice, or with identical content.
+        key: the setting that contains the paths, for errors.
 
     Raises:
-        DataError: for a path that does not exist, a file that is there twice, or where nothing can be read.
+        DataError: if a path does not exist, a file is a duplicate, or no file is found.
     """
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
     files: list[File] = []
@@ -103,7 +103,7 @@ def find(
     if not files:
         wanted = ", ".join(sorted(ending for ending, kind in FORMAT_BY_SUFFIX.items() if kind in formats))
         raise DataError(
-            f"{key}: no documents in {', '.join(map(str, given))} (pattern '{pattern}'); known endings are "
+            f"{key}: no documents in {', '.join(map(str, given))} (pattern '{pattern}'); known suffixes are "
             f"{wanted}; other files are read as text if data.pattern names them"
             + (f"; ignored: {', '.join(ignored[:5])}" if ignored else "")
         )
@@ -171,7 +171,7 @@ class _RemotePlace:
 
     def entries(self) -> Iterator[_Entry]:
         def listing(system: Any, path: str) -> tuple[str, dict[str, Any]]:
-            system.invalidate_cache()  # what was there when somebody asked before is not what is there
+            system.invalidate_cache()  # an earlier listing may be outdated
             about = system.info(path)
             root = about["name"]
             if about["type"] == "file":
@@ -196,20 +196,20 @@ class _RemotePlace:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DataError:
-            if self.url.startswith("http"):  # servers of web pages answer what they like where nothing is
+            if self.url.startswith("http"):  # web servers may respond with any error if the file does not exist
                 return None
             raise
 
 
 def _refuse_broken_link(path: Path) -> bool:
-    """Refuse a link that leads nowhere: what it led to would be missing, and nothing would say so."""
+    """Raise for a broken symbolic link, whose rows would otherwise be silently missing."""
     if path.is_symlink() and not path.exists():
         raise DataError(f"{path} is a link to {path.readlink()}, which does not exist; repair or remove it")
     return False
 
 
 def _strip_file_scheme(path: str) -> str:
-    """A path without `file://`, which is a local one."""
+    """A local path without `file://`."""
     return path.removeprefix("file://") if path.startswith("file://") else path
 
 
@@ -233,7 +233,7 @@ def _expand_places(paths: Sequence[str], where: RemoteOptions, key: str) -> Iter
 
 
 def _glob_paths(path: str) -> list[Path]:
-    """What a glob matches."""
+    """The paths that a glob matches, sorted."""
     anchor = Path(path).anchor
     inner = path.removeprefix(anchor)
     matches = sorted(Path(anchor or ".").glob(inner)) if inner else []
@@ -241,7 +241,7 @@ def _glob_paths(path: str) -> list[Path]:
 
 
 def _is_visible(match: str, pattern: str) -> bool:
-    """Whether what a glob matches is hidden nowhere that the glob does not say."""
+    """Whether a match is not hidden, or hidden only in parts that the glob names explicitly."""
     said = PurePosixPath(pattern).parts
     return not any(part.startswith(".") and part not in said for part in PurePosixPath(match).parts)
 
@@ -253,7 +253,7 @@ def _expand_remote(url: str, where: RemoteOptions) -> Iterator[_RemotePlace]:
         system.invalidate_cache()
         if any(sign in path for sign in "*[") and not system.exists(path):
             return [str(system.unstrip_protocol(match)) for match in system.glob(path) if _is_visible(match, path)]
-        system.info(path)  # raises where there is nothing
+        system.info(path)  # raises if it does not exist
         return [url]
 
     matches = ask_remote(url, where, expand)
@@ -264,7 +264,7 @@ def _expand_remote(url: str, where: RemoteOptions) -> Iterator[_RemotePlace]:
 
 
 def _stamp(about: dict[str, Any]) -> str:
-    """What an object store says of the content of an object, or when it was changed."""
+    """A content hash, version or modification time of an object, depending on the store."""
     for name in ("ETag", "etag", "md5Hash", "md5", "generation", "LastModified", "last_modified", "mtime", "created"):
         if about.get(name):
             return f"{name} {about[name]}"
@@ -272,7 +272,7 @@ def _stamp(about: dict[str, Any]) -> str:
 
 
 def _data_paths(inner: Iterable[PurePosixPath]) -> list[PurePosixPath]:
-    """Those of the paths in a directory that are not hidden, nor in one of its own that is tagged as made again."""
+    """The paths that are neither hidden nor in a subdirectory tagged as a cache."""
     paths = [path for path in inner if not _is_hidden(path)]
     made = {path.parent for path in paths if path.name == TAG}
     return [path for path in paths if path.name != TAG and not made.intersection(list(path.parents)[:-1])]
@@ -287,7 +287,7 @@ def _choose_split(place: Any, content: bytes, split: str | None) -> str:
     chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else "")
     if chosen not in splits:
         raise DataError(f"{place} has the splits {one_line(', '.join(splits))}; choose one by data.split")
-    safe_paths.components(str(place), chosen)  # or it would lead elsewhere
+    safe_paths.components(str(place), chosen)  # rejects names that lead out of the directory
     return str(chosen)
 
 
@@ -302,24 +302,24 @@ class _SavedFile(TypedDict):
 
 
 class _SavedSet(TypedDict):
-    """`state.json`, as far as it is read."""
+    """The parts of `state.json` that are read."""
 
     _data_files: list[_SavedFile]
 
 
 def _described(place: Any, name: str, content: bytes, shape: Any) -> dict[str, Any]:
-    """A file of JSON in which `datasets` says what a folder holds."""
+    """Read a JSON file in which `datasets` describes a directory."""
     try:
         found = safe_paths.parse_json(content)
     except ValueError as error:
         raise DataError(f"{place}/{name} cannot be read as JSON: {one_line(error)}") from error
     if (wrong := misfit(found, shape)) is not None:
-        raise DataError(f"{place}/{name} does not describe a data set: {one_line(wrong)}; save it again by `datasets`")
+        raise DataError(f"{place}/{name} does not describe a dataset: {one_line(wrong)}; save it again with `datasets`")
     return dict(found)
 
 
 def _saved_files(place: Any, content: bytes, there: set[str]) -> list[str]:
-    """The Arrow files of a data set that `datasets` saved, in its own order."""
+    """The Arrow files of a saved dataset, in its own order."""
     state = _described(place, "state.json", content, _SavedSet)
     if state.get("_indices_files"):
         raise DataError(f"{place} was saved with an indices mapping; save it again after dataset.flatten_indices()")

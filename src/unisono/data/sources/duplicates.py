@@ -1,4 +1,4 @@
-"""Finds duplicate files: their rows would count twice, and nothing in a run would show it."""
+"""Finds duplicate files, whose rows would silently count twice."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unisono.runtime.errors import DataError
 
 _END_BYTES = 1 << 16  # bytes at either end of a file
 _CHUNK = 1 << 20
-_HASH_THREADS = 16  # files that are looked at together
+_HASH_THREADS = 16  # files hashed at a time
 
 
 def refuse_duplicates(files: Iterable[File], key: str) -> None:
-    """Refuse a file that is named twice, and one with the content of another.
+    """Raise if a file is listed twice, or has the same content as another.
 
-    Text files that are one document may well be alike. Only files of one size can be copies, and only of those whose
-    ends are the same is more read than these.
+    Text files are exempt, since identical documents are plausible. Only files of equal size are compared, and only
+    those with equal ends are read completely.
 
     Raises:
         DataError: naming both.
@@ -28,7 +28,7 @@ def refuse_duplicates(files: Iterable[File], key: str) -> None:
     for file in files:
         if file.path in seen:
             raise DataError(
-                f"{key}: {file.path} is named twice, so its rows would count twice; name it once, or allow duplicates "
+                f"{key}: {file.path} is listed twice, so its rows would count twice; list it once, or allow duplicates "
                 "(open_source(duplicates='allow'))"
             )
         seen.add(file.path)
@@ -50,7 +50,7 @@ def refuse_duplicates(files: Iterable[File], key: str) -> None:
 
 
 def digest_ends(file: File) -> bytes:
-    """A digest of a file's size and of what stands at both of its ends; of all of it, if it is small."""
+    """A digest of a file's size and both its ends; of the whole content, if it is small."""
     digest = hashlib.blake2b(f"{file.format} {file.size} ".encode(), digest_size=16)
     with wrap_read_errors(file):
         digest.update(file.range(0, min(_END_BYTES, file.size)))
@@ -60,7 +60,7 @@ def digest_ends(file: File) -> bytes:
 
 
 def _is_equal(one: File, other: File) -> bool:
-    """Whether two files of one size hold the same, read as far as they do."""
+    """Whether two files of equal size have the same content; stops reading at the first difference."""
     with wrap_read_errors(one), one.stream() as first, other.stream() as second:
         while chunk := first.read(_CHUNK):
             if chunk != second.read(len(chunk)):

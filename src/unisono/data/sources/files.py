@@ -1,7 +1,7 @@
-"""Rows of many files, numbered through: any row by its number, or block by block.
+"""The rows of many files as one source, accessed by index or block by block.
 
-What is open and what was read last are caches, so memory is bounded and threads share them; a copy for another process
-takes nothing along but names and sizes, and opens what it needs when it needs it.
+Open files and recent blocks are in bounded caches that threads share. A copy in another process starts with file names
+and sizes only, and opens files on demand.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from unisono.runtime.errors import ConfigError, DataError, nearest
 
 log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
-_OPEN_BYTES = 256e6  # bytes of files that stay open: their maps, footers and indices, no handles
-_MIN_READER_BYTES = 16384.0  # bytes of one at least, so that there are no more maps than a system allows
-_OPEN_THREADS = 16  # files that are looked at together before the start
-_LENGTH = "length"  # the column of lengths that is looked for
+_OPEN_BYTES = 256e6  # memory for open files: their footers and indices
+_MIN_READER_BYTES = 16384.0  # minimum counted per file, to bound the number of memory maps
+_OPEN_THREADS = 16  # files opened at a time when a source is opened
+_LENGTH = "length"  # default name of a column of lengths
 
 
 class RowBlock(Protocol):
-    """Rows that are read together."""
+    """Rows that are read as a unit."""
 
     weight: int
 
@@ -48,13 +48,13 @@ class RowBlock(Protocol):
 
 
 class FileReader(Protocol):
-    """A file of one of the formats.
+    """Reads a file of one of the formats.
 
     Attributes:
         schema: of all its columns, a `pyarrow.Schema`.
-        rows: of each block, (blocks,).
-        digest: of what the format says of its content.
-        weight: bytes of memory that it takes while it is open.
+        rows: number of rows of each block, (blocks,).
+        digest: of the format's metadata about the content.
+        weight: memory in bytes while it is open.
     """
 
     weight: int
@@ -68,7 +68,7 @@ class FileReader(Protocol):
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """Units of each row, by a column of integers or of lists, (rows,)."""
+        """Units of each row, from a column of integers or lists, (rows,)."""
 
 
 _READERS: dict[str, Callable[[File, ColumnRequest], FileReader]] = {
@@ -99,25 +99,25 @@ def open_source(
     deadline: float = DEADLINE,
     key: str = "data.path",
 ) -> Files:
-    """The rows of files, by number.
+    """Open files as an indexable source of rows.
 
     Args:
-        paths: files, directories, globs and URLs, or a list of them, in order; each directory's files by name.
-        columns: of the records; one as text, and a record is that column's value; None for all.
-        format: `arrow`, `parquet`, `jsonl`, `text` or `npy`, where the endings do not tell.
+        paths: files, directories, globs and URLs, or a list of them, in order; files in a directory are sorted.
+        columns: to read. If it is a string, records are that column's values; None for all columns.
+        format: `arrow`, `parquet`, `jsonl`, `text`, `npy`, `csv` or `tsv`, if suffixes do not determine it.
         expect: types of columns, e.g. `{"audio.bytes": "bytes", "label": "int64?"}`; `?` allows nulls.
         pattern: glob that file names must match.
         split: which split of a saved `DatasetDict`.
-        separator: between the documents of a text file; None where a file is one.
-        duplicates: of a file that is there twice, under its own name or with the content of another.
-        cache_mb: MB of blocks that are kept, besides the last one.
-        storage: options of the file system of URLs, as fsspec has them.
-        deadline: seconds that a remote file system may take for an answer.
-        key: the setting that holds the paths, for errors.
+        separator: between the documents of a text file; None if a file is one document.
+        duplicates: whether to reject files listed twice, or with identical content.
+        cache_mb: MB of blocks to cache, in addition to the last one.
+        storage: fsspec options for URLs.
+        deadline: timeout in seconds for an answer from a remote file system.
+        key: the setting that contains the paths, for errors.
 
     Raises:
-        DataError: for what cannot be found, read or used, with file, column, row and remedy.
-        ConfigError: for arguments that make no sense.
+        DataError: if something cannot be found, read or used, with file, column, row and remedy.
+        ConfigError: for invalid arguments.
     """
     if format is not None and format not in _READERS:
         raise ConfigError(f"format='{format}' is not known, {nearest(format, _READERS)}")
@@ -129,7 +129,7 @@ def open_source(
 
 
 def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
-    """The rows of a file from begin to end, in bounded memory and without an index.
+    """Iterate over the rows of a file, in bounded memory and without an index.
 
     Raises:
         DataError: naming file, row and column.
@@ -141,12 +141,12 @@ def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, as it was before the start.
+    """A file, as it was when the source was opened.
 
     Attributes:
-        file: that it is.
-        rows: of each block, (blocks,).
-        digest: of its size, its ends and what its format says of its content.
+        file: the file.
+        rows: number of rows of each block, (blocks,).
+        digest: of its size, its ends and its format's metadata.
     """
 
     file: File
@@ -155,14 +155,14 @@ class SourceFile:
 
 
 class Files:
-    """The rows of files, by number; see `open_source`.
+    """The rows of files as an indexable source; see `open_source`.
 
     Attributes:
         shards: the files that have rows, in order.
-        ignored: names of files that were passed over: other endings, or no rows.
-        blocks: rows of each block, (blocks,): record batches, row groups, stretches of lines.
-        schema: of all columns, a `pyarrow.Schema`; of JSON what the first lines look like.
-        fingerprint: of the files: sizes, row counts, their ends and metadata. Not of their names.
+        ignored: names of files that were skipped: other suffixes, or no rows.
+        blocks: rows of each block, (blocks,): record batches, row groups, groups of lines.
+        schema: of all columns, a `pyarrow.Schema`; for JSON, inferred from the first lines.
+        fingerprint: of the files' sizes, row counts, ends and metadata, but not their names.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Files:
         return self._size
 
     def __getitem__(self, row: int) -> Any:
-        """A record: a dict of the columns, or the value of the only one."""
+        """A record: a dict of the columns, or a value if `columns` was a string."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         block = int(self._ends.searchsorted(row, side="right"))
@@ -224,12 +224,12 @@ class Files:
             yield from self.read_block(block)[max(0, first - begin) : last - begin]
 
     def keep_blocks(self, count: int) -> None:
-        """Keep so many blocks at least, whatever their size: those among which rows are shuffled."""
+        """Cache at least this many blocks, whatever their size: those whose rows are shuffled together."""
         self._least = self._blocks.least = max(1, count)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Units of each row, (rows,): a column of integers called `length`, else of the only list of numbers."""
+        """Units of each row, (rows,): the integer column `length`, or else from the only column of number lists."""
         column = self._length_column()
         if column is None:
             return None
@@ -241,12 +241,12 @@ class Files:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The files as JSON, for `check_same` when the source is opened again."""
+        """The files as JSON, for `check_same` when the source is reopened."""
         files = [{"name": s.file.name, "rows": int(s.rows.sum()), "digest": s.digest} for s in self.shards]
         return {"fingerprint": self.fingerprint, "files": files}
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier `manifest`.
+        """Raise if the data differ from those of an earlier `manifest`.
 
         Raises:
             DataError: naming the first file that differs.
@@ -259,13 +259,13 @@ class Files:
             )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened, as far as they are those of this share of them.
+        """Raise if a file has changed since it was opened; checks every `shares`-th file from number `share` on.
 
-        A file that was written again with the same content is logged, and reading continues. A missing file is an error
-        only when it is read, since what is open of it is unchanged.
+        A file that was rewritten with the same content is logged, and reading continues. A missing file is an error
+        only when it must be reopened, since mapped data remain valid.
 
         Raises:
-            DataError: naming the first that has changed.
+            DataError: naming the first changed file.
         """
         numbers = range(share, len(self.shards), shares)
         with ThreadPoolExecutor(_OPEN_THREADS, thread_name_prefix="unisono-source") as pool:
@@ -303,7 +303,7 @@ class Files:
     def _block(self, block: int) -> RowBlock:
         shard = int(self._first_block.searchsorted(block, side="right")) - 1
         number = block - int(self._first_block[shard])
-        if self._process != os.getpid():  # after a fork: a thread that is not here may have held a lock
+        if self._process != os.getpid():  # after a fork: a thread of the parent may have held a lock
             self._reset_caches()
         file = self.shards[shard].file
         try:
@@ -312,7 +312,7 @@ class Files:
             self._check_file(shard)
             if self.shards[shard].file == file:
                 raise
-        return self._blocks.get(block, lambda: self._reader(shard).block(number))  # written again, as it was
+        return self._blocks.get(block, lambda: self._reader(shard).block(number))  # rewritten with the same content
 
     def _reader(self, shard: int) -> FileReader:
         return self._open_reader(self.shards[shard].file)
@@ -347,11 +347,11 @@ class Files:
         self._reset_caches()
 
 
-_PROCESS_LOCAL = ("_blocks", "_readers", "_lock")  # parts of a source
+_PROCESS_LOCAL = ("_blocks", "_readers", "_lock")  # attributes that are not pickled
 
 
 def _check_same_columns(schemas: Sequence[tuple[File, Any]], wanted: ColumnRequest) -> None:
-    """Refuse files whose columns differ, in those that are asked for; JSON is held to its types line by line."""
+    """Raise if the requested columns differ between files; JSON is checked line by line instead."""
     typed = [(file, schema) for file, schema in schemas if file.format not in ("jsonl",)]
     for file, schema in typed[1:]:
         first, other = typed[0]

@@ -1,7 +1,7 @@
-"""Caches what only reading a whole file can tell: where lines begin, and what a `.gz` unpacks to.
+"""Caches what requires reading a whole file: the positions of lines, and the decompressed content of a `.gz`.
 
-Kept beside the user's other caches, by what the file was when it was read, so it never speaks of another file; where
-the cache cannot be written, it is found out again. The directories of the data are never written to.
+Entries are keyed by path, size and stamp of the file, so they are never stale. If the cache cannot be written, indices
+are recomputed each time. Nothing is ever written to the data directories.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from unisono.data.sources.storage import File, derived, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_file, cache_dir
 
-_LAYOUT = 1  # of what is kept; a change makes it unknown
+_LAYOUT = 1  # version of the cache's layout
 _WAIT = 3600.0  # seconds to wait for another process that reads the same file
-_SMALL_BYTES = 1 << 20  # bytes of a file that is read again rather than remembered
+_SMALL_BYTES = 1 << 20  # smaller files are read again rather than cached
 _CHUNK = 1 << 24
 
 
 def cached_array(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """An array that is found out by reading a file, from the cache where it was found out before."""
+    """An array computed from a file by `find`, cached unless the file is small."""
     if file.size < _SMALL_BYTES:
         return find()
     place = _cache_path(file, what).with_suffix(".npy")
@@ -47,10 +47,10 @@ def cached_array(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDA
 
 
 def unpack_file(file: File) -> File:
-    """A compressed file as a plain one in the cache.
+    """Decompress a file into the cache.
 
     Raises:
-        DataError: where it is damaged, or the cache cannot be written.
+        DataError: if it is damaged, or the cache cannot be written.
     """
     place = _cache_path(file, "unpacked")
     try:

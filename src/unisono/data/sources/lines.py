@@ -1,7 +1,7 @@
-"""JSON Lines and text: rows that lie between marks in a file, found by where they begin.
+"""Reads JSON Lines and text files, whose rows are separated by newlines or another separator.
 
-A row is read by its place in the file; where the rows begin is found out once. Compressed files cannot be entered in
-the middle, so for access by row they are unpacked into the cache, once; read from begin to end they are not.
+An index of row positions is computed once, so that any row can be read by its position. Compressed files do not support
+random access, so they are decompressed into the cache once; sequential reading does not need that.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from unisono.data.sources.storage import File, is_remote, wrap_read_errors
 from unisono.runtime.errors import DataError, nearest
 
 TEXT = "text"  # the column of text files
-_BLOCK = 1 << 20  # bytes: rows that begin in the same stretch of so many are a block
+_BLOCK = 1 << 20  # bytes of file per block: a block has the rows that begin in it
 _CHUNK = 1 << 24
-_SAMPLE = 64  # lines that say what columns there are
-_BOM = b"\xef\xbb\xbf"  # is no text; JSON drops it, too
+_SAMPLE = 64  # lines from which columns are inferred
+_BOM = b"\xef\xbb\xbf"  # dropped, as by the JSON parser
 
 Record = dict[str, Any]
 
 
 class LineBlock:
-    """Rows of a stretch of a file.
+    """Consecutive rows of a file.
 
     Args:
-        content: the stretch.
-        starts: where rows begin in the file, (rows,).
-        ends: where they end, (rows,).
-        made: a record of the bytes of a row, and of where it begins.
-        weight: bytes of memory that it takes.
+        content: their bytes.
+        starts: positions in the file at which rows begin, (rows,).
+        ends: positions at which they end, (rows,).
+        made: parses a row, given its bytes and its position.
+        weight: memory in bytes.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LineBlock:
 
 
 class DocumentReader:
-    """A text file that is one document."""
+    """Reads a text file as one document."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
@@ -90,7 +90,7 @@ class DocumentReader:
         return iter(self.block(0))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """There is no such column."""
+        """Not available."""
         raise KeyError(column)
 
     def _made(self, content: bytes, first: int) -> Record:
@@ -98,7 +98,7 @@ class DocumentReader:
 
 
 class LineReader:
-    """A file and where its rows begin."""
+    """Reads the rows of a file, using an index of their positions."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
@@ -112,19 +112,19 @@ class LineReader:
         firsts = np.unique(np.searchsorted(self._starts, stretches))
         self._firsts = firsts[firsts < len(self._starts)]
         self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
-        self.weight = self._starts.nbytes * self._starts.flags.owndata  # or mapped
+        self.weight = self._starts.nbytes * self._starts.flags.owndata  # 0 if memory-mapped
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
         self.schema = pa.schema([(_text_column(wanted), pa.string())]) if self._text else self._sampled()
 
     def block(self, number: int) -> LineBlock:
-        """Rows that begin in the same stretch of the file."""
+        """The rows of a block."""
         return self._rows(int(self._firsts[number]), int(self._firsts[number] + self.rows[number]))
 
     def __iter__(self) -> Iterator[Record]:
         return read_records(self._file, self._wanted)
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """What a column of integers says, or the lengths of its lists, (rows,); reads the whole file."""
+        """The values of an integer column, or the lengths of a column's lists, (rows,); reads the whole file."""
         found = (record[column] for record in self)
         each = (0 if value is None else value if isinstance(value, int) else len(value) for value in found)
         return np.fromiter(each, np.int64, len(self._starts))
@@ -151,7 +151,7 @@ class LineReader:
         return parse_record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
 
     def _line(self, first: int) -> str:
-        """A place for an error, by the number of its line as an editor shows it."""
+        """A row's location for errors, with the line number as shown by an editor."""
         if is_remote(self._plain.path):
             return f"{self._file.path}, row {int(np.searchsorted(self._starts, first))} (from 0)"
         lines = 1
@@ -162,9 +162,9 @@ class LineReader:
         return f"{self._file.path}, line {lines}"
 
     def _sampled(self) -> Any:
-        """What the first lines look like; one of them at least must have what is wanted.
+        """The schema of the first lines, at least one of which must be valid.
 
-        A single bad line is left to whoever reads it, who may be allowed to leave it out.
+        A single bad line is only an error when it is read, since it may be skipped then.
         """
         good: list[Record] = []
         fault: DataError | None = None
@@ -184,7 +184,7 @@ class LineReader:
 
 
 def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
-    """The rows one after the other, without an index; compressed or not.
+    """Iterate over the rows without an index; the file may be compressed.
 
     Raises:
         DataError: naming file and line.
@@ -200,10 +200,10 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
 
 
 def parse_record(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -> Record:
-    """A line of JSON as the wanted columns.
+    """Parse a line of JSON into the requested columns.
 
     Raises:
-        DataError: naming the place, what is wrong there, and the column.
+        DataError: naming the location, the problem and the column.
     """
     try:
         made = json.loads(line)
@@ -237,7 +237,7 @@ def parse_record(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -
 
 
 def _check_encodable(where: Callable[[], str], column: str, value: Any) -> None:
-    """Refuse half a character: JSON may escape what no text can hold, and tokenizers panic at it."""
+    """Reject unpaired surrogates, which JSON can escape but UTF-8 cannot encode, and which make tokenizers panic."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_encodable(where, column, part)
@@ -246,13 +246,13 @@ def _check_encodable(where: Callable[[], str], column: str, value: Any) -> None:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{where()}: '{column}' holds half a character, the unpaired surrogate "
-                f"\\u{ord(value[error.start]):04x}, as its character {error.start}; repair or remove the line"
+                f"{where()}: '{column}' contains the unpaired surrogate "
+                f"\\u{ord(value[error.start]):04x} as its character {error.start}; repair or remove the line"
             ) from error
 
 
 def _decode(file: File, content: bytes, first: int) -> str:
-    """Text of a file from its byte `first` on."""
+    """Decode the content of a file from byte `first` on."""
     try:
         return (content.removeprefix(_BOM) if first == 0 else content).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -269,12 +269,12 @@ def _split_text(text: str, separator: str | None) -> list[str]:
 
 
 def _text_column(wanted: ColumnRequest) -> str:
-    """Text files have one column, which is called as it is asked for."""
+    """The name of a text file's only column: as requested, or `text`."""
     return wanted.columns[0] if wanted.columns and len(wanted.columns) == 1 else TEXT
 
 
 def _find_line_starts(content: Any) -> NDArray[np.int64]:
-    """Where the lines begin that are not blank."""
+    """The positions of all lines that are not blank."""
     starts, at = array("q"), 0
     for line in content:
         if line.strip():
@@ -284,7 +284,7 @@ def _find_line_starts(content: Any) -> NDArray[np.int64]:
 
 
 def _find_part_starts(content: Any, mark: bytes) -> NDArray[np.int64]:
-    """Where the parts between marks begin: the first at 0, and each other one behind a mark."""
+    """The positions of the parts between separators: the first at 0, and the others after each separator."""
     starts, at, left = array("q", [0]), 0, b""
     pattern = re.compile(re.escape(mark))
     while chunk := content.read(_CHUNK):
@@ -293,13 +293,13 @@ def _find_part_starts(content: Any, mark: bytes) -> NDArray[np.int64]:
         for match in pattern.finditer(left):
             done = match.end()
             starts.append(at + done)
-        keep = max(done, len(left) - len(mark) + 1)  # a mark may lie across chunks
+        keep = max(done, len(left) - len(mark) + 1)  # a separator may span two chunks
         at, left = at + keep, left[keep:]
     return np.array(starts, dtype=np.int64)
 
 
 def _infer_type(values: list[Any]) -> Any:
-    """The Arrow type of values, null where there is none for them all."""
+    """The Arrow type of values; null if they have no common type."""
     with suppress(pa.ArrowException, OverflowError):
         return pa.infer_type(values)
     return pa.null()

@@ -1,4 +1,4 @@
-"""NumPy's `.npy`: a row is an entry of the first axis, or a record of named fields. Objects are never unpickled."""
+"""Reads NumPy's `.npy` files: a row is an entry of the first axis, or a record of named fields. Never unpickles."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from unisono.runtime.errors import DataError
 from unisono.runtime.text import one_line
 
 ARRAY_COLUMN = "array"  # of files without named fields
-_BLOCK = 1 << 20  # bytes of rows that are read together
+_BLOCK = 1 << 20  # bytes of rows per block
 _HEADER = 1 << 16  # bytes; NumPy refuses longer ones
 
 
 @dataclass(frozen=True)
 class NpyHeader:
-    """Of a file.
+    """The header of a file.
 
     Attributes:
         shape: of the array, (rows, ...).
         dtype: of its elements.
-        begin: byte at which they begin.
+        begin: position of the first element in bytes.
     """
 
     shape: tuple[int, ...]
@@ -40,35 +40,35 @@ class NpyHeader:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def parse_header(path: str, content: bytes) -> NpyHeader:
-    """What the beginning of a file says.
+    """Parse the header of a file.
 
     Raises:
-        DataError: where it is none, or one that cannot be read by rows.
+        DataError: if it is invalid, or the file cannot be read by rows.
     """
     begin = io.BytesIO(content)
     try:
         version = numpy_format.read_magic(begin)
         read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
         shape, transposed, dtype = read(begin)
-    except Exception as error:  # NumPy reads the header as Python's parser does, and as many errors come of it
+    except Exception as error:  # NumPy uses Python's parser, which can raise many kinds of errors
         raise DataError(f"{path} cannot be read as npy: {one_line(error)}") from error
     if any(not 0 <= length < 1 << 62 for length in shape):
         raise DataError(f"{path} cannot be read as npy: its header says that its shape is {one_line(shape)}")
     if dtype.hasobject:
-        raise DataError(f"{path} holds Python objects, which would have to be unpickled; save numbers, or use Parquet")
+        raise DataError(f"{path} contains Python objects, which are never unpickled; save numbers, or use Parquet")
     if not shape or (transposed and len(shape) > 1):
         why = "has no rows" if not shape else "is in Fortran order"
-        raise DataError(f"{path} {why}; save it again by numpy.save(path, numpy.ascontiguousarray(array))")
+        raise DataError(f"{path} {why}; save it again with numpy.save(path, numpy.ascontiguousarray(array))")
     return NpyHeader(shape, dtype, begin.tell())
 
 
 def map_array(path: Path) -> NDArray[Any]:
-    """A local file as an array: mapped, without a file handle, and read-only."""
+    """Memory-map a local file as a read-only array, without keeping a file handle."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
     found = parse_header(str(path), bytes(content[: min(_HEADER, content.size)]))
@@ -83,7 +83,7 @@ def _view_rows(found: NpyHeader, content: Any, rows: int, begin: int = 0) -> NDA
 
 
 class ArrayBlock:
-    """Rows, as records of the wanted fields."""
+    """Rows, as records of the requested fields."""
 
     def __init__(self, rows: NDArray[Any], columns: tuple[str, ...] | None, weight: int) -> None:
         self.weight = weight
@@ -103,12 +103,12 @@ class ArrayBlock:
 
 
 def _copy_value(value: Any) -> Any:
-    """Memory of its own; a number as Python has it."""
+    """A copy of an array, or a Python scalar."""
     return value.copy() if isinstance(value, np.ndarray) else value.item()
 
 
 class NpyReader:
-    """A file and its rows."""
+    """Reads the rows of a file."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
@@ -117,8 +117,8 @@ class NpyReader:
             file.check_rows(found.shape[0])
             if file.size < found.begin + found.shape[0] * found.row:
                 raise DataError(
-                    f"{file.path} cannot be read as npy: {file.size} bytes do not make {found.shape} {found.dtype}: "
-                    "it is cut off, so write or copy it again"
+                    f"{file.path} cannot be read as npy: {file.size} bytes are too few for {found.shape} "
+                    f"{found.dtype}: it is truncated; write or copy it again"
                 )
             self._content = None if is_remote(file.path) else file.content()
         self.schema = _build_schema(found)
@@ -143,7 +143,7 @@ class NpyReader:
         return (record for number in range(len(self.rows)) for record in self.block(number))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """Of lists, all alike; or what a column of integers says."""
+        """The lengths of lists, which are all equal, or the values of an integer column."""
         kind, rows = self.schema.field(column).type, int(self._header.shape[0])
         if pa.types.is_list(kind):
             return np.full(rows, self._header.shape[1], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Parquet: a row group is what can be read by itself, so a row costs a row group, unless it was the last one read."""
+"""Reads Parquet files. A row group is the smallest readable unit, so reading a row costs a row group unless cached."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 
-_BATCH_ROWS = 256  # that are made at a time where rows are read one after the other
+_BATCH_ROWS = 256  # rows converted at a time in sequential reading
 
 
 class ParquetReader:
-    """A file and its row groups; the file is opened for each reading, so none stays open and threads share nothing."""
+    """Reads the row groups of a file, which is opened for every read, so that no handle is kept or shared."""
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted, self._footer = file, wanted, None
@@ -37,7 +37,7 @@ class ParquetReader:
         with wrap_read_errors(file):
             size = int.from_bytes(file.range(file.size - 8, file.size - 4), "little")
             content = file.range(max(0, file.size - 8 - size), file.size)
-        self.weight = 4 * size  # unpacked; an estimate
+        self.weight = 4 * size  # an estimate of its size in memory
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._check_nulls()
 
@@ -55,7 +55,7 @@ class ParquetReader:
                 first += batch.num_rows
 
     def lengths(self, column: str) -> NDArray[np.int64]:
-        """Of the lists of a column, or what a column of integers says, (rows,)."""
+        """The lengths of a column's lists, or the values of an integer column, (rows,)."""
         with self._open_file() as parquet:
             each = [
                 tables.column_lengths(chunk)
@@ -74,7 +74,7 @@ class ParquetReader:
             yield parquet
 
     def _check_nulls(self) -> None:
-        """Refuse nulls where none may be, as far as the footer tells."""
+        """Reject nulls in columns that must have none, as far as the footer shows."""
         footer: Any = self._footer
         for steps in self._wanted.without_nulls:
             for number in range(footer.num_row_groups):

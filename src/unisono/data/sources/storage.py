@@ -1,8 +1,7 @@
-"""Files wherever they lie: local paths, and any URL that fsspec knows.
+"""Access to files by local path, or by any URL that fsspec supports.
 
-A local file is a memory map that holds no file handle. A remote one is read by ranges, each without a state that
-threads or forked processes could share, in pieces that have a deadline: a server that goes away is an error and never
-a hang.
+Local files are memory-mapped without keeping a handle. Remote files are read by stateless range requests, so threads
+and forked processes share nothing. Every request has a deadline: a server that disappears is an error, never a hang.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from unisono.runtime.errors import DataError
 Options = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
 DEADLINE = 60.0  # seconds without an answer
-_PIECE_BYTES = 8 << 20  # bytes asked for at a time, so that the deadline is one of progress
-_READ_AHEAD = 1 << 20  # bytes that a remote file reads ahead
-_RATIO, _FREE = 200, 64 << 20  # gzip may unpack a byte to so many, and so many bytes whatever they come from
-_ROWS_PER_BYTE = 4096  # of a file; a format that repeats one value in a few bytes has fewer in whatever is no attack
+_PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline bounds the time without progress
+_READ_AHEAD = 1 << 20  # bytes that are read ahead of remote streams
+_RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
+_ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
 
 
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
 
 
 def derived(folder: Path) -> None:
-    """Make a directory of what can be made again, marked so that a search for data passes over it."""
+    """Create a directory for derived files, tagged so that searches for data skip it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TAG).is_file():
         (folder / TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n# made by unisono\n", encoding="ascii")
@@ -42,11 +41,11 @@ def derived(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How remote places are reached.
+    """Options for remote file systems.
 
     Attributes:
-        options: for the file system, e.g. `endpoint_url`, as pairs.
-        deadline: seconds that one answer may take.
+        options: of the file system, e.g. `endpoint_url`, as pairs.
+        deadline: timeout of a request in seconds.
     """
 
     options: Options = ()
@@ -55,15 +54,15 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class File:
-    """A file of rows, as it was found.
+    """A data file, as it was when it was found.
 
     Attributes:
         path: local path or URL.
-        format: `arrow`, `parquet`, `jsonl`, `text` or `npy`.
-        name: as it stands in the order and in the fingerprint, relative to where it was found.
-        size: bytes.
-        stamp: of its last change: time, or what the object store says of its content.
-        where: how to reach it.
+        format: `arrow`, `parquet`, `jsonl`, `text`, `npy`, `csv` or `tsv`.
+        name: relative to where it was found; determines its place in the order.
+        size: in bytes.
+        stamp: modification time, or a content hash or version from the object store.
+        where: options for remote files.
     """
 
     path: str
@@ -75,29 +74,29 @@ class File:
 
     @classmethod
     def of(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
-        """A local file, as it is now."""
+        """A local file in its current state."""
         status = path.stat()
         return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
 
     @property
     def compressed(self) -> bool:
-        """Whether it is to be unpacked by gzip."""
+        """Whether it is compressed with gzip."""
         return self.path.lower().endswith(".gz")
 
     def open(self) -> Any:
-        """A `pyarrow.NativeFile`: a memory map, or ranges of a remote file. To be closed."""
+        """Open as a `pyarrow.NativeFile`: a memory map, or a remote file. The caller closes it."""
         self.check()
         if is_remote(self.path):
             return pa.PythonFile(_RemoteFile(self), mode="r")
         return pa.memory_map(self.path) if self.size else pa.BufferReader(b"")
 
     def content(self) -> Any:
-        """All of it as a buffer, (size,) bytes: mapped where it is local, and then without a file handle."""
+        """The whole content as a buffer of `size` bytes; memory-mapped if local, without keeping a handle."""
         with self.open() as source:
             return source.read_buffer()
 
     def stream(self) -> io.BufferedReader:
-        """Its bytes one after the other, in bounded memory. To be closed."""
+        """Open for sequential reading, in bounded memory. The caller closes it."""
         self.check()
         if is_remote(self.path):
             return io.BufferedReader(_RemoteFile(self), buffer_size=_READ_AHEAD)
@@ -105,7 +104,7 @@ class File:
 
     @contextmanager
     def unpacked(self) -> Iterator[io.BufferedReader]:
-        """Its bytes one after the other, unpacked where they are packed; more than gzip makes of text is an error."""
+        """Open for sequential reading, decompressed if necessary; an implausible compression ratio is an error."""
         with self.stream() as raw:
             if self.compressed:
                 with gzip.open(raw) as plain:
@@ -114,14 +113,14 @@ class File:
                 yield raw
 
     def check_rows(self, rows: int) -> None:
-        """Refuse a number of rows that no file of this size can hold, before memory is asked for them.
+        """Reject a row count that is implausible for the file's size, before memory is allocated for it.
 
         Raises:
             DataError: naming the file.
         """
         if not 0 <= rows <= _ROWS_PER_BYTE * self.size:
             raise DataError(
-                f"{self.path} cannot be read as {self.format}: it says that it has {rows} rows, which {self.size} "
+                f"{self.path} cannot be read as {self.format}: it claims to have {rows} rows, which {self.size} "
                 "bytes cannot hold; it is damaged or forged, so write or copy it again"
             )
 
@@ -132,16 +131,16 @@ class File:
             return bytes(source.read(last - first))
 
     def now(self) -> File:
-        """The same file as it is now; a remote one is held to its size as it is read."""
+        """The file in its current state. A remote file is returned as is; its size is checked when it is read."""
         return self if is_remote(self.path) else File.of(Path(self.path), self.format, self.name, self.where)
 
     def check(self) -> None:
-        """Refuse a local file that is another one than was found."""
+        """Raise if a local file has changed since it was found."""
         if (now := self.now()) != self:
             raise self.changed_error(now)
 
     def changed_error(self, now: File) -> DataError:
-        """The error of a file that is another one now than was found."""
+        """The error for a file that has changed since it was found."""
         size = f": it had {self.size} bytes and has {now.size}" if now.size != self.size else ""
         return DataError(
             f"{self.path} has changed since it was opened{size}; restore it, or start a new run with "
@@ -151,7 +150,7 @@ class File:
 
 @contextmanager
 def wrap_read_errors(file: File) -> Iterator[None]:
-    """What goes wrong below is an error that names the file."""
+    """Convert errors of reading into a `DataError` that names the file."""
     try:
         yield
     except DataError:
@@ -170,22 +169,22 @@ def wrap_read_errors(file: File) -> Iterator[None]:
 
 
 def error_text(error: BaseException) -> str:
-    """What an error says; some of those of networks say nothing but their name."""
+    """The message of an error, or its type if it has none, as some network errors do."""
     return str(error) or type(error).__name__
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is a URL of something else than local files."""
+    """Whether a path is a URL."""
     return "://" in path
 
 
 def open_filesystem(url: str, where: RemoteOptions) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path in it.
 
-    fsspec keeps one for each process and thread, so this is cheap and safe after a fork.
+    fsspec caches one per process and thread, so this is cheap and safe after a fork.
 
     Raises:
-        DataError: for a protocol that nobody knows, or whose package is not installed.
+        DataError: if the protocol is unknown, or its package is not installed.
     """
     import fsspec
 
@@ -212,13 +211,13 @@ PACKAGES = {
 
 
 def ask_remote(url: str, where: RemoteOptions, ask: Callable[[Any, str], T], done: str = "read") -> T:
-    """What a remote file system answers, within the deadline.
+    """The answer of a remote file system, within the deadline.
 
-    The thread of an answer that never comes is left behind; it is a daemon, so it holds up no exit. An error says what
-    cannot be `done`.
+    If no answer comes, its thread is abandoned; as a daemon, it does not delay exit. `done` names the operation for
+    errors.
 
     Raises:
-        DataError: naming the URL, for an answer that is an error or does not come in time.
+        DataError: naming the URL, if the request fails or times out.
     """
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -226,7 +225,7 @@ def ask_remote(url: str, where: RemoteOptions, ask: Callable[[Any, str], T], don
     def run() -> None:
         try:
             answers.append(ask(*open_filesystem(url, where)))
-        except BaseException as error:  # of another thread: handed over, whatever it is
+        except BaseException as error:  # any error is passed on to the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="unisono-remote", daemon=True)
@@ -243,12 +242,12 @@ def ask_remote(url: str, where: RemoteOptions, ask: Callable[[Any, str], T], don
 
 
 def options(given: Mapping[str, Any] | None) -> Options:
-    """Options of a file system, in a form that can be part of a frozen object."""
+    """Options of a file system, in hashable form."""
     return tuple(sorted((given or {}).items()))
 
 
 class _Unpacked(io.RawIOBase):
-    """What gzip makes of a file, up to a bound."""
+    """The decompressed content of a file, up to a limit."""
 
     def __init__(self, file: File, plain: gzip.GzipFile) -> None:
         self._file, self._plain, self._left = file, plain, max(_FREE, _RATIO * file.size)
@@ -261,15 +260,15 @@ class _Unpacked(io.RawIOBase):
         self._left -= len(content)
         if self._left < 0:
             raise DataError(
-                f"{self._file.path} unpacks to more than {_RATIO} times its {self._file.size} bytes, as no text does; "
-                "if it is meant to, unpack it yourself"
+                f"{self._file.path} unpacks to more than {_RATIO} times its {self._file.size} bytes, which is not "
+                "plausible for text; if it is intended, unpack it yourself"
             )
         buffer[: len(content)] = content
         return len(content)
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote file as Python's raw file: a position, and a request for every read."""
+    """A remote file as a Python raw file, with a request for every read."""
 
     def __init__(self, file: File) -> None:
         self._file, self._at = file, 0
@@ -281,7 +280,7 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def size(self) -> int:
-        """What pyarrow asks for."""
+        """The size, as pyarrow requires."""
         return self._file.size
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -309,6 +308,6 @@ class _RemoteFile(io.RawIOBase):
         )
         if len(content) != last - first:
             raise DataError(
-                f"{file.path}: bytes {first} to {last} came as {len(content)}; it has changed since it was opened"
+                f"{file.path}: bytes {first} to {last}: received {len(content)}; it has changed since it was opened"
             )
         return content

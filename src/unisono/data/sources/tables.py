@@ -1,6 +1,6 @@
-"""Rows of Arrow tables as Python values: the same ones for a row by itself and for a whole block.
+"""Converts rows of Arrow tables to Python values, with the same result for a single row as for a whole block.
 
-Lists of numbers are NumPy arrays of their own memory, so that a row in a queue does not keep its block alive.
+Lists of numbers become NumPy arrays that own their memory, so that a queued row does not keep its block alive.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import pyarrow.compute as pc
 from unisono.data.sources.column_schema import ColumnRequest, is_list, is_number, unwrap_type
 from unisono.runtime.errors import DataError
 
-_ROWS_PER_BATCH = 256  # rows that are made together, where they are read one after the other
+_ROWS_PER_BATCH = 256  # rows converted at a time in sequential reading
 
 
 class TableBlock:
     """Rows of a table, as records.
 
     Args:
-        table: a `pyarrow.Table` or `RecordBatch` of the wanted columns.
+        table: a `pyarrow.Table` or `RecordBatch` of the requested columns.
         path: of its file.
-        first: row of the file that is its first.
-        wanted: what is asked for.
-        weight: bytes of memory that it takes.
+        first: number of its first row in the file.
+        wanted: the requested columns and types.
+        weight: memory in bytes.
     """
 
     def __init__(self, table: Any, path: str, first: int, wanted: ColumnRequest, weight: int) -> None:
@@ -81,7 +81,7 @@ class TableBlock:
 
 
 def value_converter(kind: Any) -> Callable[[Any], list[Any]]:
-    """What makes values of a column of this type: lists of numbers as arrays, all else as Python has it."""
+    """The function that converts columns of this type: lists of numbers to arrays, and all else to Python values."""
     kind = unwrap_type(kind)
     return _to_arrays if is_list(kind) and is_number(unwrap_type(kind.value_type)) else _to_python
 
@@ -108,17 +108,17 @@ def _to_arrays(column: Any) -> list[Any]:
 
 
 def _single_chunk(column: Any) -> Any:
-    """A column as one array, where it is one."""
+    """The only chunk of a column, or the column if it has several."""
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
 
 
 def check_offsets(column: Any) -> None:
-    """Refuse offsets of these rows that lead out of the values, which Arrow follows without a look, out of its memory.
+    """Reject offsets that point outside of the values, which Arrow would follow without checking, past its memory.
 
-    Whether text is UTF-8 is left to who decodes it, and numbers beyond a dictionary to Arrow.
+    UTF-8 is checked by decoding, and dictionary indices by Arrow.
 
     Raises:
-        pyarrow.ArrowInvalid: they do.
+        pyarrow.ArrowInvalid: if there are such offsets.
     """
     kind = column.type
     if isinstance(column, pa.ChunkedArray):
@@ -145,7 +145,7 @@ def check_offsets(column: Any) -> None:
 
 
 def column_lengths(column: Any) -> Any:
-    """Of the lists of a column, or what a column of integers says, (rows,) int64; nulls are 0."""
+    """The lengths of a column's lists, or the values of an integer column, (rows,) int64; nulls are 0."""
     if is_list(unwrap_type(column.type)):
         check_offsets(column)
         column = pc.list_value_length(column)

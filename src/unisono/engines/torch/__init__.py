@@ -1,1 +1,1 @@
-"""The torch engine: single, DDP, FSDP2 and HSDP by one code path."""
+"""The torch engine: single process, DDP, FSDP2 and HSDP in one code path."""

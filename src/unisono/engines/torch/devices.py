@@ -91,10 +91,12 @@ def device_name(device: torch.device) -> str:
 def product(kind: str) -> str:
     """Product name of this host's first device of a kind; the kind itself if it has no name.
 
-    Runs in a subprocess, since a process that only starts others must not hold memory on a device that they will use.
+    Runs in a subprocess, since a launcher must not allocate memory on the devices of its training processes.
     """
     if kind == "cpu":
         return kind
-    code = f"import torch; from unisono.engines.torch import devices; print(devices.name_of(torch.device({kind!r}, 0)))"
+    code = (
+        f"import torch; from unisono.engines.torch.devices import device_name as n; print(n(torch.device({kind!r}, 0)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else kind

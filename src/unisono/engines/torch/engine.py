@@ -152,6 +152,6 @@ class TorchEngine:
         self._random, state = self.random, vars(self).pop("train_state", None)
         parts = [vars(self).pop(name, None) for name in ("_passes", "_step", "view")]
         for part in (getattr(state, "parallel", None), state, *parts):
-            if part is not None:  # emptied, as observers may still hold it
+            if part is not None:  # emptied, since observers may still refer to it
                 vars(part).clear()
         gc.collect()

@@ -28,7 +28,7 @@ def evaluate(
     scalars: Mapping[str, float],
     average: bool,
 ) -> StepResult:
-    """See `Engine.evaluate`; `steps` are global batches, which matter only to losses across samples."""
+    """See `Engine.evaluate`. How rows are divided into `steps` (global batches) only affects losses across samples."""
     parallel, cross_sample = state.parallel, passes.cross_sample
     # DDP's wrapper does nothing for a pass without a backward pass; FSDP's gathers the parameters.
     module = parallel.module if parts.job.config.layout.strategy == "ddp" else parallel.wrapped

@@ -1,8 +1,8 @@
-"""LoRA through the PEFT library: a frozen base, and small trained matrices beside its linear layers.
+"""LoRA with the PEFT library: a frozen base, and small trained matrices next to its linear layers.
 
-The task's `build` creates the base in every start, so checkpoints hold only the adapters and a digest of the base,
-which detects a different base. Each adapter's initial weights are keyed by its layer's name: no layout, and no other
-layer, changes them.
+The task's `build` creates the base at every start, so checkpoints contain only the adapters, and a digest to detect a
+different base. Each adapter's initial weights are keyed by its layer's name, so they do not depend on the layout or on
+other layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BASE_DIGESTS = "adapter/base"  # in a checkpoint: digests of the base's paramet
 
 
 class Adapter:
-    """The adapters of a model, inserted in place. Without a config there are none and the model is unchanged.
+    """The adapters of a model, inserted in place. Without a config, the model is unchanged.
 
     Args:
         config: the group `adapter`.
@@ -48,7 +48,7 @@ class Adapter:
         self._tuner = _inject_adapters(config, model, seed)
 
     def select_saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters and buffers that a checkpoint holds: all but the base's parameters."""
+        """The parameters and buffers to save in a checkpoint: all but the base's parameters."""
         whole = self._base is None
         return {n: t for n, t in named.items() if whole or not isinstance(t, nn.Parameter) or t.requires_grad}
 
@@ -59,7 +59,7 @@ class Adapter:
         return [ArrayShard(_BASE_DIGESTS, (len(self._base),), (0,), torch.tensor(self._base, dtype=torch.int64))]
 
     def check_base(self, reader: StateReader) -> None:
-        """Refuse a checkpoint whose adapters were trained on another base; see `check_same_base`."""
+        """Raise if a checkpoint's adapters were trained on another base; see `check_same_base`."""
         if self._base is not None:
             _check_digests(self._base, reader)
 
@@ -74,13 +74,13 @@ class Adapter:
 
 
 def check_peft_installed(config: Lora | None) -> None:
-    """Refuse a run with adapters where PEFT is not installed."""
+    """Raise if a run has adapters but PEFT is not installed."""
     if config is not None and find_spec("peft") is None:
         raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
 
 
 def check_same_base(model: nn.Module, reader: StateReader) -> None:
-    """Refuse adapters that were trained on another base than a model's own weights.
+    """Raise if adapters were trained on a base with different weights from this model.
 
     Args:
         model: as `build` returns it, without adapters.
@@ -127,10 +127,10 @@ def _inject_adapters(config: Lora, model: nn.Module, seed: int) -> Any:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules="|".join(re.escape(name) for name in chosen),  # a text is matched whole, a list by endings too
+        target_modules="|".join(re.escape(name) for name in chosen),  # a string is a full match, a list also suffixes
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # layer by layer, and rightly
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # expected, for Conv1D layers
         tuner = LoraModel(model, settings, "default")
         for name in chosen:
             torch.manual_seed(key(seed, "init", "adapter", name))

@@ -20,7 +20,7 @@ from unisono.engines.torch.transfer import Transfer
 
 @dataclass
 class EngineParts:
-    """The shared objects of one process; they are independent of each other."""
+    """The shared objects of one process, which are independent of each other."""
 
     job: EngineJob
     device: torch.device

@@ -1,7 +1,7 @@
-"""The passes of a step: each micro-batch on the device, under its own random address, with the state of its rows.
+"""The passes of a step: each micro-batch on the device, with its own random seed and the recurrent state of its rows.
 
-A loss that needs to know the whole global batch (`Totals.totals`, losses across samples) gets it from a first pass
-without gradients over all micro-batches, with the same random draws as the second.
+A loss that depends on the whole global batch (`Totals.totals`, losses across samples) needs a first pass without
+gradients over all micro-batches, with the same random draws as the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Passes:
     """Runs passes with the context and the scales of the current step.
 
     Attributes:
-        cross_sample: the outputs of all processes, if the loss crosses samples.
+        cross_sample: computes a loss across samples from the outputs of all processes; None for other losses.
         random: whether any pass has drawn random numbers or mixed rows so far.
     """
 
@@ -94,10 +94,10 @@ class Passes:
         return batch, self._parts.recurrent.attach_to(context, micro, batch)
 
     def _totals(self, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The task's totals over all micro-batches of all ranks, idle ones left out; collective.
+        """The task's totals over all micro-batches of all ranks, except idle ones; collective.
 
-        Whole numbers are exact in the dtype of the sums, so no layout changes them. Where the loss crosses samples, the
-        outputs are kept for it.
+        Integers are exact in the dtype of the sums, so they do not depend on the layout. For a loss across samples, the
+        outputs are kept.
         """
         totals: dict[str, Tensor] = {}
         for micro in batches:
@@ -118,7 +118,7 @@ class Passes:
         self.cross_sample.compute_loss(self._context, self._scales)
         self.random |= self.cross_sample.random
 
-    # the same passes again ----------------------------------------------------------------------------------------
+    # repeated passes ----------------------------------------------------------------------------------------------
 
     def repeat(self, micro: MicroBatch, see: Callable[[str, Tensor], None]) -> Loss:
         """Repeat a pass of the step to see its gradients (`local_gradients`); changes no buffer. Collective."""
@@ -143,12 +143,12 @@ class Passes:
 
     @torch.no_grad()
     def compute_row_loss(self, row: MicroBatch) -> Loss:
-        """The sums of one row of a micro-batch, computed alone; no buffer changes."""
+        """The sums of one row of a micro-batch, computed on its own; changes no buffer."""
         with self._state.buffers.restore_on_exit():
             self._seed("dropout", self._context.step, row.number)
             return self._scaled_loss(row)[1]
 
-    # passes of no step --------------------------------------------------------------------------------------------
+    # passes outside of steps --------------------------------------------------------------------------------------
 
     def evaluate(
         self, module: nn.Module, micro: MicroBatch, batch: Batch, context: Context, scales: Mapping[str, Tensor]
@@ -159,11 +159,11 @@ class Passes:
             return module(batch, self._prepare_micro_batch(micro, context, batch)[1], scales)
 
     def outputs(self, micro: MicroBatch, context: Context) -> Any:
-        """The task's own outputs for a micro-batch, whatever wraps the model."""
+        """The task's outputs for a micro-batch, computed with the unwrapped model."""
         return self._look(micro, context)[0]
 
     def loss(self, micro: MicroBatch, context: Context) -> Loss:
-        """The task's own loss for a micro-batch, of the same outputs."""
+        """The task's loss for a micro-batch, from the same outputs."""
         outputs, batch, context = self._look(micro, context)
         with precision.autocast(self._precision, self._parts.device):
             return self._task.loss(outputs, batch, context)

@@ -1,6 +1,6 @@
-"""Asynchronous copies of accelerator tensors in pinned host memory, on a separate stream.
+"""Copies accelerator tensors asynchronously to pinned host memory, on a separate stream.
 
-The device's next work waits for these copies, since an update would change the source; this process does not wait.
+The device's next work waits for the copies, since an update would change the source; this process does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PinnedCopies:
         """Allocate the memory for copies of these tensors."""
         _, size = _plan_layout(tensors)
         if self._block is None or size > self._block.numel():
-            self._block = None  # first, or there would be both at once
+            self._block = None  # free it first, or both would exist at once
             self._block = _allocate(size)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -41,7 +41,7 @@ class PinnedCopies:
             memory = self._block[place : place + size].view(data.dtype).view(data.shape)
             with streams[data.device]:
                 memory.copy_(data, non_blocking=True)
-                data.record_stream(streams[data.device])  # or what was freed could be overwritten before it is read
+                data.record_stream(streams[data.device])  # keeps the memory from being reused before it is read
             copies.append(memory)
         self._copied = []
         for device, stream in streams.items():

@@ -1,4 +1,4 @@
-"""Named parts of a step for torch's profiler; while it is off, a part costs one check of a flag."""
+"""Named parts of a step for torch's profiler; while it is off, a part only costs checking a flag."""
 
 from __future__ import annotations
 

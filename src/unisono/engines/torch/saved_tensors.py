@@ -1,4 +1,4 @@
-"""Saved arrays as tensors: checkpoints hand out NumPy arrays."""
+"""Converts saved arrays, which checkpoints return as NumPy arrays, to tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_tensor(reader: StateReader, name: str, offset: tuple[int, ...], shape: 
 
 def as_tensor(array: Array) -> Tensor:
     """An array as a CPU tensor that shares its memory."""
-    if not array.size:  # NumPy's strides of nothing are none that torch would make
+    if not array.size:  # NumPy's strides of empty arrays differ from torch's
         return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
     if not host_arrays.is_ml_dtype(array.dtype):
         return torch.from_numpy(array)

@@ -20,11 +20,11 @@ from unisono.engines.torch.numerics.gradients import local
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import CheckpointError
 
-_MAX_PARALLEL_READS = 4  # tensors that are read at a time; those for a device each take as much memory of the host
+_MAX_PARALLEL_READS = 4  # tensors read at a time; each needs host memory if its target is on a device
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters and persistent buffers by their names in a checkpoint; tied ones once, by the first."""
+    """A model's parameters and persistent buffers by checkpoint name; tied ones once, under their first name."""
     result: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {
@@ -61,10 +61,10 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
     Args:
         tensors: by their names in the checkpoint.
         reader: of the checkpoint.
-        kinds: beginnings of the saved names that have to be among `tensors`.
+        kinds: prefixes of saved names that must be in `tensors`.
 
     Raises:
-        CheckpointError: for an array that is missing, is not expected, or has another shape.
+        CheckpointError: if an array is missing, unexpected, or has another shape.
     """
     saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
     missing = [name for name in tensors if name not in saved]
@@ -81,7 +81,7 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
             )
 
     def fill_one(name: str) -> None:
-        with torch.no_grad():  # of each thread
+        with torch.no_grad():  # the grad mode is per thread
             saved_tensors.read_into(reader, name, local_piece(tensors[name])[1], local(tensors[name]))
 
     with ThreadPoolExecutor(min(_MAX_PARALLEL_READS, usable_cores())) as threads:
@@ -92,7 +92,7 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
 def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: StateReader) -> None:
     """Create the optimizer's state tensors that a checkpoint has values for, laid out like their parameters.
 
-    Those of the parameters' shapes are uninitialised until `load` reads the values into them.
+    Tensors with a parameter's shape are uninitialised until `load` fills them.
     """
     parameters = dict(model.named_parameters())
     for full, shape in reader.shapes.items():
@@ -110,14 +110,14 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
             value = optimizer.state[parameter].get(entry)
             if value is None or value.shape != parameter.shape or value.dtype != parameter.dtype:
                 value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
-        else:  # whole on every process; a step counter stays on the CPU unless the optimizer's kernel reads it
+        else:  # replicated; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
             value = saved_tensors.read_tensor(reader, full, (0,) * len(shape), shape).to(device)
         optimizer.state[parameter][entry] = value
 
 
 def local_piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offset of the part of a tensor that lies on this process."""
+    """Shape and offset of this process's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -127,8 +127,8 @@ def local_piece(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def gather_array(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
     """The whole tensor, gathered if it is sharded, as an array of at least one dimension.
 
-    Gathering is collective; a process that does not `keep` it takes part and gets None. Half precision comes as fp32,
-    since numpy has no bf16.
+    Gathering is collective; a process that does not `keep` the result participates and gets None. Half precision is
+    converted to fp32, since NumPy has no bf16.
     """
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -140,7 +140,7 @@ def gather_array(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
 
 
 def _saves_piece(tensor: Tensor, number: int, process: ProcessInfo) -> bool:
-    """Whether this process, among those with the same piece, is the one that saves it."""
+    """Whether this process saves its piece, rather than another process with the same piece."""
     if not isinstance(tensor, DTensor):
         return number % process.world_size == process.rank
     coordinate = tensor.device_mesh.get_coordinate()

@@ -1,8 +1,8 @@
 """One update, top to bottom: count, scale, forward and backward per micro-batch, reduce, check, clip, update.
 
 Counts of the whole global batch are known before the first backward, each term is scaled once, each wrapper's own
-division is undone once, and there is one norm of the whole gradient. Nothing random depends on who computes, and
-nothing here depends on who observes.
+division is undone once, and there is one norm of the whole gradient. Random draws do not depend on which process
+computes, and results do not depend on observers.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class TrainStep:
     # before the first step ----------------------------------------------------------------------------------------
 
     def warm_up(self, batches: Sequence[MicroBatch], scalars: Mapping[str, float]) -> list[str]:
-        """One discarded pass, forward and backward, over the first micro-batch; returns the parameters it did not use.
+        """Run and discard a forward and backward pass over the first micro-batch; returns the unused parameters.
 
-        DDP orders its buckets, and so its sums, by the first backward pass it sees. After a pass that every process
-        makes before its first step, a resumed run adds in the same order as one that was never interrupted.
+        DDP orders its buckets, and therefore its sums, by the first backward pass. Since every start runs this pass, a
+        resumed run sums in the same order as an uninterrupted one.
 
         Raises:
-            ConfigError: for a loss that does not train the model, and for names that depend on the rows.
+            ConfigError: if the loss does not train the model, or names depend on the rows.
         """
         name, used = type(self._parts.job.task).__name__, set[str]()
         first, batches = batches[0], batches if self._passes.cross_sample else batches[:1]

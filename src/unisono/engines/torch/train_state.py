@@ -24,14 +24,14 @@ from unisono.optim import optimizers
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key
 
-_SPIKES_PREFIX = "spikes/"  # what the names of their history in a checkpoint begin with
+_SPIKES_PREFIX = "spikes/"  # of the history of spike detection in a checkpoint
 
 
 class TrainState:
-    """Built, laid out and checked from the task's `build`; collective.
+    """The model from the task's `build`, laid out and checked; creating it is collective.
 
     Attributes:
-        module: the model, with adapters where there are any.
+        module: the model, including adapters.
         parallel: its wrapper.
         optimizer: of its trainable parameters.
         average: the moving average of its weights.
@@ -43,10 +43,10 @@ class TrainState:
     def __init__(self, parts: EngineParts) -> None:
         job, config = parts.job, parts.job.config
         self._job, self._recurrent, self._spikes = job, parts.recurrent, parts.spikes
-        self._last_compared: int | None = None  # updates made when replicas were compared last
+        self._last_compared: int | None = None  # number of updates at the last comparison of replicas
         self.module = module = build_model(job.task.build, config.run.seed)
         self._adapter = Adapter(config.adapter, module, config.run.seed)
-        if config.train.precision == "fp64":  # after the build, so that the first weights are those of other precisions
+        if config.train.precision == "fp64":  # after the build, so that initial weights equal those of other precisions
             torch.set_default_dtype(torch.float64)
         precision.to_master(module, config.train.precision)
         module.train()
@@ -56,7 +56,7 @@ class TrainState:
             self.statistics = BatchStatistics(module, job.process.world_size)
             self.statistics.warn_of_accumulation(job.split.passes)
         synchronised = self.statistics.layers if self.statistics else frozenset[str]()
-        # Which rows synchronised layers normalise together, the configuration says.
+        # With synchronised layers, the configuration determines which rows are normalised together.
         self.mixes_rows = not synchronised and any(isinstance(part, _BatchNorm) for part in module.modules())
         self.buffers = Buffers(module, job.process, synchronised)
         wrap.checkpoint_and_compile(module, config.layout, config.train.precision)
@@ -106,7 +106,7 @@ class TrainState:
         sharded_tensors.load(self._named_tensors(), reader)
         self.average.load(reader)
         own = self.buffers.own
-        if all(name in reader.shapes for name in own):  # of as many processes, or more
+        if all(name in reader.shapes for name in own):  # saved by at least as many processes
             sharded_tensors.load(own, reader, kinds=(f"rank-{self._job.process.rank}/",))
         self._recurrent.load(reader)
         spikes = {name: name.removeprefix(_SPIKES_PREFIX) for name in reader.shapes if name.startswith(_SPIKES_PREFIX)}
@@ -123,21 +123,21 @@ def count_parameters(build: Callable[[], nn.Module]) -> int:
     """Number of parameters of a model, without allocating it.
 
     Args:
-        build: makes the model; every tensor that it creates is on the device `meta`.
+        build: creates the model, with all its tensors on the device `meta`.
     """
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build().parameters())
 
 
 def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
-    """The model, on the CPU, in the dtype that its code gives it.
+    """Build the model on the CPU, in its own dtype.
 
     Args:
-        build: a task's method, or what makes the same model.
+        build: a task's method, or an equivalent function.
         seed: of the run.
 
     Raises:
-        ConfigError: if it is no torch module.
+        ConfigError: if the result is not a torch module.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "init"))

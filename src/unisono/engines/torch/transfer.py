@@ -1,10 +1,9 @@
 """Transfers batches to the device: while one micro-batch is computed, the next one is copied.
 
-Copies go from pinned memory, without waiting, on a stream of their own; the computation waits for a copy on the device
-only. There are two buffers: the copy of a micro-batch begins when the last but one has been computed with, and what has
-been pinned is kept until its copy is finished. The copy of a step's first micro-batch begins in the step before, so
-there is something to overlap with one pass per step, too. On the CPU there is nothing to copy, and everything passes
-through.
+Copies are asynchronous, from pinned memory on a separate stream; only the device waits for them. There are two buffers:
+the copy of a micro-batch begins when the device has finished the one before the previous one, and pinned memory is kept
+until its copy is complete. The copy of a step's first micro-batch begins during the previous step, so that copies
+overlap with computation even with one pass per step. On the CPU, nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from unisono.engines.torch.numerics import precision
 from unisono.task import Batch
 
 ProfileRegion = Callable[[str], AbstractContextManager[Any]]
-_HOST_MEMORY_DEVICES = ("cpu", "mps")  # one memory for both
+_HOST_MEMORY_DEVICES = ("cpu", "mps")  # the device shares the host's memory
 
 
 class Streams:
@@ -36,12 +35,12 @@ class Streams:
         self._device, self._copy_stream = device, torch.Stream(device)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor in pinned memory of the host."""
+        """The tensor in pinned host memory."""
         return tensor if tensor.is_pinned() or tensor.layout != torch.strided else tensor.pin_memory()
 
     def copy(self, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
         """Start copying tensors to the device; returns the copies and an event at their end."""
-        with self._copy_stream:  # the memory is of this stream, which never computes
+        with self._copy_stream:  # the copies are allocated on this stream, which never computes
             copies = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
         return copies, self._copy_stream.record_event()
 
@@ -50,7 +49,7 @@ class Streams:
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(copied)
         for tensor in tensors:
-            tensor.record_stream(stream)  # else the next copy could be made into it while it is still read
+            tensor.record_stream(stream)  # keeps the memory from being reused while it is still read
 
     def finished(self, copied: Any) -> bool:
         """Whether the copies are finished."""
@@ -61,7 +60,7 @@ class Streams:
         return torch.accelerator.current_stream(self._device).record_event()
 
     def wait(self, computed: Any) -> None:
-        """Let this process wait for that event."""
+        """Block this process until the event."""
         computed.synchronize()
 
 
@@ -77,13 +76,13 @@ class _Copy:
 
 
 class Transfer:
-    """Brings micro-batches to the device.
+    """Transfers micro-batches to the device.
 
     Args:
         device: of this process.
-        precision: of the run; under fp64 floating-point arrays become float64.
-        part: the context of a part of the step, for a profile.
-        streams: in place of the device's.
+        precision: of the run; under fp64, floating-point arrays become float64.
+        part: context of a part of the step, for profiling.
+        streams: replaces the device's streams, for tests.
     """
 
     def __init__(
@@ -91,24 +90,24 @@ class Transfer:
     ) -> None:
         self.device, self._precision, self._part = device, precision, part
         self._streams = streams or (None if device.type in _HOST_MEMORY_DEVICES else Streams(device))
-        self._started_copies: dict[int, _Copy] = {}  # not used yet: at most one of training and one of evaluation
+        self._started_copies: dict[int, _Copy] = {}  # not used yet: at most one for training and one for evaluation
         self._used: deque[_Copy] = deque()
         self._steps: Peekable | None = None
 
     def to_device(self, arrays: Batch) -> Batch:
-        """Arrays on the device, at any depth of dicts, lists and tuples; other values pass as they are."""
+        """Move arrays in nested dicts, lists and tuples to the device; other values are unchanged."""
         moved: Batch = map_leaves(partial(precision.to_device, device=self.device, precision=self._precision), arrays)
         return moved
 
     def prefetch(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Batch]]:
-        """Each micro-batch with its arrays on the device; its copy begins when the device has the work of the last."""
+        """Each micro-batch with its arrays on the device; copying starts once the previous one's work is queued."""
         before = None
         for micro in batches:
             with self._part("transfer"):
                 self._start_copy(micro)
                 batch = self._finish_copy(micro)
             yield micro, batch
-            if self._streams is not None:  # the device still has the work of this one, so the wait costs it nothing
+            if self._streams is not None:  # the device is still busy with this one, so waiting costs nothing
                 if before is not None:
                     self._streams.wait(before)
                 before = self._streams.mark()

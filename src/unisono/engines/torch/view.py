@@ -61,11 +61,11 @@ class TorchModelView:
         return any(parameter.grad is not None for parameter in self.module.parameters())
 
     def learning_rates(self) -> list[float]:
-        """Of every parameter group, as the optimizer has them."""
+        """The optimizer's learning rate of every parameter group."""
         return [float(group["lr"]) for group in self._state.optimizer.param_groups]
 
     def find_differing_replicas(self) -> list[str]:
-        """Parameters and averages of which ranks hold copies with other bits; collective."""
+        """Parameters and averages whose copies differ between ranks; collective."""
         copies = dict(self.module.named_parameters()) | self._state.average.named_tensors
         ranks = self._state.parallel.replicas
         return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of parameters")
@@ -93,7 +93,7 @@ class TorchModelView:
 
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
-        """The context of passes that do not count; see `ModelView`."""
+        """The context of passes without side effects; see `ModelView`."""
         mode = precision.promotion(self._job.config.train.precision)
         with self._state.buffers.restore_on_exit(), self._random_state.restore_on_exit(), mode, torch.no_grad():
             yield
@@ -132,7 +132,7 @@ class TorchModelView:
             parameter.mul_(1 + change)
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:
-        """Make one update from whole gradients; complex ones are pairs of real numbers, as traces have them."""
+        """Make one update from whole gradients; complex ones are given as pairs of real numbers, as in traces."""
         for name, parameter in self.module.named_parameters():
             parameter.grad = None
             if name in gradients:

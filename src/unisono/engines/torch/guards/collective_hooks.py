@@ -98,7 +98,7 @@ class CollectiveHooks:
                     self._library.impl(name, self._make_kernel(operator, arguments), "BackendSelect", with_keyset=True)
 
     def close(self) -> None:
-        """Log nothing any more."""
+        """Stop logging."""
         self._library._destroy()
 
     @contextmanager
@@ -277,7 +277,7 @@ class _CallSites:
 
 
 def _classify_file(path: str) -> int:
-    """Whom a file belongs to. Compiled code has generated names, which differ between ranks."""
+    """Whether a file is user code, this package or a library. Names of compiled code differ between ranks."""
     if path.startswith(_OWN_FOLDER):
         return _OURS
     if path.startswith((_TORCH_FOLDER, "<")) or "torchinductor" in path:

@@ -15,7 +15,7 @@ _CPU_OOM_PATTERN = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left."""
+    """Whether an error means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_CPU_OOM_PATTERN.search(str(error)))

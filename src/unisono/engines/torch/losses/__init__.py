@@ -1,1 +1,1 @@
-"""Losses with custom backward passes: exact, without the memory of their full matrix."""
+"""Losses with custom backward passes: exact, without materialising their full matrix."""

@@ -1,9 +1,9 @@
-"""Cross-entropy of a large head straight from hidden states, without the logits of a whole micro-batch.
+"""Cross-entropy of a large head directly from hidden states, without the logits of a whole micro-batch.
 
-Logits exist for one chunk of tokens at a time. Their gradient is formed at once, in the forward pass, because the loss
-is a sum: its gradient is the chunk's softmax minus its targets, whatever scalar it is multiplied with later. So nothing
-is recomputed, and memory is one chunk of logits and one gradient of the head. torch's own `linear_cross_entropy` (2.13)
-does the same but returns the loss in bf16 under bf16 (`benchmarks/linear_loss.py`).
+Logits exist for one chunk of tokens at a time. Since the loss is a sum, its gradient can be computed in the forward
+pass: it is the chunk's softmax minus its targets, up to a scalar factor applied in the backward pass. So nothing is
+recomputed, and memory is needed for one chunk of logits and one gradient of the head. torch's own
+`linear_cross_entropy` (2.13) does the same, but returns the loss in bf16 under bf16 (`benchmarks/linear_loss.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-# Devices on which padding is dropped. On others it is masked, since finding it would make the CPU wait for the device.
+# Devices on which padding is dropped. On others it is masked, since dropping it would synchronise with the device.
 _DROPS_PADDING = ("cpu",)
 
 
@@ -28,8 +28,8 @@ def linear_cross_entropy(
         hidden: (tokens, width), floating.
         weight: (vocabulary, width).
         bias: (vocabulary,) or None.
-        targets: (tokens,) int64; `IGNORED` is not counted.
-        chunk: tokens whose logits exist at the same time.
+        targets: (tokens,) int64; `IGNORED` targets do not count.
+        chunk: number of tokens whose logits exist at the same time.
 
     Returns:
         Two scalars: the sum (float32, or float64 if the inputs are), and the number of correct predictions, which is
@@ -94,7 +94,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return total, right
 
     @staticmethod
-    @once_differentiable  # the gradients were formed without a graph, so a second derivative would be silently wrong
+    @once_differentiable  # gradients are computed without a graph, so second derivatives would be silently wrong
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         scale = grads[0]
@@ -109,7 +109,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def logits_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from given logits, for models whose head is not a plain linear layer.
+    """The same from logits, for models whose head is not a plain linear layer.
 
     Args:
         logits: (rows, length, vocabulary).

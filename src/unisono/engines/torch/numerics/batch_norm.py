@@ -1,4 +1,4 @@
-"""Batch normalisation by the rows of all processes (`layout.sync_batch_norm`).
+"""Batch normalisation over the rows of all processes (`layout.sync_batch_norm`).
 
 torch's own SyncBatchNorm refuses the CPU. Each layer keeps its class, parameters and buffers, so checkpoints are the
 same with the switch and without it; only what its forward computes in training is another. Processes gather three
@@ -56,7 +56,7 @@ class BatchStatistics:
                 module.forward = partial(_forward, module, self)  # type: ignore[method-assign]
 
     def warn_of_accumulation(self, passes: int) -> None:
-        """Warn where they are not those of the global batch, and so not those of any run on one process."""
+        """Warn if statistics are not those of the global batch, so that no run on one process would have the same."""
         if self.layers and passes > 1:
             log.warning(
                 "batch statistics (layout.sync_batch_norm) cover the rows that all processes compute at the "
@@ -100,7 +100,7 @@ def _forward(module: _BatchNorm, shared: BatchStatistics, x: Tensor) -> Tensor:
         else:
             variance = mean = x.new_zeros(x.shape[1], dtype=kind)
         total, mean, squares = shared.combine(mean, variance * count, count)
-        # Where no process has a row that counts, what is computed is thrown away, and only has to be finite.
+        # If no process has a row that counts, the result is discarded and only has to be finite.
         variance = torch.where(total > 0, squares / total.clamp(min=1), 1.0)
         _update_running_statistics(module, total, mean, squares)
     inputs = x, module.weight, module.bias, mean, variance, total, module.eps, shared.idle
@@ -173,5 +173,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _reduced_axes(x: Tensor) -> list[int]:
-    """All axes but that of the channels."""
+    """All axes except the channels."""
     return [0, *range(2, x.dim())]

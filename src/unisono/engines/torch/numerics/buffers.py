@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 class Buffers:
     """The buffers of a model that may be one of several copies.
 
-    Running statistics of batch normalisation are those of the rows that a process computed. Such buffers are `local`:
-    guards let them differ, evaluation takes those of the first process, and a checkpoint has the first process's as the
-    model's and everyone's beside them, so that as many processes resume bit for bit. Statistics that processes compute
-    together are like any other buffer.
+    Running statistics of batch normalisation depend on the rows of a process. Such buffers are `local`: guards allow
+    them to differ, and evaluation uses those of the first process. A checkpoint saves the first process's as the
+    model's, and additionally those of every process, so that the same number of processes resumes bit for bit.
+    Synchronised statistics are treated like any other buffer.
 
     Args:
         model: before it is wrapped.
@@ -80,7 +80,7 @@ class Buffers:
                     buffer.copy_(before[name])
 
     def restore_idle_on_exit(self) -> AbstractContextManager[None]:
-        """The same, of a pass whose own rows do not count: but for statistics, which have the other processes' rows."""
+        """The same for an idle pass, except for synchronised statistics, which include other processes' rows."""
         return self.restore_on_exit(lambda name: name not in self._shared_statistics)
 
 

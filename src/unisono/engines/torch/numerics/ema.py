@@ -1,8 +1,7 @@
 """A moving average of the weights, sharded like them: each process averages its own shards, nothing is gathered.
 
-Only what is trained and not excluded is averaged. Other parameters are their own average, and buffers (running
-statistics, counters) are the model's: an average is evaluated and exported with those that the training has at that
-time.
+Only trained parameters that are not excluded are averaged. For other parameters and for buffers (running statistics,
+counters), evaluation and export use the model's current values.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class MovingAverage:
             average.copy_(kept)
 
     def _local_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What lies on this process of the average and of the weights."""
+        """This process's parts of the average and of the weights."""
         return [local(value) for value in self.tensors.values()], [
             local(weight.detach()) for weight in self._weights.values()
         ]

@@ -18,7 +18,7 @@ from unisono.optim.sharded import local as local
 
 
 def collect_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This process's part of every gradient that there is."""
+    """This process's part of every existing gradient."""
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
@@ -128,9 +128,9 @@ class OrderedSum:
 def tree_additions(leaves: int) -> list[int]:
     """How many additions follow each leaf when a tree over `leaves` is summed from left to right with a stack.
 
-    >>> additions(4)  # (a + b) + (c + d)
+    >>> tree_additions(4)  # (a + b) + (c + d)
     [0, 1, 0, 2]
-    >>> additions(6)  # ((a + b) + c) + ((d + e) + f)
+    >>> tree_additions(6)  # ((a + b) + c) + ((d + e) + f)
     [0, 1, 1, 0, 1, 2]
     """
     if leaves % 2:

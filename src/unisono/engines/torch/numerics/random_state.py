@@ -1,4 +1,4 @@
-"""torch's generators of one process: seeded by an address, checked for use, put back as they were."""
+"""torch's default generators in one process: keyed seeds, detection of use, and restoring."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class RandomState:
         self._seed, self._device = seed, device
 
     def seed(self, *address: int | str) -> int:
-        """Seed the generators for what has this address; returns the seed."""
+        """Seed the generators with the key of an address; returns the seed."""
         seed = key(self._seed, *address)
         torch.manual_seed(seed)
         return seed
 
     def was_used(self, seed: int) -> bool:
-        """Whether a random number was drawn since the generators got this seed, which they then have again."""
+        """Whether a random number was drawn since seeding with this seed; reseeds the generators."""
         now = self.current()
         torch.manual_seed(seed)
         return any(not torch.equal(a, b) for a, b in zip(now, self.current(), strict=True))
@@ -38,7 +38,7 @@ class RandomState:
 
     @contextmanager
     def restore_on_exit(self) -> Iterator[None]:
-        """The context after which the generators are as they were."""
+        """A context that restores the generators on exit."""
         states = self.current()
         try:
             yield

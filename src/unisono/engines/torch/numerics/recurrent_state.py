@@ -31,9 +31,9 @@ class RecurrentState:
         return bool(self._carry_by_number or self._new)
 
     def attach_to(self, context: Context, micro: MicroBatch, batch: Batch) -> Context:
-        """The context of a micro-batch: with what the step before has left for its rows, or with what they begin with.
+        """The context of a micro-batch, with the state of its rows after the previous step, or their initial state.
 
-        An idle micro-batch repeats rows that are not its own, and an evaluation has rows of its own: these begin anew.
+        Rows of idle micro-batches (which repeat other rows) and of evaluations always start from the initial state.
         """
         kept = self._carry_by_number.get(micro.number) if context.training and not micro.idle else None
         rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else initial_carry(self._task, batch)
@@ -59,7 +59,7 @@ class RecurrentState:
         self._new = []
 
     def shards(self) -> Iterator[ArrayShard]:
-        """The pieces that this process has to save."""
+        """The pieces that this process saves."""
         for number, carry in self._carry_by_number.items():
             first = number * self._split.micro_batch
             for name, rows in carry.items():
@@ -67,7 +67,7 @@ class RecurrentState:
                 yield ArrayShard(f"carry/{name}", shape, (first,) + (0,) * (rows.dim() - 1), rows.cpu())
 
     def load(self, reader: StateReader) -> None:
-        """Load what was saved for the micro-batches of this process."""
+        """Load the saved state of this process's micro-batches."""
         for full, shape in reader.shapes.items():
             if not full.startswith("carry/"):
                 continue

@@ -1,7 +1,7 @@
 """Parameters that a step does not use. On one process they have no gradient; under FSDP they have zeros instead.
 
-Zeros are not absence: an optimizer decays what has a gradient of zero, and moves it by what it remembers. So the zeros
-of parameters that no process used are removed before the update.
+Zero gradients are not the same as none: an optimizer still applies weight decay and momentum to such a parameter. So
+the zero gradients of parameters that no process used are removed before the update.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class UnusedParameters:
         self._searched_before = True
 
     def drop_unused(self, used: Container[str]) -> list[str]:
-        """Take away the gradients of trainable parameters that no rank used, and return their names; collective.
+        """Remove the gradients of trainable parameters that no rank used, and return their names; collective.
 
         Args:
             used: names that this rank used.

@@ -1,1 +1,1 @@
-"""How a model is laid out over processes and devices, and what its processes say to each other."""
+"""The layout of a model over processes and devices, and the communication between them."""

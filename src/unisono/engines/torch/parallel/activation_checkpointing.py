@@ -1,8 +1,8 @@
 """Activation checkpointing: blocks are recomputed in the backward pass without changing their buffers twice.
 
-torch replays what a block draws, not what it changes. Without more, a batch norm would count every batch twice in its
-running statistics, and a block that reads what it changes, as spectral normalisation does, would be computed with
-other values than in the forward pass, under gradients that belong to neither.
+torch replays a block's random draws, but not its buffer changes. Without this module, a batch norm would count every
+batch twice in its running statistics, and a block that reads what it changes, like spectral normalisation, would be
+recomputed with different values from those of the forward pass, giving wrong gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.engines.torch.numerics.precision import promotion
 
 
 def checkpoint_forward(block: nn.Module, forward: Callable[..., Any], precision: str) -> Callable[..., Any]:
-    """A forward that keeps only its inputs and is repeated when the backward pass needs its activations.
+    """A forward that saves only its inputs, and is repeated when the backward pass needs its activations.
 
     Args:
         block: whose forward it is.
@@ -33,7 +33,7 @@ def checkpoint_forward(block: nn.Module, forward: Callable[..., Any], precision:
 def _checkpoint_contexts(
     block: nn.Module, precision: str
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Those of a forward pass and of its replay, which finds the buffers that the pass found, and changes none."""
+    """Contexts of a forward pass and its replay, which sees the same buffers as the pass and does not change them."""
     found: list[tuple[Tensor, Tensor]] = []  # buffers, and what they were
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Reports to the monitor when a backward pass stops computing and starts waiting for gradients of other processes.
 
-Both happen inside of one call, so that from outside a rank that is slow and one that waits for it look alike. Autograd
-calls back once its graph is done, in the order in which it was asked to; the wrappers, which wait there for their
-reductions, ask later.
+Both happen within one call, so from outside, a slow rank and one that waits for it look the same. Autograd runs its
+final callbacks in order of registration; the wrappers, which wait for their reductions in such callbacks, register
+later.
 """
 
 from __future__ import annotations

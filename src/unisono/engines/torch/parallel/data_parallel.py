@@ -1,8 +1,8 @@
 """`layout.strategy=dp`: nn.DataParallel, one process that computes on several devices.
 
-torch's wrapper gathers what devices return along the rows, which a loss does not have. Here a micro-batch is cut by
-rows, each device makes outputs and loss of its rows, and sums and counts are added up on the first device, so nothing
-is averaged. Where a loss crosses samples, devices make outputs alone, and the loss sees them all on the first one.
+torch's wrapper concatenates the devices' results along the rows, but a loss has no rows. Here a micro-batch is split by
+rows, each device computes outputs and loss of its rows, and sums and counts are added on the first device, so nothing
+is averaged. For losses across samples, devices compute only outputs, and the loss is computed on the first device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Replica(nn.Module):
 
 
 class DataParallel(nn.DataParallel[Replica]):
-    """The step module on several devices, and on the first of them itself.
+    """The step module on several devices, including the first one.
 
     Where it `crosses` samples, it returns outputs by row in place of a loss.
     """
@@ -57,14 +57,14 @@ class DataParallel(nn.DataParallel[Replica]):
         self._totals = False
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """The inputs of every device: its rows, and what belongs to all rows."""
+        """The inputs of every device: its rows, and inputs shared by all rows."""
         batch, context, scales = inputs
         self._totals = scales is None and not self._crosses
         parts = split_batch(batch, context, scales, [self._place(number) for number in device_ids])
         return parts, tuple({} for _ in parts)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """What all devices came to, on the first."""
+        """The results of all devices, combined on the first."""
         first = self._place(output_device)
         if self._crosses:
             return concatenate_rows(outputs, first)
@@ -80,7 +80,7 @@ def split_batch(
     """A micro-batch for each device: its rows as evenly as they go, none without a row.
 
     Raises:
-        ConfigError: for arrays that cannot be cut by row.
+        ConfigError: if an array cannot be split by row.
     """
     lengths = {name: len(value) if value.dim() else None for name, value in _tensors(batch)}
     sizes = {length for length in lengths.values() if length is not None}

@@ -1,8 +1,9 @@
 """FSDP's collectives for one unit of a model: logged under the unit's name, then passed to the backend.
 
-The dispatcher, where all other collectives are logged, asks Python for each of them, and FSDP2 makes three for every
-unit. In FSDP's own hooks for custom communication they cost next to nothing. The name says more than a line could: of
-two equal units that ranks call in another order, each rank would be given pieces of both.
+Other collectives are logged in the dispatcher, which calls Python for each of them; that would be slow for FSDP2, which
+runs three for every unit. In FSDP's own hooks for custom communication, logging costs next to nothing. The unit's name
+also identifies more than a line of code could: if ranks called two equal units in different orders, each rank would get
+pieces of both.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Unit:
 
 
 class LoggedAllGather(_Unit, AllGather):
-    """How the parameters of a unit are gathered."""
+    """Gathers the parameters of a unit, and logs it."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -52,7 +53,7 @@ class LoggedAllGather(_Unit, AllGather):
 
 
 class LoggedReduceScatter(_Unit, ReduceScatter):
-    """How the gradients of a unit are reduced."""
+    """Reduces the gradients of a unit, and logs it."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

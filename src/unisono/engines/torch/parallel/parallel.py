@@ -79,7 +79,7 @@ class Parallel:
     # within a step ------------------------------------------------------------------------------------------------
 
     def begin(self, passes: int) -> None:
-        """Begin to add up the gradients of so many passes."""
+        """Begin accumulating the gradients of this many passes."""
         if self._ordered is not None:
             self._ordered.begin(passes)
 
@@ -99,12 +99,12 @@ class Parallel:
         yield
 
     def end_pass(self) -> None:
-        """The gradients of a pass are there."""
+        """Process the gradients of a pass."""
         if self._ordered is not None:
             self._ordered.end_pass()
 
     def gradients(self) -> list[Tensor]:
-        """This process's part of every gradient that there is."""
+        """This process's part of every existing gradient."""
         return gradients.collect_gradients(self.trainable)
 
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
@@ -119,7 +119,7 @@ class Parallel:
     # around steps -------------------------------------------------------------------------------------------------
 
     def check_reduced(self, where: str) -> None:
-        """Refuse passes that left out a parameter which DDP counts on: what it leaves in `.grad` is not reduced.
+        """Raise if passes did not use a parameter that DDP expects: what it leaves in `.grad` is not reduced.
 
         Args:
             where: rank and step.
@@ -152,5 +152,5 @@ class Parallel:
 
     @property
     def devices(self) -> int:
-        """How many this process computes on."""
+        """Number of devices that this process computes on."""
         return len(self.wrapped.device_ids) if isinstance(self.wrapped, nn.DataParallel) else 1

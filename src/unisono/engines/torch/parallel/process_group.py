@@ -54,7 +54,7 @@ def start(process: ProcessInfo, device: torch.device, timeout: float, start_time
     file = os.environ.get(STORE_VARIABLE) if process.launcher == "unisono" else None
     where = file or format_address(host, port)
     try:
-        # Not torch's own rendezvous: it counts who comes, and cannot say who does not.
+        # Not torch's own rendezvous, which counts arrivals but cannot name the missing ranks.
         hosts = process.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if file is not None:
             whole = _file_store(file, process)
@@ -101,8 +101,8 @@ def start(process: ProcessInfo, device: torch.device, timeout: float, start_time
 def _file_store(file: str, process: ProcessInfo) -> Store:
     """The store of processes of one host: a file in a folder that this user alone may enter.
 
-    A TCPStore asks nobody who they are: any user of the host can connect to it, have it allocate what memory they like,
-    and change what the processes tell each other.
+    A TCPStore has no authentication: any user of the host can connect to it, make it allocate any amount of memory, and
+    change what processes exchange.
     """
     if file not in _files:
         _files[file] = dist.FileStore(file, process.world_size)  # type: ignore[attr-defined]
@@ -212,11 +212,11 @@ class TorchCommunicator:
         return [json.loads(bytes(part[:size].tolist())) for part, size in zip(everyone, sizes.tolist(), strict=True)]
 
     def barrier(self, what: str) -> None:
-        """A gather of nothing: the ranks that came are known to be here."""
+        """Wait for all ranks: an empty gather."""
         self.gather(None, what)
 
     def duplicate(self) -> TorchCommunicator:
-        """The same processes over connections of their own, for other threads."""
+        """A communicator of the same processes with separate connections, for another thread."""
         with translate_peer_errors(self.process, "the processes to connect once more", self.timeout):
             channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return TorchCommunicator(self.process, self.timeout, channel)
