@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unisono.faults import task
+from unisono.faults import task_fault
 from unisono.faults.rank_server import RankProcesses, RankServer
 from unisono.supervise import processes
 
@@ -34,6 +34,7 @@ SETTINGS = (
     f"run.name={RUN}", f"train.steps={STEPS}", "train.global_batch=8", "optim=adamw", "optim.lr=1e-2", "ema.decay=0.9",
     f"checkpoint.every={EVERY}", "checkpoint.keep=3", "observe.progress=false", "layout.threads=1", "layout.device=cpu",
 )  # fmt: skip
+_TASK_FILES = {"torch": "task.py", "jax": "jax_task.py"}
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,7 +63,7 @@ class JobResult:
     def reasons(self) -> list[str]:
         """Every line in which the command says why it ended."""
         said = [line for line in self.said.splitlines() if line.startswith("unisono: ")]
-        return [line for line in said if not line.startswith("unisono: WARNING")]
+        return [line for line in said if not line.startswith(("unisono: WARNING", "unisono: compiling "))]
 
 
 class Job:
@@ -71,11 +72,12 @@ class Job:
     Args:
         folder: to work in; the run lies in `runs/a`.
         words: settings besides `WORDS`; later ones win.
-        misbehave: see `unisono.faults.task`.
+        misbehave: see `unisono.faults.task_fault`.
         command: of another verb, or a whole command that starts with a program.
         variables: of the environment.
         output: file for what it says.
         server: starts so many ranks without a launcher; see `unisono.faults.rank_server`.
+        engine: of the small task.
     """
 
     def __init__(
@@ -87,20 +89,21 @@ class Job:
         variables: Mapping[str, str] | None = None,
         output: str = "output.txt",
         server: tuple[RankServer, int] | None = None,
+        engine: str = "torch",
     ) -> None:
         self.folder = folder
         self.output = folder / output
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(task.__file__, folder / TASK)
+        shutil.copy(Path(task_fault.__file__).with_name(_TASK_FILES[engine]), folder / TASK)
         kept = {
             k: v
             for k, v in os.environ.items()
-            if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in (*_LAUNCHERS, task.VARIABLE)
+            if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in (*_LAUNCHERS, task_fault.VARIABLE)
         }
         variables_set = {
             "OMP_NUM_THREADS": "1",
             **(variables or {}),
-            **({task.VARIABLE: misbehave} if misbehave else {}),
+            **({task_fault.VARIABLE: misbehave} if misbehave else {}),
         }
         self._output = self.output.open("w+", encoding="utf-8")
         self.process: subprocess.Popen[bytes] | RankProcesses
@@ -152,12 +155,12 @@ class Job:
 
     def wait_for_hold(self, seconds: float = 180.0) -> list[int]:
         """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); the ranks."""
-        wait_for((self.folder / task.MARK).exists, seconds, f"a rank that is held in {self.folder}")
+        wait_for((self.folder / task_fault.MARK).exists, seconds, f"a rank that is held in {self.folder}")
         return self.wait_for_ranks(2)
 
     def release(self) -> None:
         """Let a rank that is held resume."""
-        (self.folder / task.RELEASED).touch()
+        (self.folder / task_fault.RELEASED).touch()
 
     def finish(self, seconds: float = 180.0) -> JobResult:
         """Wait for its end; what is still there ten seconds after it is an orphan."""
@@ -215,7 +218,7 @@ def free_port() -> int:
 
 def fault_time(folder: Path) -> float | None:
     """When the fault happened, in seconds of the monotonic clock."""
-    path = folder / task.MARK
+    path = folder / task_fault.MARK
     text = path.read_text() if path.exists() else ""
     return float(text.split()[0]) if text else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 import traceback
@@ -97,30 +98,43 @@ class Sandbox:
     Args:
         folder: of all faults.
         own: of this fault.
-        spent: states of the runs that never failed.
+        known: states of the runs that never failed.
+        engine: of the small task.
     """
 
-    def __init__(self, folder: Path, own: Path | None = None, known: dict[str, dict[str, str]] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        own: Path | None = None,
+        known: dict[str, dict[str, str]] | None = None,
+        engine: str = "torch",
+    ) -> None:
+        self.folder, self.engine = folder, engine
         self.own = own or folder
         self._known = {} if known is None else known
 
     def for_scenario(self, key: str) -> Sandbox:
         """The same, for one fault."""
         own = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.folder))
-        return Sandbox(self.folder, own, self._known)
+        return Sandbox(self.folder, own, self._known, self.engine)
+
+    def in_jax(self) -> Sandbox:
+        """The same with the small task in JAX; abstains where JAX is not installed."""
+        if not all(importlib.util.find_spec(name) for name in ("jax", "optax", "equinox")):
+            raise AbstainError("JAX is not installed: pip install 'unisono[jax]'")
+        return Sandbox(self.folder, self.own, self._known, "jax")
 
     def job(self, *words: str, misbehave: str = "", world: int = 2, **options: object) -> Job:
         """Start a job in this fault's folder."""
-        return Job(self.own, f"layout.world_size={world}", *words, misbehave=misbehave, **options)  # type: ignore[arg-type]
+        given = {"engine": self.engine, **options}
+        return Job(self.own, f"layout.world_size={world}", *words, misbehave=misbehave, **given)  # type: ignore[arg-type]
 
     def reference_digests(self, *words: str, world: int = 2) -> dict[str, str]:
         """The state of a run that never failed."""
-        key = " ".join([f"{world}", *words])
+        key = " ".join([self.engine, f"{world}", *words])
         if key not in self._known:
-            with Job(
-                Path(tempfile.mkdtemp(prefix="unharmed-", dir=self.folder)), f"layout.world_size={world}", *words
-            ) as run:
+            own = Path(tempfile.mkdtemp(prefix="unharmed-", dir=self.folder))
+            with Job(own, f"layout.world_size={world}", *words, engine=self.engine) as run:
                 done = run.finish()
                 assert done.code == 0, f"the run that nothing harms ended with {done.code}: {done.said[-2000:]}"
                 self._known[key] = job.read_digests(run.run)

@@ -8,174 +8,22 @@ be the same when the run is resumed. It happens once in a run's life; its time i
 
 from __future__ import annotations
 
-import errno
 import functools
-import os
-import re
-import shutil
-import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from unisono.config.schema.base import Settings
-from unisono.task import Context, Loss, SampleContext, Task
-
-VARIABLE = "UNISONO_MISBEHAVE"
-MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
-RELEASED = Path("released")  # in the working folder: a process that is held resumes
-ADDRESS_WANTED = "UNISONO_TELLS_ADDRESS"  # set where rank 0 is to write down at which address the processes meet
-ADDRESS = Path("address")  # in the working folder: that address, and the port
-FOREVER = 3600.0
-ANY = -1
+from unisono.faults.task_fault import MARK, FaultyTask, TaskFault, rank_of_process
+from unisono.task import Context, Loss
 
 
-@dataclass(frozen=True)
-class TaskFault:
-    """What is to go wrong, where and when.
-
-    Attributes:
-        act: `kill`, `stop`, `sleep`, `hold` (until it is released), `gil`, `raise`, `eat` (once it is released),
-            `exit`, `slow`, `pause`, `eio` (once), `away` (the same from then on, for checkpoints), or one of the task's
-            own; `nan`, and a record that cannot be made a sample, are there as often as they are looked at: what finds
-            rows computes them again, and what measures how long samples take makes some first.
-        where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
-            system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
-        rank: of the process; -1 for whichever comes there first.
-        step: from 0, or a row of the data; for calls of the operating system, the how manieth, from 0.
-    """
-
-    act: str
-    where: str
-    rank: int
-    step: int
-
-    @classmethod
-    def from_environment(cls) -> TaskFault | None:
-        """The fault of this process's environment."""
-        words = os.environ.get(VARIABLE, "")
-        if not words:
-            return None
-        act, rest = words.split("@")
-        where, rank, step = rest.split(":")
-        return cls(act, where, int(rank), int(step))
-
-    def is_due(self, where: str, step: int) -> bool:
-        """Whether it is this fault's place and time, in this process, and it has not been before."""
-        if self.where != where or self.rank not in (ANY, _rank()):
-            return False
-        if self.act in ("slow", "away"):
-            return step >= self.step
-        again = self.act == "nan" or (self.act, self.where) == ("raise", "data")
-        return step == self.step and (again or not MARK.exists())
-
-    def trigger(self) -> None:
-        """Do it, if it is something that a process does to itself."""
-        self.write_mark()
-        match self.act:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "sleep":
-                time.sleep(FOREVER)
-            case "hold":
-                _wait_for_release()
-            case "gil":  # a call that does not let go of the interpreter, and that no signal ends
-                re.match(r"(a+)+$", "a" * 64 + "b")
-            case "raise":
-                raise RuntimeError("the sky fell")
-            case "eat":
-                _wait_for_release()
-                held = []
-                while True:
-                    held.append(b"x" * (1 << 24))
-            case "exit":
-                os._exit(0)
-            case "slow":
-                time.sleep(0.1)
-            case "eio" | "away":
-                raise OSError(errno.EIO, "Input/output error")
-            case "pause":
-                time.sleep(2.0)
-
-    def write_mark(self) -> None:
-        """Write down when it happened, the first time."""
-        if not MARK.exists():
-            MARK.write_text(f"{time.monotonic()} {os.getpid()}")
-
-
-class RandomRows:
-    """Rows of numbers whose sum is to be learnt."""
-
-    def __init__(self, seed: int, count: int) -> None:
-        self.values = np.random.default_rng(seed).normal(size=(count, 5)).astype(np.float32)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, row: int) -> tuple[int, np.ndarray]:
-        return row, self.values[row]
-
-
-class Small(Task):
+class Small(FaultyTask):
     """Least squares by a small network with dropout, on noisy rows."""
-
-    class Config(Settings):
-        """How large it is and how long a step takes."""
-
-        rows: int = 40
-        seed: int = 1
-        width: int = 16
-        sleep: float = 0.0
-
-    config: Config
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fault = TaskFault.from_environment()
-        if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
-            _patch_call(self.fault)
-        if ADDRESS_WANTED in os.environ and os.environ.get("RANK") == "0":
-            written = ADDRESS.with_suffix(".part")
-            written.write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
-            written.replace(ADDRESS)
-
-    def data(self) -> RandomRows:
-        """Rows to train on."""
-        return RandomRows(self.config.seed, self.config.rows)
-
-    def held_out(self) -> RandomRows:
-        """Rows to evaluate on."""
-        return RandomRows(self.config.seed + 1, 9)
-
-    def sample(self, record: tuple[int, np.ndarray], context: SampleContext) -> tuple[int, np.ndarray]:
-        """A row with noise; or whatever the fault is."""
-        row, values = record
-        if self.fault is not None and self.fault.is_due("data", row):
-            self.fault.trigger()
-            if self.fault.act == "nan":
-                values = values * float("nan")
-        if not context.training:
-            return row, values
-        return row, values + 0.1 * context.rng.normal(size=values.shape).astype(np.float32)
-
-    def collate(self, samples: Any) -> dict[str, Any]:
-        """Rows as arrays."""
-        rows, values = zip(*samples, strict=True)
-        return {"x": np.stack(values), "y": np.stack(values).sum(1, keepdims=True), "row": np.array(rows)}
-
-    def counts(self, batch: Mapping[str, Any]) -> dict[str, float]:
-        """Rows."""
-        return {"square": float(len(batch["x"]))}
 
     def build(self) -> nn.Module:
         """The network."""
@@ -194,11 +42,11 @@ class Small(Task):
             elif fault.act != "unused":
                 fault.trigger()
         if fault.act in _COLLECTIVES and context.training == (fault.where == "forward") and step == fault.step:
-            _COLLECTIVES[fault.act](fault.rank == _rank())
+            _COLLECTIVES[fault.act](fault.rank == rank_of_process())
         result = torch.as_tensor(model(batch["x"]))
         if not context.training:
             return result
-        if fault.act == "unused" and fault.rank == _rank() and step == fault.step:
+        if fault.act == "unused" and fault.rank == rank_of_process() and step == fault.step:
             fault.write_mark()
             result = model[-1](torch.zeros(len(batch["x"]), self.config.width))  # type: ignore[index]
         if result.requires_grad and fault.is_due("backward", step):  # not where a guard looks for the reason
@@ -216,15 +64,6 @@ class Small(Task):
             self.fault.write_mark()
             total = total * float("nan")
         return Loss({"square": total}, metrics={"bias": ((outputs - batch["y"]).sum(), len(outputs))})
-
-
-def _wait_for_release() -> None:
-    while not RELEASED.exists():
-        time.sleep(0.005)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def _in_backward(fault: TaskFault, gradient: torch.Tensor) -> torch.Tensor:
@@ -250,38 +89,6 @@ def _after_update(fault: TaskFault, optimizer: torch.optim.Optimizer, *_: Any) -
     if not MARK.exists():
         fault.write_mark()
         next(iter(optimizer.state.values()))["exp_avg"].add_(1e-6)
-
-
-def _patch_call(fault: TaskFault) -> None:
-    """Have the n-th such call of the operating system end this process, before or after it was made."""
-    module, name, after = _CALLS[fault.where]
-    call = getattr(module, name)
-    made = 0
-
-    @functools.wraps(call)
-    def harmed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal made
-        due = fault.is_due(fault.where, made) and (fault.act != "away" or _is_in_checkpoint(args[0]))
-        made += 1
-        result = call(*args, **kwargs) if after or not due else None
-        if due:
-            fault.trigger()
-        return result if after or not due else call(*args, **kwargs)
-
-    setattr(module, name, harmed)
-
-
-def _is_in_checkpoint(descriptor: int) -> bool:
-    return "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
-
-
-_CALLS: dict[str, tuple[Any, str, bool]] = {
-    "fsync": (os, "fsync", False),
-    "fsynced": (os, "fsync", True),
-    "rename": (os, "rename", False),
-    "renamed": (os, "rename", True),
-    "rmtree": (shutil, "rmtree", False),
-}
 
 
 def _sum(values: list[float], op: Any = None, dtype: torch.dtype = torch.float32) -> None:

@@ -7,7 +7,8 @@ returns, row by row, and the numbers in the batch, including targets.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RowSelection = Literal["held_out", "training", "all"]
+Forward = Callable[[MicroBatch, Context], tuple[Any, Loss | None]]
 _MAX_COLUMN_WIDTH = 64  # maximum numbers per row for an output to become a column by default
 
 
@@ -55,11 +57,6 @@ def predict(
         micro_batch: Rows to compute at a time.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
-    if run.task.engine != "torch":
-        raise ConfigError(
-            f"{type(run.task).__name__} is written for {run.task.engine}, but unisono predict needs a torch task; call "
-            "the task's outputs() with unisono.load_model(…) instead"
-        )
     out = out or run.folder / "predictions.csv"
     check_table_suffix(out)
     parts = select_sources(run.task, rows)
@@ -92,27 +89,17 @@ def build_table(
     run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the predictions as columns, and loss and metrics over these rows; arguments as for `predict`."""
-    import torch
-
-    from unisono.engines.torch.devices import accelerators
-    from unisono.engines.torch.transfer import Transfer
-
-    kind = accelerators()[0] if device == "auto" else device
-    run.task.kernels(kind, "fp32")
-    model = run.load_model(ema=ema, step=step).to(kind)
     checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, step))
     scalars = schedules.ScheduledScalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
     context = Context(checkpoint.step, training=False, scalars=scalars)
-    joined, transfer, scores = Joined(parts), Transfer(torch.device(kind), "fp32"), _Scores(run.task)
+    joined, scores = Joined(parts), _Scores(run.task)
+    compute = _jax_forward if run.task.engine == "jax" else _torch_forward
+    forward = compute(run, run.load_model(ema=ema, step=step), device)
     columns: dict[str, list[Any]] = defaultdict(list)
     for micro in _batches(run, joined, micro_batch):
-        batch = transfer.to_device(micro.arrays)
-        carry = protocols.initial_carry(run.task, batch)
-        with torch.no_grad():
-            own = context if carry is None else Context(context.step, False, scalars=scalars, carry=carry)
-            outputs = run.task.outputs(model, batch, own)
-            scores.add(micro, outputs, batch, own)
-            shown = _columns(run.task, outputs, micro.arrays)
+        outputs, loss = forward(micro, context)
+        scores.add(micro, loss)
+        shown = _columns(run.task, outputs, micro.arrays)
         names = [joined.name(int(row)) for row in micro.rows]
         entries: dict[str, Any] = {"row": [row for _, row in names], **shown}
         if len(parts) > 1:
@@ -124,6 +111,35 @@ def build_table(
         described = ", ".join(f"{name} has {count} rows" for name, count in lengths.items())
         raise ConfigError(f"{type(run.task).__name__}.predictions returned columns of different lengths: {described}")
     return dict(columns), scores.summary()
+
+
+def _torch_forward(run: Run, model: Any, device: str) -> Forward:
+    import torch
+
+    from unisono.engines.torch.devices import accelerators
+    from unisono.engines.torch.transfer import Transfer
+
+    kind = accelerators()[0] if device == "auto" else device
+    run.task.kernels(kind, "fp32")
+    model, transfer = model.to(kind), Transfer(torch.device(kind), "fp32")
+    crosses = protocols.cross_sample_mode(run.task) is not None
+
+    @torch.no_grad()
+    def forward(micro: MicroBatch, context: Context) -> tuple[Any, Loss | None]:
+        batch = transfer.to_device(micro.arrays)
+        own = replace(context, carry=protocols.initial_carry(run.task, batch))
+        outputs = run.task.outputs(model, batch, own)
+        return outputs, None if crosses else run.task.loss(outputs, batch, own)
+
+    return forward
+
+
+def _jax_forward(run: Run, model: Any, device: str) -> Forward:
+    from unisono.engines.jax.rows import RowForward
+
+    forward = RowForward(run.task, model, run.config.run.seed, device)
+    run.task.kernels(forward.device.platform, "fp32")
+    return forward
 
 
 def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
@@ -177,16 +193,15 @@ class _Scores:
     """Loss and metrics over all rows, as in an evaluation; none if a loss compares rows with each other."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._crosses = task, protocols.cross_sample_mode(task) is not None
+        self._task = task
         self._terms: dict[str, list[float]] = {}
         self._metrics: dict[str, list[float]] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, micro: MicroBatch, outputs: Any, batch: Batch, context: Context) -> None:
+    def add(self, micro: MicroBatch, loss: Loss | None) -> None:
         """Add the task's loss and metrics of a micro-batch."""
-        if self._crosses:
+        if loss is None:
             return
-        loss: Loss = self._task.loss(outputs, batch, context)
         self._weights |= dict(loss.weights)
         for name, total in loss.sums.items():
             _add_to_sums(self._terms, name, total, micro.counts[name])

@@ -76,8 +76,19 @@ class _Kill:
     broken_promises: list[str] = field(default_factory=list)
 
 
-def _run_chains(sandbox: Sandbox, count: int, phases: tuple[str, ...], server: RankServer | None = None) -> Outcome:
-    """So many kills, of all processes where there is a stem, else of one rank."""
+def kill_rank(sandbox: Sandbox, rank: int) -> Outcome:
+    """Kill the same rank at random instants."""
+    return _run_chains(sandbox, kill_count() // 4, _PHASES_OF_ONE, victim=rank)
+
+
+def _run_chains(
+    sandbox: Sandbox,
+    count: int,
+    phases: tuple[str, ...],
+    server: RankServer | None = None,
+    victim: int | None = None,
+) -> Outcome:
+    """So many kills, of all processes where there is a server, else of one rank: the victim, or any."""
     before = sandbox.reference_digests(*BIG)
     times = {when: _seconds_to_first_step(sandbox, when, server) for when in ("start", "join")}
     outcome = Outcome(exact=True)
@@ -85,7 +96,7 @@ def _run_chains(sandbox: Sandbox, count: int, phases: tuple[str, ...], server: R
     def chain(number: int) -> list[_Kill]:
         rng, own, kills = random.Random(f"{SEED} {number}"), sandbox.for_scenario(f"chain{number}"), [_Kill("")]
         for turn, when in enumerate(phases[: count - number * len(phases)]):
-            kills.append(_run_and_kill(own, rng, when, times, server, kills[-1].kept))
+            kills.append(_run_and_kill(own, rng, when, times, server, kills[-1].kept, victim))
             kills[-1].broken_promises = [
                 f"kill {turn} of chain {number} ({when}): {wrong}" for wrong in kills[-1].broken_promises
             ]
@@ -101,7 +112,13 @@ def _run_chains(sandbox: Sandbox, count: int, phases: tuple[str, ...], server: R
 
 
 def _run_and_kill(
-    own: Sandbox, rng: random.Random, when: str, times: Mapping[str, float], server: RankServer | None, kept: int
+    own: Sandbox,
+    rng: random.Random,
+    when: str,
+    times: Mapping[str, float],
+    server: RankServer | None,
+    kept: int,
+    victim: int | None,
 ) -> _Kill:
     """Start the run of a folder, kill it at such a moment, and look at what is left."""
     one = _Kill(when)
@@ -117,7 +134,7 @@ def _run_and_kill(
                 job.wait_for(lambda: job.is_saving(run.run) or run.process.poll() is not None, 30.0, "a save", 0.002)
             time.sleep(rng.uniform(0.0, 0.1 if when == "save" else 0.3))
         over = run.process.poll() is not None
-        began = _kill(run, None if server else rng.choice(run.wait_for_ranks(2)))
+        began = _kill(run, None if server else _choose(run.wait_for_ranks(2), rng, victim))
         done = run.finish()
         one.seconds, one.cut, one.kept, last = (
             done.ended_at - began,
@@ -136,6 +153,11 @@ def _run_and_kill(
     }
     one.broken_promises = [what for what, held in promises.items() if not held]
     return one
+
+
+def _choose(ranks: list[int], rng: random.Random, victim: int | None) -> int:
+    """The process of the victim, or any."""
+    return rng.choice(ranks) if victim is None else ranks[victim]
 
 
 def _kill(run: job.Job, rank: int | None) -> float:

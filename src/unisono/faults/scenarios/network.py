@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from unisono.faults import job, task
+from unisono.faults import job, task_fault
 from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.setup import run_by_hand
@@ -25,7 +25,7 @@ def _port(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
     command, two = job.train_command("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
-    (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}])
+    (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}], sandbox.engine)
     outcome.seconds = round(time.monotonic() - began, 1)
     outcome.said = done.sentence or done.said.strip().splitlines()[-1]
     outcome.check(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
@@ -35,7 +35,7 @@ def _port(sandbox: Sandbox) -> Outcome:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = str(taken.getsockname()[1])
-        (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_PORT": number}])
+        (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_PORT": number}], sandbox.engine)
         outcome.check(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
         outcome.check(number in done.said, f"the port is not named: {done.said[-1000:]}")
     return outcome
@@ -107,9 +107,8 @@ def _owned(sandbox: Sandbox) -> Outcome:
         taken.listen()
         named = taken.getsockname()[1]
         command = job.train_command("layout.world_size=2")
-        with sandbox.job(
-            command=command, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}", task.ADDRESS_WANTED: "1"}
-        ) as run:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{named}", task_fault.ADDRESS_WANTED: "1"}
+        with sandbox.job(command=command, variables=variables) as run:
             place, got = _read_address(run), False
             with socket.socket() as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,7 +127,7 @@ def _owned(sandbox: Sandbox) -> Outcome:
 
 def _read_address(run: Job) -> tuple[str, int]:
     """Where the processes of a run will meet, by what rank 0 writes down."""
-    address = run.folder / task.ADDRESS
+    address = run.folder / task_fault.ADDRESS
     job.wait_for(lambda: address.exists() or run.process.poll() is not None, 120.0, "the address of rank 0")
     if not address.exists():
         raise AssertionError(run.finish().said[-2000:])

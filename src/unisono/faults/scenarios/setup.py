@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from unisono.faults import job, task
+from unisono.faults import job, task, task_fault
 from unisono.faults.job import Job, free_port
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.death import DIED, HELD, send_signal
@@ -21,7 +21,10 @@ REFUSED, PREEMPTED = 2, 75
 
 
 def run_by_hand(
-    folders: Sequence[Path], commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]] | None = None
+    folders: Sequence[Path],
+    commands: Sequence[Sequence[str]],
+    variables: Sequence[Mapping[str, str]] | None = None,
+    engine: str = "torch",
 ) -> list[job.JobResult]:
     """Processes that were started one by one, with the variables of a launcher and each with some of its own."""
     size = str(len(commands))
@@ -33,7 +36,7 @@ def run_by_hand(
         jobs = [
             stack.enter_context(
                 Job(
-                    folder, command=command, output=f"rank-{rank}.txt",
+                    folder, command=command, output=f"rank-{rank}.txt", engine=engine,
                     variables={**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
                 )
             )
@@ -69,7 +72,7 @@ def _environment(sandbox: Sandbox) -> Outcome:
 def _code(sandbox: Sandbox) -> Outcome:
     text = Path(task.__file__).read_text(encoding="utf-8")
     folders = []
-    for rank, own in enumerate((text, text.replace("0.1 * context.rng", "0.2 * context.rng"))):
+    for rank, own in enumerate((text, text.replace("nn.Dropout(0.1)", "nn.Dropout(0.2)"))):
         folder = sandbox.own / f"host-{rank}"
         folder.mkdir()
         (folder / "mine.py").write_text(own)
@@ -230,7 +233,7 @@ def _sigterm_early(sandbox: Sandbox) -> Outcome:
 def _sigterm_saving(sandbox: Sandbox) -> Outcome:
     """Rank 0 takes two seconds for a flush in a save, and the signal comes in it."""
     words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=6")
-    before, mark = sandbox.reference_digests(*words), sandbox.own / task.MARK
+    before, mark = sandbox.reference_digests(*words), sandbox.own / task_fault.MARK
     with sandbox.job(*words, misbehave="pause@fsync:0:5") as run:
         job.wait_for(mark.exists, 120.0, "a save")
         outcome = Outcome()

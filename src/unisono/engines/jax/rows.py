@@ -1,0 +1,67 @@
+"""What a task computes for rows outside of a run: its outputs and its loss, jitted, on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from unisono import protocols
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.jax.model import key_from_bits
+from unisono.runtime.errors import ConfigError
+from unisono.runtime.rng import key as address
+from unisono.task import Context, Loss, Task
+
+
+class RowForward:
+    """Outputs and loss of micro-batches by a model.
+
+    Args:
+        task: whose functions they are.
+        model: the pytree that it has built, with weights.
+        seed: of the run, from which a task that draws in evaluation gets its keys.
+        device: cpu, gpu, …; auto for JAX's own choice.
+
+    Raises:
+        ConfigError: for a device that JAX does not have.
+    """
+
+    def __init__(self, task: Task, model: Any, seed: int, device: str) -> None:
+        try:
+            self.device = jax.devices(None if device == "auto" else device)[0]
+        except RuntimeError as error:
+            raise ConfigError(f"device={device}: JAX has no such device here ({error})") from error
+        self._task, self._seed = task, seed
+        self._model = jax.device_put(eqx.filter(model, eqx.is_array), self.device)
+        self._rest = eqx.filter(model, eqx.is_array, inverse=True)
+        self._program = jax.jit(self._compute, static_argnums=0)
+
+    def __call__(self, micro: MicroBatch, context: Context) -> tuple[Any, Loss | None]:
+        """Outputs and loss as NumPy arrays; no loss where it looks across rows.
+
+        Args:
+            micro: rows; another number of them is another program.
+            context: of the checkpoint, in evaluation.
+        """
+        key = jax.random.fold_in(key_from_bits(address(self._seed, "eval")), micro.number)
+        scalars = tuple(sorted(context.scalars.items()))
+        arrays = jax.device_put(micro.arrays, self.device)
+        outputs, loss = jax.device_get(self._program((context.step, scalars), self._model, arrays, key))
+        return outputs, None if loss is None else Loss(loss["sums"], loss["weights"], loss["metrics"])
+
+    def _compute(self, known: Any, arrays: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+        step, scalars = known
+        rows = len(jax.tree.leaves(batch)[0])
+        context = Context(
+            step, training=False, scalars=dict(scalars), key=key, valid=jnp.ones(rows, bool),
+            carry=protocols.initial_carry(self._task, batch),
+        )  # fmt: skip
+        outputs = self._task.outputs(eqx.combine(arrays, self._rest), batch, context)
+        if protocols.cross_sample_mode(self._task) is not None:
+            return outputs, None
+        loss = self._task.loss(outputs, batch, context)
+        sums, metrics = jax.tree.map(jnp.sum, (dict(loss.sums), dict(loss.metrics)))
+        return outputs, {"sums": sums, "metrics": metrics, "weights": dict(loss.weights)}
