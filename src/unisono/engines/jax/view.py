@@ -124,6 +124,18 @@ class JaxModelView:
         """Not known: a step is one program."""
         return {}
 
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        """Not known: a step is one program."""
+        return False
+
+    def random_digest(self) -> int:
+        """Keys are arguments: there is no state that a pass draws from."""
+        return 0
+
+    def find_differing_buffers(self) -> list[str]:
+        """None: constants are arrays of the whole mesh."""
+        return []
+
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """Not known: a step is one program."""
         return {}
