@@ -114,7 +114,7 @@ def test_nothing_is_told_where_nothing_failed(tmp_path: Path) -> None:
     ("random", "starts", "fault"),
     [
         (False, (), "The forward pass depends on the layout"),
-        (True, (), "Randomness depends on the rank"),
+        (True, (), "The forward pass depends on the layout"),
         (True, (1,), "The state was not carried on"),
         (False, (1,), "The state was not carried on"),
     ],
@@ -189,8 +189,23 @@ def test_a_loss_that_is_another_each_time_is_told_before_anything_is_guessed(tmp
     assert name(found, reported(found, 3.7), failed("raw gradients", 1)) == "The loss depends on the call"
 
 
-def test_a_loss_that_differs_where_the_model_draws(tmp_path: Path) -> None:
-    assert told(tmp_path, loss(1), random=True).fault == "Randomness depends on the rank"
+@pytest.mark.parametrize(
+    ("first", "mine", "fault"),
+    [
+        ("outputs", [[1, 2], [7, 8]], "Randomness depends on the rank"),
+        ("outputs", [[1, 2], [3, 5]], "Randomness depends on the rank"),
+        ("outputs", [[1, 2], [3, 4]], "The forward pass depends on the layout"),
+        ("loss", [[1, 2], [7, 8]], "Randomness depends on the rank"),
+        ("loss", [[1, 2], [3, 4]], "The loss depends on the layout"),
+    ],
+)
+def test_randomness_is_named_where_the_random_state_is_another(
+    tmp_path: Path, first: str, mine: Any, fault: str
+) -> None:
+    found = pair(tmp_path, None, random=True)
+    for one, draws in zip(found, (mine, [[1, 2], [3, 4]]), strict=True):
+        one.facts.steps[0].draws = draws
+    assert name(found, loss(1) if first == "loss" else failed("outputs", 1)) == fault
 
 
 def test_a_loss_that_differs_after_a_resume(tmp_path: Path) -> None:

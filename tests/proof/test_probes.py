@@ -1,4 +1,4 @@
-"""What a task's loss says of itself, on a few rows."""
+"""What a task's functions say of themselves, on a few rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.proof import probes
+from unisono.data.order.plan import SampleIndices
+from unisono.proof.probes.loss_probe import LossProbe, probe_loss
+from unisono.proof.probes.neighbour_probe import probe_neighbours
+from unisono.proof.probes.sample_probe import probe_samples
+from unisono.task import Task
 
 
 class View:
@@ -33,12 +37,12 @@ class Counting:
         self.counts = lambda arrays: {"term": float(count(arrays["x"]))}
 
 
-def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) -> probes.LossProbe:
+def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) -> LossProbe:
     values = np.array([3.0, 1.0, 4.0, 1.5, 9.0])
     micro = MicroBatch(0, np.arange(5), {"x": values}, {"term": 5.0}, {})
     view: Any = View(loss)
     task: Any = Counting(count)
-    return probes.probe_loss(view, task, micro, {}, 1e-9)
+    return probe_loss(view, task, micro, {}, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
     ],
 )
 def test_a_loss_is_a_sum_over_rows_a_mean_of_its_own_or_a_statistic(loss: Any, count: Any, kind: Any) -> None:
-    assert probed(loss, count) == probes.LossProbe(additivity=kind)
+    assert probed(loss, count) == LossProbe(additivity=kind)
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:
@@ -65,11 +69,150 @@ def test_a_loss_that_remembers_is_another_the_second_time() -> None:
         calls.append(x)
         return float(x.sum()) * len(calls)
 
-    assert probed(loss).unstable == "'term' of the same outputs came to 18.5 and then to 37"
+    assert probed(loss).unstable.startswith("'term' of the same outputs came to 18.5 and then to 55.5")
 
 
-@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (np.random.random, "numpy.random")])
+def test_a_loss_whose_history_has_settled_on_these_rows_is_another_after_others() -> None:
+    mean: list[float] = []
+
+    def loss(x: Any) -> float:
+        mean[:] = [0.5 * (mean[0] if mean else x.mean()) + 0.5 * x.mean()]
+        return float(x.sum() / mean[0])
+
+    assert probed(loss).unstable
+
+
+def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:
+    def loss(x: Any) -> float:
+        x += 1
+        return float(x.sum())
+
+    assert probed(loss) == LossProbe(overwritten="x")
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(random.random, "Python's random"), (np.random.random, "NumPy's global generator")]
+)
 def test_the_generator_that_a_loss_draws_from_is_named_and_restored(draw: Any, name: str) -> None:
     before = str(random.getstate()), str(np.random.get_state(legacy=False))
-    assert f"it draws from {name}, which no key seeds" in probed(lambda x: x.sum() * draw()).unstable
+    said = probed(lambda x: x.sum() * draw()).unstable
+    assert f"it draws from {name} (" in said and "test_probes.py:" in said
     assert (str(random.getstate()), str(np.random.get_state(legacy=False))) == before
+
+
+# samples and batches --------------------------------------------------------------------------------------------------
+
+
+class Rows(Task):
+    """Rows of different lengths, padded to the longest of a batch."""
+
+    def __init__(self, sample: Any = None, collate: Any = None) -> None:
+        self._sample, self._collate, self.seen, self.own = sample, collate, [], np.random.default_rng(0)
+
+    def data(self) -> Any:
+        return [{"x": np.arange(1.0, 2 + n)} for n in range(4)]
+
+    def build(self) -> Any: ...
+
+    def outputs(self, *_: Any) -> Any: ...
+
+    def loss(self, *_: Any) -> Any: ...
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"term": float(len(batch["x"]))}
+
+    def sample(self, record: Any, context: Any) -> Any:
+        return self._sample(self, record, context) if self._sample else record
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        if self._collate:
+            return dict(self._collate(samples))
+        padded = np.zeros((len(samples), max(len(one["x"]) for one in samples)))
+        for row, one in enumerate(samples):
+            padded[row, : len(one["x"])] = one["x"]
+        return {"x": padded}
+
+
+ALL = SampleIndices(np.arange(4), np.arange(4), np.zeros(4, dtype=np.int64))
+
+
+def shifted(record: Any, by: float) -> dict[str, Any]:
+    return {"x": record["x"] + by}
+
+
+def counting(task: Any, record: Any, context: Any) -> Any:
+    task.seen = [*task.seen, 1]
+    return shifted(record, len(task.seen))
+
+
+def overwriting(task: Any, record: Any, context: Any) -> Any:
+    record["x"] += 1
+    return shifted(record, 0)
+
+
+def first_row_decides(task: Any, record: Any, context: Any) -> Any:
+    task.seen = task.seen or [len(record["x"])]
+    return shifted(record, task.seen[0])
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (None, ""),
+        (lambda task, record, context: shifted(record, context.rng.random()), ""),
+        (lambda task, record, context: shifted(record, random.random()), "it draws from Python's random ("),
+        (
+            lambda task, record, context: shifted(record, task.own.random()),
+            "it draws from self.own, which no key seeds",
+        ),
+        (counting, "it changes self.seen"),
+        (overwriting, "it changes its inputs in place ('x')"),
+        (first_row_decides, "comes out otherwise where other rows were read before it"),
+    ],
+)
+def test_a_sample_that_is_another_for_the_same_row_says_why(sample: Any, said: str) -> None:
+    task = Rows(sample)
+    found = probe_samples(task, task.data(), 0, ALL) if sample is not overwriting else ""
+    rows = task.data()
+    found = found or probe_samples(task, rows, 0, ALL)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_a_batch_that_is_another_for_the_same_samples_says_why() -> None:
+    task = Rows(collate=lambda samples: {"x": np.random.permutation(len(samples))})
+    found = probe_samples(task, task.data(), 0, ALL)
+    assert found.startswith("collate() of the same samples gave another 'x'")
+    assert "NumPy's global generator" in found
+
+
+def near(loss: Callable[[Any], float], collate: Any = None) -> Any:
+    task = Rows(collate=collate)
+    samples = task.data()
+    micro = MicroBatch(0, np.arange(4), task.collate(samples), {}, {})
+    view: Any = View(loss)
+    return probe_neighbours(view, task, micro, samples, {}, 1e-9)
+
+
+def test_padding_that_is_masked_is_no_neighbour() -> None:
+    found = near(lambda x: sum(row[row != 0].mean() for row in x))
+    assert not found.padding and not found.collated
+
+
+def test_padding_that_a_mean_counts_changes_the_loss() -> None:
+    found = near(lambda x: x.mean(axis=1).sum())
+    assert "pads 'x' to the longest" in found.padding and not found.collated
+
+
+def test_a_batch_that_is_normalised_gives_rows_other_numbers() -> None:
+    def normalised(samples: Any) -> Any:
+        first = np.array([one["x"][-1] for one in samples])
+        return {"x": first - first.mean()}
+
+    found = near(lambda x: float(np.square(x).sum()), normalised)
+    assert "collate() gives a row another 'x'" in found.collated and not found.padding
+
+
+def test_a_batch_whose_rows_are_sorted_has_the_same_loss() -> None:
+    found = near(np.sum, lambda samples: {"x": np.array(sorted((len(one["x"]) for one in samples), reverse=True))})
+    assert not found.padding and not found.collated

@@ -200,6 +200,15 @@ class ModelView(Protocol):
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The loss sums for a micro-batch, used like `outputs`; empty if a micro-batch has none of its own."""
 
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        """Whether the passes of a micro-batch draw random numbers; use within `without_side_effects`."""
+
+    def random_digest(self) -> int:
+        """A digest of the state of the generators that the passes draw from; 0 where there are none."""
+
+    def find_differing_buffers(self) -> list[str]:
+        """Buffers that should be copies and differ between ranks, one short description each. Collective."""
+
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty if unknown."""
 

@@ -17,6 +17,7 @@ from unisono.runtime.text import join_names
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
 _SMALL_TENSOR = 1e-3  # a tensor much smaller than all of them together is measured against those
+REPEATED = ("samples repeat", "the forward pass repeats", "the loss repeats")  # the same, for the same arguments
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
@@ -228,6 +229,11 @@ def _differences(
         case "metrics":
             for number, m, r in pairs:
                 yield from _rank_differences(number + 1, m.metrics, r.metrics)
+        case "buffers":
+            for number, m, _ in pairs:
+                if m.buffers:
+                    yield Difference(math.inf, number + 1, join_names(m.buffers))
+                yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
         case _:
             for number, _, _ in pairs:
                 yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
@@ -295,7 +301,8 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     facts = trace.facts
     steps = [step for step in facts.steps if step.computed]
     losses = [step.loss for step in steps if step.loss is not None]
-    result = []
+    repeated = zip(REPEATED, (facts.unstable_samples, facts.unstable_forward, facts.unstable_loss), strict=True)
+    result = [_build_invariant(name, False, why) for name, why in repeated if why]
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
         result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
     if any(step.grad_norm is not None for step in steps):
@@ -310,6 +317,9 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     if facts.evaluation_left is not None:
         left = ", ".join(facts.evaluation_left)
         result.append(_build_invariant("evaluation leaves things as they were", not left, left))
+    if facts.evaluation_draws:
+        why = f"{facts.evaluation_draws}; if it means to, set draws_in_evaluation = True in the task"
+        result.append(ComparedQuantity("evaluation draws nothing", "ABSTAIN", why=why))
     if facts.mixed:
         result.append(_build_invariant("rows keep their places", False, facts.mixed))
     if any(len(step.by_rank) > 1 and step.rows for step in steps):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from unisono.proof import gradient_rules, loss_rules
+import numpy as np
+
+from unisono.proof import gradient_rules, loss_rules, predictions
 from unisono.proof.comparison import ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
@@ -15,7 +18,12 @@ _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 
 
 
 def diagnose(
-    mine: Trace, reference: Trace, compared: Sequence[ComparedQuantity], world_size: int, starts: Sequence[int] = ()
+    mine: Trace,
+    reference: Trace,
+    compared: Sequence[ComparedQuantity],
+    world_size: int,
+    starts: Sequence[int] = (),
+    root: Trace | None = None,
 ) -> Diagnosis | None:
     """The likely fault behind the first quantity that failed, or None if nothing did.
 
@@ -25,21 +33,24 @@ def diagnose(
         compared: quantities and invariants, as `compare_traces` and `check_invariants` return them.
         world_size: processes of the run.
         starts: updates after which it was started again.
+        root: the run on one process whose task was tried by itself, if it is not the reference.
     """
     if mine.facts.fault:
         return diagnose_error(mine.facts.called, mine.facts.fault)
     first = first_failure(compared)
     if first is None:
         return None
-    pattern = Pattern(mine, reference, compared, first, world_size, starts)
+    pattern = Pattern(mine, reference, compared, first, world_size, starts, root)
     if first.quantity in _INVARIANTS:
+        if first.quantity == "evaluation repeats" and (why := pattern.root.unstable_loss):
+            return build_diagnosis("The loss depends on the call", why)
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:
         return None
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
     detail = _RULES[first.quantity](pattern)
-    if len(starts) > 1 and first.worst.step > starts[1]:
+    if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
         because = (
             f"{agree}; step {first.worst.step}, after the second, does not; by itself it would be '{detail.fault}'"
@@ -111,15 +122,38 @@ def _find_period(trace: Trace) -> int | None:
 
 
 def _diagnose_samples(pattern: Pattern) -> Diagnosis:
-    return build_diagnosis(
-        "Augmentation depends on rank or worker", f"same rows, other samples in {pattern.worst.name}"
-    )
+    """Every rank has made the same first samples: by them, and by their generators, one sees who differs."""
+    where = f"same rows, other samples in {pattern.worst.name}"
+    if why := pattern.root.unstable_samples:
+        return build_diagnosis("The samples depend on the call", why)
+    ours, theirs = pattern.mine.facts.first_samples, pattern.reference.facts.first_samples
+    if not ours or not theirs:
+        return build_diagnosis("The samples depend on the process", where)
+    if any([pair[1] for pair in rank] != [pair[1] for pair in theirs[0]] for rank in ours):
+        detail = f"{where}: the generators that sample() is given begin elsewhere"
+        return build_diagnosis("Augmentation depends on rank or worker", detail)
+    wrong = [number for number, rank in enumerate(ours) if rank != theirs[0]]
+    if not wrong:
+        detail = (
+            f"{where}, although every rank, asked alone, makes what one process makes: what was made before decides"
+        )
+        return build_diagnosis("The samples depend on the call", detail)
+    if all(rank == ours[0] for rank in ours):
+        detail = f"{where}: all ranks make the same of a row, with the same generator, and one process another"
+    else:
+        detail = f"{where}: of the same row, with the same generator, ranks {wrong} make what one process does not"
+    return build_diagnosis("The samples depend on the process", detail)
 
 
 def _diagnose_initial(pattern: Pattern) -> Diagnosis:
     a, b = (trace.tensors("initial parameters") for trace in (pattern.mine, pattern.reference))
+    for name in sorted({*a} - {*b}):
+        twin = next((n for n in b if n in a and np.array_equal(a[n], a[name])), None)
+        if twin is not None:
+            return build_diagnosis("Tied weights were untied", f"'{name}' is a copy of '{twin}' now")
     if a.keys() != b.keys():
-        return build_diagnosis("Tied weights were untied", f"on one side only: {', '.join(sorted({*a} ^ {*b})[:3])}")
+        detail = f"on one side only: {', '.join(sorted({*a} ^ {*b})[:3])}"
+        return build_diagnosis("Initialisation depends on the layout", detail)
     return build_diagnosis("Initialisation depends on the layout", f"'{pattern.worst.name}' begins with other values")
 
 
@@ -130,11 +164,12 @@ def _diagnose_outputs(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "Replicas drift apart", "outputs differ, and replicas too: the weights of a rank changed"
         )
-    if pattern.mine.facts.random:
-        return build_diagnosis(
-            "Randomness depends on the rank", "rows and weights agree, outputs do not, and the model draws"
-        )
-    return build_diagnosis("The forward pass depends on the layout", "rows and weights agree, outputs do not")
+    if why := pattern.root.unstable_forward:
+        return build_diagnosis("The forward pass depends on the call", why)
+    if detail := pattern.other_draws:
+        return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, outputs do not; {detail}")
+    drew = ", although the model draws the same random numbers" if pattern.mine.facts.random else ""
+    return build_diagnosis("The forward pass depends on the layout", f"rows and weights agree, outputs do not{drew}")
 
 
 def _diagnose_lr(pattern: Pattern) -> Diagnosis:
@@ -183,14 +218,38 @@ def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:
-    return build_diagnosis(
-        "Buffers are those of one process", f"buffer '{pattern.worst.name}' differs, parameters agree"
-    )
+    if pattern.step.buffers:
+        detail = f"parameters agree, and buffer {pattern.step.buffers[0]}"
+        return build_diagnosis("Buffers are those of one process", detail)
+    detail = f"buffer '{pattern.worst.name}' is the same on all ranks and not that of one process, parameters agree"
+    return build_diagnosis("The buffers depend on the layout", detail)
 
 
 def _diagnose_average(pattern: Pattern) -> Diagnosis:
-    detail = f"the average of '{pattern.worst.name}' differs, parameters agree"
+    detail = f"the average of '{pattern.worst.name}' differs, parameters agree{_describe_average(pattern)}"
     return build_diagnosis("The moving average was lost" if pattern.is_resumed else "The moving average drifts", detail)
+
+
+def _describe_average(pattern: Pattern) -> str:
+    """How often the average was updated, where its decay says it."""
+    name, number = pattern.worst.name, pattern.number
+    decays = []
+    for trace in (pattern.mine, pattern.reference):
+        before = trace.tensors("EMA", number - 1) if number else trace.tensors("initial parameters")
+        kept, new, now = before.get(name), trace.tensors("EMA", number).get(name), trace.tensors("parameters", number)
+        if kept is None or new is None or name not in now or kept.shape != new.shape:
+            return ""
+        decays.append(predictions.common_factor({"": new - now[name]}, {"": kept - now[name]}, 1e-6))
+    mine, reference = decays
+    if mine is None or reference is None or not 0 < reference < 1:
+        return ""
+    if predictions.is_equal(mine, 1.0, 1e-6):
+        return "; it was not updated"
+    times = math.log(mine) / math.log(reference) if 0 < mine < 1 else math.nan
+    whole = math.isfinite(times) and abs(times - round(times)) < 1e-3
+    return (
+        f"; it was updated {round(times)} times" if whole else f"; its decay was {mine:.4g} instead of {reference:.4g}"
+    )
 
 
 _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
@@ -217,6 +276,9 @@ _INVARIANTS = {
     "the loss moved": "Nothing is learnt",
     "there is a gradient": "There is no gradient",
     "steps begin without gradients": "Gradients of the step before are added",
+    "samples repeat": "The samples depend on the call",
+    "the forward pass repeats": "The forward pass depends on the call",
+    "the loss repeats": "The loss depends on the call",
     "evaluation repeats": "Evaluation draws at random",
     "evaluation leaves things as they were": "Evaluation changes the training",
     "rows keep their places": "Rows of a micro-batch are mixed",

@@ -17,12 +17,17 @@ REMEDIES = {
     "The order inside the global batch depends on the world size": "slice the global batch into contiguous stretches",
     "Held-out rows are augmented": "augment only under `if context.training:` in sample()",
     "Augmentation depends on rank or worker": "draw from a generator that is keyed by seed, epoch and row",
+    "The samples depend on the call": "let sample() and collate() depend on their arguments and context.rng alone",
+    "The samples depend on the process": "look for the rank, sets, hash() and clocks in what samples are made of",
+    "A sample depends on its neighbours": "compute in collate() nothing of several rows that a row is given",
     # initial parameters
     "Initialisation depends on the rank": "draw from the seeded generator in build(), or from one seed on all ranks",
     "Initialisation depends on the layout": "initialise from a seed that no rank changes, before the model is sharded",
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
+    "The forward pass depends on the call": "keep no state in the model but buffers, and draw from torch's generator",
+    "Padding changes the loss": "mask the padding wherever positions are averaged, normalised or counted",
     "Rows of a micro-batch are mixed": "keep rows and views as two axes; transpose before a reshape that joins them",
     "Randomness depends on the rank": "key every draw by seed, step and global micro-batch",
     "The state was not carried on": "save and load every buffer, counter and random state",
@@ -71,6 +76,7 @@ REMEDIES = {
     # after it
     "Replicas drift apart": "make the same update on all ranks",
     "Buffers are those of one process": "synchronise batch statistics over ranks, or use a norm without them",
+    "The buffers depend on the layout": "look at what is written into buffers: rows of one micro-batch, or calls",
     "The moving average drifts": "update it once per update, after the optimizer, and equally on every rank",
     "The moving average was lost": "save it with the checkpoint beside the weights, and load both",
     "A metric is not summed over ranks": "report sums and counts, reduced over ranks",

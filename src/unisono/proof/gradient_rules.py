@@ -15,6 +15,7 @@ from unisono.proof import predictions
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.loss_rules import find_means
 from unisono.proof.pattern import Pattern
+from unisono.proof.predictions import Reduction
 from unisono.proof.recording.trace import Array
 
 _BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
@@ -29,6 +30,14 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     a, b = (trace.tensors("raw gradients", number) for trace in (pattern.mine, pattern.reference))
     if missing := sorted({*b} - {*a}):
         return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
+    if (parts := pattern.part_gradients) is not None and not predictions.reproduces(
+        parts.predict(Reduction("", predictions.of_all)), pattern.true_gradient, pattern.fitting
+    ):
+        detail = (
+            "the gradient of one process is not the sum of what its micro-batches add by themselves: a hook, a "
+            "clipping or a backward function changes it on the way, and no fault of the reduction can be read from it"
+        )
+        return build_diagnosis("The gradients depend on the layout", detail)
     factor = predictions.common_factor(a, b, pattern.rounding)
     if factor is not None:
         return _diagnose_factor(pattern, factor)

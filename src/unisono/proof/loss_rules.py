@@ -41,12 +41,14 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("Pairs across processes are missing", detail)
     if why := pattern.root.unstable_loss:
         return build_diagnosis("The loss depends on the call", why)
+    if not pattern.parts and (why := pattern.root.collated):
+        return build_diagnosis("A sample depends on its neighbours", why)
+    if not pattern.parts and (why := pattern.root.padding):
+        return build_diagnosis("Padding changes the loss", why)
     if statistic := _statistic(pattern):
         return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
-    if pattern.mine.facts.random and not from_outputs:
-        return build_diagnosis(
-            "Randomness depends on the rank", "rows and weights agree, the loss does not, and the model draws"
-        )
+    if not from_outputs and (detail := pattern.other_draws):
+        return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")
     return _diagnose_neutrally(pattern)
 
 
@@ -243,7 +245,9 @@ def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
     theirs = pattern.reference.facts.held_out
     if any(theirs.get(rows, digest) != digest for rows, digest in pattern.mine.facts.held_out.items()):
         detail = "the held-out rows came out as other samples than on one process"
-        return build_diagnosis("Held-out rows are augmented", detail)
+        return build_diagnosis("The evaluation depends on the layout", detail)
+    if why := pattern.root.evaluation_draws:
+        return build_diagnosis("Evaluation draws at random", why)
     return build_diagnosis(
         "The evaluation depends on the layout", "the training agrees, and so do the held-out samples of every rank"
     )

@@ -25,6 +25,7 @@ class Pattern:
         first: the first that failed.
         world_size: processes of the run.
         starts: updates after which the run was started again.
+        tried: the run whose task was tried by itself, where it is neither of the two.
     """
 
     mine: Trace
@@ -33,6 +34,7 @@ class Pattern:
     first: ComparedQuantity
     world_size: int
     starts: Sequence[int]
+    tried: Trace | None = None
 
     @property
     def worst(self) -> Difference:
@@ -57,7 +59,8 @@ class Pattern:
     @property
     def root(self) -> RunFacts:
         """The facts of the run whose task was looked at most closely: the one on one process."""
-        return self.reference.facts if self.reference.facts.probed else self.mine.facts
+        traces = (self.reference, self.tried, self.mine)
+        return next((one.facts for one in traces if one is not None and one.facts.probed), self.mine.facts)
 
     @property
     def rounding(self) -> float:
@@ -81,6 +84,17 @@ class Pattern:
     def agrees(self, quantity: str) -> bool:
         """Whether it was recorded, which it need not be, and is the same up to this step."""
         return any(step > self.worst.step for step in self._steps(quantity))
+
+    @property
+    def other_draws(self) -> str:
+        """How the random numbers of a forward pass are others than on one process; empty where they are not."""
+        pairs = zip(self.step.draws, self.reference_step.draws, strict=False)
+        for number, (ours, theirs) in enumerate(pairs if self.mine.facts.random else ()):
+            if ours[:1] != theirs[:1]:
+                return f"the generator of micro-batch {number} begins elsewhere"
+            if ours != theirs:
+                return f"micro-batch {number} draws other random numbers, from the same beginning"
+        return ""
 
     # what each micro-batch adds ----------------------------------------------------------------------------------
 

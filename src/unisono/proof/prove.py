@@ -215,15 +215,24 @@ def judge_cases(
         ended: by the name of the case that was under way, the error that ended its processes.
         recipe: that a case on another engine is of.
     """
-    verdicts, alone = [], []
+    verdicts: list[Verdict] = []
+    alone: list[Verdict] = []
     for case in every:
-        if case.reference:
+        begun = next((v for v in (*verdicts, *alone) if v.case == case.starts_from and v.mark == "FAIL"), None)
+        if case.reference and begun is not None and case.name in traces:
+            why = f"it continues from {begun.case}, which failed"
+            verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
+        elif case.reference:
             verdicts.append(_judge_case(case, every, traces, adaptive, ended or {}, recipe))
         elif case.name not in traces:
             alone.append(_not_run_verdict(case, traces, ended or {}))
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
     return verdicts, alone
+
+
+def _abstain(why: str) -> comparison.ComparedQuantity:
+    return comparison.ComparedQuantity("the run", "ABSTAIN", why=why)
 
 
 def _judge_case(
@@ -241,7 +250,7 @@ def _judge_case(
     found = Verdict(case.name, case.reference, case.bitwise)
     why = _reason_to_abstain(case, mine, reference, traces[_root_reference(case, every).name])
     if why:
-        found.compared = [comparison.ComparedQuantity("the run", "ABSTAIN", why=why)]
+        found.compared = [_abstain(why)]
         return found
     found.fault = mine.facts.fault
     if not found.fault and case.weights_from:
@@ -249,9 +258,16 @@ def _judge_case(
     elif not found.fault:
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else measure_tolerance(case, every, traces, adaptive)
         found.compared = comparison.compare_traces(mine, reference, allowed, adaptive and not case.bitwise)
-        found.invariants = comparison.check_invariants(mine)
+        # What the reference fails on by itself is told of the reference.
+        shared = {c.quantity for c in comparison.check_invariants(reference) if c.mark == "FAIL"}
+        found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity not in shared]
     found.diagnosis = diagnosis.diagnose(
-        mine, reference, [*found.compared, *found.invariants], case.world_size, case.starts
+        mine,
+        reference,
+        [*found.compared, *found.invariants],
+        case.world_size,
+        case.starts,
+        traces[_root_reference(case, every).name],
     )
     return found
 
@@ -379,7 +395,7 @@ def _not_run_verdict(
         why = f"{case.reference} was not run"
     else:
         why = "the processes ended before it"
-    found.compared = [comparison.ComparedQuantity("the run", "ABSTAIN", why=why)]
+    found.compared = [_abstain(why)]
     return found
 
 
@@ -392,13 +408,17 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         return found
     if trace.facts.unrepeatable:
         why = f"it cannot be repeated: {trace.facts.unrepeatable}"
-        found.compared = [comparison.ComparedQuantity("the run", "ABSTAIN", why=why)]
+        found.compared = [_abstain(why)]
+        found.invariants = [c for c in comparison.check_invariants(trace) if c.quantity in comparison.REPEATED]
+        found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
         return found
     found.fault = trace.facts.fault
     if not found.fault:
         found.invariants = comparison.check_invariants(trace)
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
+    if trace.facts.overwritten:
+        found.notes.append(f"outputs() or loss() changes '{trace.facts.overwritten}' of its batch in place")
     if trace.facts.lower:
         found.notes.append(
             f"computes partly in a lower precision, whose rounding was measured: {', '.join(trace.facts.lower)}"

@@ -378,7 +378,7 @@ def augmented_held_out() -> Iterator[None]:
         yield
 
 
-@fault("held-out rows are made as for the training", "Held-out rows are augmented")
+@fault("held-out rows are made as for the training", "The evaluation depends on the layout")
 def held_out_as_training() -> Iterator[None]:
     def init(original: Any, self: Any, training: bool) -> None:
         original(self, training=True)

@@ -7,8 +7,6 @@ micro-batch is ready, never its content.
 from __future__ import annotations
 
 import logging
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -27,6 +25,7 @@ from unisono.data.loading.batch_builder import (
     build_sample,
     refuse_mask,
 )
+from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
 from unisono.data.loading.prefetch import Prefetcher
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan
@@ -315,7 +314,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
     Raises:
         DataError: naming the generator, or the held-out row.
     """
-    before = _global_generator_states()
+    before = global_generator_states()
     for row in range(min(_CHECKED_SAMPLES, len(source))):
         rng = generator(0, "check", row)
         unused = repr(rng.bit_generator.state)
@@ -332,22 +331,18 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
                 f"a masked language model, set draws_in_evaluation = True in {name}",
                 fault="Held-out rows are augmented",
             )
-    for name, state in _global_generator_states().items():
-        if name in before and state != before[name]:
-            raise DataError(
-                f"{type(task).__name__}: data() or sample() drew from {name}, which all threads share, so a run could "
-                "not be repeated. Draw from context.rng of sample() (a torch.Generator can be seeded from it)."
-            )
+    if moved := moved_generators(before):
 
+        def build() -> None:
+            for row in range(min(_CHECKED_SAMPLES, len(source))):
+                task.sample(source[row], SampleContext(generator(0, "check", row), training))
 
-def _global_generator_states() -> dict[str, bytes]:
-    """The state of every generator that a task must not draw from."""
-    states = {"Python's random": repr(random.getstate()).encode()}
-    legacy: Any = np.random.get_state(legacy=False)
-    states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + bytes([legacy["state"]["pos"] % 256])
-    if "torch" in sys.modules:
-        states["torch's global generator"] = sys.modules["torch"].get_rng_state().numpy().tobytes()
-    return states
+        raise DataError(
+            f"{type(task).__name__}: data() or sample() drew from {describe_draws(moved, build)}, which all threads "
+            "share, so a run could not be repeated. Draw from context.rng of sample() (a torch.Generator can be seeded "
+            "from it).",
+            fault="The samples depend on the call",
+        )
 
 
 def _shorten_reason(sample: MaskedSample) -> str:

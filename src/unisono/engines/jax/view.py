@@ -131,6 +131,18 @@ class JaxModelView:
         found = self._on_one_device("sums", _term_sums, micro, micro.size, 0, scalars)
         return {name: float(value) for name, value in found.items()}
 
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        """Not known: a step is one program."""
+        return False
+
+    def random_digest(self) -> int:
+        """Keys are arguments: there is no state that a pass draws from."""
+        return 0
+
+    def find_differing_buffers(self) -> list[str]:
+        """None: constants are arrays of the whole mesh."""
+        return []
+
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """The gradient of every term's sum over the micro-batch that observers are shown; see `ModelView`."""
         engine, micro = self._engine, self._pass

@@ -168,6 +168,11 @@ class Passes:
         with precision.autocast(self._precision, self._parts.device):
             return self._task.loss(outputs, batch, context)
 
+    def has_drawn(self, micro: MicroBatch) -> bool:
+        """Whether the last of these passes, of this micro-batch, drew random numbers."""
+        state = self._parts.random_state
+        return state.was_used(state.seed_of("look", micro.number))
+
     def _look(self, micro: MicroBatch, context: Context) -> tuple[Any, Batch, Context]:
         self._seed("look", micro.number)
         batch, context = self._prepare_micro_batch(micro, context)

@@ -110,6 +110,29 @@ class TorchModelView:
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
         return {name: float(value) for name, value in loss.sums.items()}
 
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""
+        task, modes = self._job.task, {module: module.training for module in self.module.modules()}
+        by_batch = not (protocols.cross_sample_mode(task) or protocols.needs_totals(task))
+        self.module.train(training)
+        try:
+            (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return self._passes.has_drawn(micro)
+
+    def random_digest(self) -> int:
+        """Of the generators of the CPU and of the device."""
+        return hash(tuple(replicas.digest(state) for state in self._random_state.current()))
+
+    def find_differing_buffers(self) -> list[str]:
+        """Buffers that are not statistics of one process; collective."""
+        everyone = [range(self._job.process.world_size)]
+        return replicas.find_differing(
+            self._job.communicator, self._state.buffers.shared, everyone, "the digests of buffers"
+        )
+
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """The gradient of every term's sum on this process; see `ModelView`."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import copy
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import Plan, StreamPlan
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim import schedules
-from unisono.proof import engines, probes
+from unisono.proof import engines
 from unisono.proof.cases import Case, ProofSettings
-from unisono.proof.recording.recorder import Recorder, content_digest, probe_model
+from unisono.proof.probes import task_probes
+from unisono.proof.probes.model_probe import probe_model
+from unisono.proof.probes.sample_probe import digest_samples
+from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, trace_folder, write_facts
 from unisono.proof.user_errors import format_user_error
 from unisono.protocols import cross_sample_mode
@@ -98,6 +101,7 @@ class _CaseRun:
     ) -> None:
         self.task, self.config, self.process, self.communicator = task, config, process, communicator
         self.case, self.proof, self.root = case, proof, root
+        self.fresh = copy.copy(task)
         self.folder = trace_folder(root, case.name)
         short = {"global_batch": proof.global_batch, "steps": proof.steps, "epochs": None}
         proved = config.model_copy(update={"train": config.train.model_copy(update=short)})
@@ -114,6 +118,10 @@ class _CaseRun:
         self.rows_of_rank = replace(process, rank=last - process.rank) if case.reversed else process
         self.held_out = build_held_out(task, config, self.rows_of_rank, self.split)
         self.first_samples: list[str] | None = None
+        self.mask = config.data.on_error == "mask"
+        # What comes first in the run, whichever rank has it, so that all make the same.
+        self.first_rows = self.plan.samples(0, range(min(self.split.micro_batch, self.plan.rows(0))))
+        self.digests = digest_samples(task, self.source, self.plan.seed, self.first_rows, self.mask)
         self.lower: LowerPrecision | None = None
         self.steps: list[StepFacts] = []
 
@@ -152,20 +160,24 @@ class _CaseRun:
         self.engine.observe(self.recorder)
         if self.process.world_size == 1:
             floor = 1e-9 if self.case.precision == "fp64" else 1e-3
-            found = probe_model(view, first[0], self.scalars(0), floor)
+            found = probe_model(view, self.task, first[0], self.scalars(0), floor)
             facts.neighbours, facts.mixed = found.neighbours, found.mixed
+            if found.unstable and self.config.layout.device == "cpu":  # an accelerator's kernels may add as they like
+                facts.unstable_forward = found.unstable
             facts.unrepeatable = facts.unrepeatable or found.unrepeatable
-            if of_terms and not (facts.unrepeatable or facts.neighbours or facts.probed):
-                self._probe(first[0], facts)
-
-    def _probe(self, micro: MicroBatch, facts: RunFacts) -> None:
-        """Try the task's loss by itself; a task that cannot be tried on some of its rows is left untried."""
-        try:
-            found = probes.probe_loss(self.engine.view, self.task, micro, self.scalars(0), 1e-9)
-        except Exception as error:
-            logging.getLogger(__name__).debug("the loss was not tried on some rows: %s", error)
-            return
-        facts.probed, facts.unstable_loss, facts.additivity = True, found.unstable, found.additivity
+            if of_terms and not (case.reference or facts.probed):
+                task_probes.probe_task(
+                    facts,
+                    view,
+                    self.task,
+                    self.fresh,
+                    self.source,
+                    self.plan,
+                    first[0],
+                    self.held_out,
+                    self.scalars(0),
+                    self.mask,
+                )
 
     def close(self) -> None:
         """Release both."""
@@ -214,6 +226,7 @@ class _CaseRun:
                 self.open(facts)
                 self._load(case.name, updates)
                 batches = self.loader.steps(updates)
+        facts.first_samples = communicator.gather(self.digests, "digests of the first samples")
         facts.random = any(communicator.gather(self.engine.random, "whether random numbers were drawn"))
         reasons = communicator.gather(facts.unrepeatable, "whether the data can be read again")
         facts.unrepeatable = next(filter(None, reasons), "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +16,10 @@ from unisono.engines.nested import leaves
 from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import StepResult
 from unisono.proof.recording.gradient_sample import sample_elements
-from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
+from unisono.proof.recording.output_digest import Sketch, build_sketches
 from unisono.proof.recording.trace import Array, Part, StepFacts, write_tensors
 from unisono.runtime.communicator import Communicator
 from unisono.task import Loss
-
-_FEW = 16  # rows, each of which a pass is made for where they are mixed
 
 
 class Recorder(Observer):
@@ -39,18 +38,31 @@ class Recorder(Observer):
     def __init__(self, view: ModelView, communicator: Communicator, folder: Path, of_terms: bool = False) -> None:
         self._view, self._communicator, self._folder, self._of_terms = view, communicator, folder, of_terms
         self.steps: list[StepFacts] = []
+        self._last_draws: list[int] = []
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """See `Observer`."""
         self._batches, self._is_clean = batches, not self._view.has_gradients()
         self._outputs: list[dict[str, Sketch]] = []
         self._losses: list[Loss | None] = []
+        self._draws: list[list[int]] = []
         self._term_gradients: dict[str, Array] = {}
+
+    @contextmanager
+    def _watch_draws(self) -> Iterator[None]:
+        before = self._view.random_digest()
+        yield
+        self._last_draws = [before, self._view.random_digest()]
+
+    def part(self, name: str) -> AbstractContextManager[Any] | None:
+        """Keep digests of the random state around a forward pass; the last one before `on_forward` counts."""
+        return self._watch_draws() if name == "forward" else None
 
     def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
         """Keep sketches of what the task returned, its sums, and the gradients of these where they are asked for."""
         self._outputs.append({} if outputs is None else build_sketches(self._view.flatten(outputs)))
         self._losses.append(loss)
+        self._draws.append(self._last_draws)
         if self._of_terms and loss is not None and not micro.idle:
             for term, gradients in self._view.term_gradients(loss).items():
                 sample = sample_elements(gradients)
@@ -69,14 +81,14 @@ class Recorder(Observer):
 
     def on_step_end(self, step: int, result: StepResult) -> None:
         """Write what the update made, and gather the facts of the step; collective."""
-        differing = self._view.find_differing_replicas()
+        differing, buffers = self._view.find_differing_replicas(), self._view.find_differing_buffers()
         for kind in ("optimizer state", "parameters", "buffers", "EMA"):
             self.write(kind, step, self._view.whole(kind))
         self.write("term gradients", step, self._term_gradients)
         rank = self._communicator.rank
         own = [
-            [micro.number, micro.rows.tolist(), content_digest(micro), outputs, _part(micro, rank, loss)]
-            for micro, outputs, loss in zip(self._batches, self._outputs, self._losses, strict=True)
+            [micro.number, micro.rows.tolist(), content_digest(micro), outputs, _part(micro, rank, loss), draws]
+            for micro, outputs, loss, draws in zip(self._batches, self._outputs, self._losses, self._draws, strict=True)
             if not micro.idle
         ]
         by_row = _counted_by_row([micro for micro in self._batches if not micro.idle], list(result.terms))
@@ -90,6 +102,8 @@ class Recorder(Observer):
                 samples=[entry[2] for entry in numbered],
                 outputs=[entry[3] for entry in numbered],
                 replicas=differing,
+                draws=[entry[5] for entry in numbered],
+                buffers=buffers,
                 parts=[Part(**entry[4]) for entry in numbered if entry[4]],
                 by_row=sorted(set.intersection(*(set(rank[4]) for rank in everyone))),
                 loss=result.loss,
@@ -136,53 +150,6 @@ def _counted_by_row(batches: Sequence[MicroBatch], terms: Sequence[str]) -> list
     return [name for name in terms if all(micro.counts.get(name) == micro.size for micro in batches)]
 
 
-class Probed(NamedTuple):
-    """What two forward passes say of a model.
-
-    Attributes:
-        unrepeatable: why the pass cannot be repeated, empty if it can.
-        neighbours: whether a row depends on those beside it.
-        mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
-    """
-
-    unrepeatable: str
-    neighbours: bool
-    mixed: str
-
-
-def probe_model(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> Probed:
-    """Make a forward pass twice, and once for each of the first rows with copies of it in place of the others.
-
-    Args:
-        view: of the model.
-        micro: whose rows they are.
-        scalars: of the first step.
-        floor: relative difference that is rounding.
-    """
-    count = micro.size
-
-    def outputs(arrays: Mapping[str, Any]) -> dict[str, Array]:
-        return view.flatten(view.outputs(replace(micro, arrays=dict(arrays)), scalars))
-
-    def copies(row: int) -> dict[str, Any]:
-        return {n: a[[row] * count] if _is_per_row(a, count) else a for n, a in micro.arrays.items()}
-
-    with view.without_side_effects():
-        once, again = outputs(micro.arrays), outputs(micro.arrays)
-        alike = [(row, outputs(copies(row))) for row in range(min(count, 4)) if count > 1]
-        neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
-        if neighbours and count <= _FEW:
-            alike += [(row, outputs(copies(row))) for row in range(len(alike), count)]
-            by_row = {
-                n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if _is_per_row(a, count)
-            }
-            mixed = mixed_rows(once, by_row, floor)
-        else:
-            mixed = ""
-    size, name = sketch_distance(build_sketches(once), build_sketches(again))
-    why = f"a second forward pass with the same weights, rows and seeds gave another {name}" if size > floor else ""
-    return Probed(why, neighbours, mixed)
-
-
-def _is_per_row(array: Any, rows: int) -> bool:
+def is_per_row(array: Any, rows: int) -> bool:
+    """Whether an array has one entry for each row."""
     return getattr(array, "ndim", 0) > 0 and len(array) == rows

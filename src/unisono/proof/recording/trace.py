@@ -79,6 +79,8 @@ class StepFacts:
         outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
         by_row: terms of the loss that count every row once, in all micro-batches.
         parts: of every micro-batch, in the order of the global batch; empty where an engine does not tell.
+        draws: of every micro-batch, digests of the random state before and after its forward pass.
+        buffers: that should be the same on all ranks and are not, each with these ranks.
     """
 
     rows: list[int]
@@ -94,6 +96,8 @@ class StepFacts:
     outputs: list[dict[str, list[float]]] = field(default_factory=list)
     by_row: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    draws: list[list[int]] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
 
     @property
     def computed(self) -> bool:
@@ -115,6 +119,14 @@ class RunFacts:
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
+        unstable_samples: why `sample` or `collate` gives something else for the same rows, empty if it does not.
+        unstable_forward: why the forward pass does, by more than rounding.
+        padding: how padding to the longest row of a micro-batch changes its loss, empty if it does not.
+        collated: how `collate` gives a row other numbers beside others, empty if it does not.
+        overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
+        evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
+        first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
+            the generator that it was given.
         probed: whether the task's functions were tried by themselves, which the next two say the results of.
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
@@ -143,6 +155,13 @@ class RunFacts:
     unrepeatable: str = ""
     neighbours: bool = False
     mixed: str = ""
+    unstable_samples: str = ""
+    unstable_forward: str = ""
+    padding: str = ""
+    collated: str = ""
+    overwritten: str = ""
+    evaluation_draws: str = ""
+    first_samples: list[list[list[int]]] = field(default_factory=list)
     probed: bool = False
     unstable_loss: str = ""
     additivity: dict[str, str] = field(default_factory=dict)

@@ -19,9 +19,13 @@ class RandomState:
 
     def seed(self, *address: int | str) -> int:
         """Seed the generators with the key of an address; returns the seed."""
-        seed = key(self._seed, *address)
+        seed = self.seed_of(*address)
         torch.manual_seed(seed)
         return seed
+
+    def seed_of(self, *address: int | str) -> int:
+        """The seed of an address."""
+        return key(self._seed, *address)
 
     def was_used(self, seed: int) -> bool:
         """Whether a random number was drawn since seeding with this seed; reseeds the generators."""

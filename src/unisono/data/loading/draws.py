@@ -1,0 +1,96 @@
+"""Which generator of the whole process a piece of code draws from, and the line that drew.
+
+Such draws have no address: what they give depends on which thread comes first, and on what was drawn before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_OURS = str(Path(__file__).parents[2]) + os.sep
+
+
+def global_generator_states() -> dict[str, bytes]:
+    """The state of every generator that all threads share, by name."""
+    states = {"Python's random": repr(random.getstate()).encode()}
+    legacy: Any = np.random.get_state(legacy=False)
+    states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + legacy["state"]["pos"].to_bytes(4)
+    if "torch" in sys.modules:
+        states["torch's global generator"] = sys.modules["torch"].get_rng_state().numpy().tobytes()
+    return states
+
+
+def moved_generators(before: dict[str, bytes]) -> list[str]:
+    """Names of the generators whose state is not what it was."""
+    return [name for name, state in global_generator_states().items() if name in before and state != before[name]]
+
+
+def find_drawing_lines(code: Callable[[], Any]) -> dict[str, str]:
+    """Run code once more, slowly, to see which of its own lines draw: by generator, the first as `file:line`.
+
+    Args:
+        code: that draws. Lines of installed libraries are not its own; an error in it ends the search.
+    """
+    found: dict[str, str] = {}
+    previous, tracer = "", sys.gettrace()
+    states = global_generator_states()
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal previous, states
+        if not _is_own(frame):
+            return None
+        for name in moved_generators(states) if previous else ():
+            found.setdefault(name, previous)
+        states = global_generator_states()
+        at = frame.f_back if event == "return" and frame.f_back is not None and _is_own(frame.f_back) else frame
+        previous = f"{at.f_code.co_filename}:{at.f_lineno}"
+        return look
+
+    sys.settrace(look)
+    try:
+        code()
+    except Exception:
+        pass
+    finally:
+        sys.settrace(tracer)
+    for name in moved_generators(states) if previous else ():
+        found.setdefault(name, previous)
+    return found
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether its code is neither Python's, nor a library's, nor ours; recipes count as a user's."""
+    file = frame.f_code.co_filename
+    if file.startswith(_OURS):
+        return file.startswith(f"{_OURS}recipes{os.sep}")
+    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}site-packages{os.sep}" not in file
+
+
+def describe_draws(generators: list[str], code: Callable[[], Any]) -> str:
+    """In words, from which of these generators code draws, and where; empty without generators."""
+    if not generators:
+        return ""
+    lines = find_drawing_lines(code)
+    return " and ".join(f"{name} ({lines[name]})" if name in lines else name for name in generators)
+
+
+@contextmanager
+def restore_global_generators() -> Iterator[None]:
+    """Restore Python's and NumPy's generators on exit; torch's is an engine's to restore."""
+    states = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

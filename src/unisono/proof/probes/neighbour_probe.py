@@ -1,0 +1,107 @@
+"""Does a row's loss depend on the rows that `collate` is given beside it, by padding or by what it computes of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from unisono.data.loading.draws import restore_global_generators
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.observers import ModelView
+from unisono.proof.predictions import is_equal
+from unisono.proof.recording.recorder import is_per_row
+from unisono.task import Task
+
+_ROWS = 4  # that are tried alone
+
+
+@dataclass(frozen=True)
+class NeighbourProbe:
+    """What rows alone and together say of `collate`.
+
+    Attributes:
+        padding: how padding to the longest row changes the loss, empty if it does not.
+        collated: how `collate` gives a row other numbers beside others, and so another loss; empty if it does not.
+    """
+
+    padding: str = ""
+    collated: str = ""
+
+
+def probe_neighbours(
+    view: ModelView, task: Task, micro: MicroBatch, samples: Sequence[Any], scalars: Mapping[str, float], floor: float
+) -> NeighbourProbe:
+    """Compute the loss of each row twice: from a batch of its own, and cut out of the batch with the others.
+
+    All that differs between the two is what `collate` made of the row, so the sums over the rows are the same unless
+    that changes the loss. Padding that is masked changes nothing but the order of a sum.
+
+    Args:
+        view: of a model that draws nothing and looks at one row at a time.
+        task: whose `collate` it is.
+        micro: the batch of these samples.
+        samples: one for each of its rows.
+        scalars: of the first step.
+        floor: relative difference that is rounding.
+    """
+    count = min(len(samples), _ROWS)
+    if len(samples) != micro.size or micro.size < 2:
+        return NeighbourProbe()
+    with view.without_side_effects(), restore_global_generators():
+        alone = [task.collate([sample]) for sample in samples[:count]]
+        cut = [_cut_row(micro, row) for row in range(count)]
+        if count < micro.size and not all(map(_is_padded, alone, cut)):
+            return NeighbourProbe()  # rows may have changed places, and with some alone one would compare others
+        ours, theirs = (_add_up(view, task, micro, batches, scalars) for batches in (alone, cut))
+    different = [name for name in theirs if not is_equal(ours.get(name, 0.0), theirs[name], floor)]
+    if not different or not ours:
+        return NeighbourProbe()
+    name = different[0]
+    said = f"{name} of {count} rows is {ours[name]:.6g} where each has a batch of its own, and {theirs[name]:.6g}"
+    pairs = list(zip(alone, cut, strict=True))
+    if all(_is_padded(a, c) for a, c in pairs):
+        widest = next((n for n in alone[0] if any(np.shape(a[n]) != np.shape(c[n]) for a, c in pairs)), "")
+        return NeighbourProbe(padding=f"{said} where collate() pads '{widest}' to the longest" if widest else "")
+    wrong = next(n for n in cut[0] if not all(n in a and _fits(a[n], c[n]) for a, c in pairs))
+    return NeighbourProbe(collated=f"{said} beside others; collate() gives a row another '{wrong}' then")
+
+
+def _cut_row(micro: MicroBatch, row: int) -> dict[str, Any]:
+    return {n: a[[row]] if is_per_row(a, micro.size) else a for n, a in micro.arrays.items()}
+
+
+def _add_up(
+    view: ModelView, task: Task, micro: MicroBatch, batches: Sequence[dict[str, Any]], scalars: Mapping[str, float]
+) -> dict[str, float]:
+    """Sums and counts over batches of one row."""
+    total: dict[str, float] = {}
+    for row, arrays in enumerate(batches):
+        sums = view.sums(replace(micro, arrays=arrays, rows=micro.rows[row : row + 1]), scalars)
+        found = {f"the sum of '{name}'": value for name, value in sums.items()}
+        if sums:
+            found |= {f"the count of '{name}'": float(value) for name, value in task.counts(arrays).items()}
+        for name, value in found.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _is_padded(alone: Mapping[str, Any], together: Mapping[str, Any]) -> bool:
+    """Whether a row beside others is the row alone, and after it one number again and again."""
+    return alone.keys() == together.keys() and all(_fits(alone[name], together[name]) for name in alone)
+
+
+def _fits(alone: Any, together: Any) -> bool:
+    if not (hasattr(alone, "ndim") and hasattr(together, "ndim")):
+        return bool(alone == together)
+    a, b = np.asarray(alone), np.asarray(together)
+    if a.ndim != b.ndim or any(m > n for m, n in zip(a.shape, b.shape, strict=True)):
+        return False
+    inside = tuple(slice(size) for size in a.shape)
+    if not np.array_equal(a, b[inside]):
+        return False
+    outside = np.ones(b.shape, dtype=bool)
+    outside[inside] = False
+    return len(np.unique(b[outside])) <= 1

@@ -1,0 +1,86 @@
+"""Does `sample`, and `collate`, give the same for the same rows: a second time, and after other rows were read?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.checksum import checksum
+from unisono.data.loading.draws import restore_global_generators
+from unisono.data.order.plan import SampleIndices
+from unisono.proof.probes.state import describe_state
+from unisono.task import SampleContext, Source, Task, run_setup
+
+
+def digest_samples(
+    task: Task, source: Source, seed: int, indices: SampleIndices, mask: bool = False
+) -> list[list[int]]:
+    """Digests of every sample, and of the generator that it was given; of a task that stays as it is.
+
+    Args:
+        task: whose `sample` is called.
+        source: its rows.
+        seed: of the run.
+        indices: which samples.
+        mask: leave those out that cannot be made.
+    """
+    generators: list[int] = []
+    one = copy.copy(task)
+    original = one.sample
+
+    def sample(record: Any, context: SampleContext) -> Any:
+        generators.append(checksum(repr(context.rng.bit_generator.state)))
+        return original(record, context)
+
+    one.__dict__["sample"] = sample
+    with restore_global_generators():
+        made = [checksum(piece) for piece in BatchBuilder(one, source, seed, "train", mask=mask).pieces(indices)[1]]
+    return [list(pair) for pair in zip(made, generators, strict=False)]
+
+
+def probe_samples(
+    task: Task, source: Source, seed: int, indices: SampleIndices, mask: bool = False, packed: bool = False
+) -> str:
+    """Make samples twice, then in reversed order by a task that has made none; and their batch twice.
+
+    Args:
+        task: whose functions are tried, best as it was before it made anything; copies of it are used.
+        source: its rows.
+        seed: of the run.
+        indices: which samples.
+        mask: leave those out that cannot be made.
+        packed: whether samples share rows, so that they are no batch as they are.
+
+    Returns:
+        Why samples or batches come out otherwise, empty if they do not.
+    """
+    used, fresh = copy.copy(task), copy.copy(task)
+    for one in (used, fresh):
+        run_setup(one)
+    own, other = (BatchBuilder(one, source, seed, "train", mask=mask) for one in (used, fresh))
+    with restore_global_generators():
+        once = [checksum(sample) for sample in own.pieces(indices)[1]]
+        samples = own.pieces(indices)[1]
+        rows = indices.rows.tolist()
+        for place, (a, b) in enumerate(zip(once, map(checksum, samples), strict=False)):
+            if a != b:
+                row, single = rows[place], partial(own.pieces, indices[place : place + 1])
+                why = describe_state(used, single, source[row], seeded=())
+                return f"sample() of row {row} came out otherwise the second time; {why}"
+        turned = [checksum(sample) for sample in other.pieces(indices[::-1])[1]][::-1]
+        for row, a, b in zip(rows, once, turned, strict=False):
+            if a != b:
+                return f"sample() of row {row} comes out otherwise where other rows were read before it"
+        return "" if packed or not samples else _collate_twice(used, samples)
+
+
+def _collate_twice(task: Task, samples: Sequence[Any]) -> str:
+    first, second = task.collate(list(samples)), task.collate(list(samples))
+    different = [name for name in first if checksum(first[name]) != checksum(second.get(name))]
+    if not different:
+        return ""
+    why = describe_state(task, lambda: task.collate(list(samples)), list(samples), seeded=())
+    return f"collate() of the same samples gave another '{different[0]}' the second time; {why}"

@@ -1,0 +1,92 @@
+"""All probes of a task, and where their results stand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.loader import MicroBatch
+from unisono.data.order.plan import Plan
+from unisono.engines.observers import ModelView
+from unisono.evaluation.held_out import HeldOut
+from unisono.proof.probes.loss_probe import probe_loss
+from unisono.proof.probes.model_probe import probe_evaluation
+from unisono.proof.probes.neighbour_probe import probe_neighbours
+from unisono.proof.probes.sample_probe import probe_samples
+from unisono.proof.recording.trace import RunFacts
+from unisono.runtime.errors import UnisonoError
+from unisono.task import Source, Task
+
+_FLOOR = 1e-9  # in fp64, which is the precision in which a task is tried
+log = logging.getLogger(__name__)
+
+
+def probe_task(
+    facts: RunFacts,
+    view: ModelView,
+    task: Task,
+    fresh: Task,
+    source: Source,
+    plan: Plan,
+    micro: MicroBatch,
+    held_out: HeldOut | None,
+    scalars: Mapping[str, float],
+    mask: bool = False,
+) -> None:
+    """Try the task's functions by themselves; one that cannot be tried so is left untried.
+
+    Args:
+        facts: to write what was found into.
+        view: of the model.
+        task: whose functions they are.
+        fresh: the same as it was before it made anything.
+        source: its rows.
+        plan: of the run.
+        micro: its first micro-batch.
+        held_out: to evaluate on, if there are any.
+        scalars: of the first step.
+        mask: leave samples out that cannot be made.
+    """
+    packed = plan.capacity is not None
+
+    def samples() -> None:
+        indices = plan.samples(0, range(micro.size))
+        try:
+            facts.unstable_samples = probe_samples(fresh, source, plan.seed, indices, mask, packed)
+        except UnisonoError:  # it needs what data() has left in it
+            facts.unstable_samples = probe_samples(task, source, plan.seed, indices, mask, packed)
+
+    def evaluation() -> None:
+        if held_out is not None and not task.draws_in_evaluation:
+            with_rows = (one for batches in held_out.batches() for one in batches if not one.idle)
+            facts.evaluation_draws = probe_evaluation(view, next(with_rows), scalars)
+
+    def loss() -> None:
+        found = probe_loss(view, task, micro, scalars, _FLOOR)
+        facts.unstable_loss, facts.additivity, facts.overwritten = found.unstable, found.additivity, found.overwritten
+
+    def neighbours() -> None:
+        if packed or facts.unstable_loss or facts.unstable_samples or view.draws(micro, scalars):
+            return
+        indices = plan.samples(0, range(micro.size))
+        made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices)[1]
+        found = probe_neighbours(view, task, micro, made, scalars, _FLOOR)
+        facts.padding, facts.collated = found.padding, found.collated
+
+    facts.probed = True
+    _try(samples)
+    if not facts.unrepeatable:
+        _try(evaluation)
+        if not facts.neighbours:
+            _try(loss)
+            _try(neighbours)
+
+
+def _try(probe: Callable[[], Any]) -> None:
+    try:
+        probe()
+    except Exception as error:
+        log.debug("%s could not be tried by themselves: %s", probe.__name__, error)
