@@ -77,7 +77,7 @@ def _code(sandbox: Sandbox) -> Outcome:
         folder.mkdir()
         (folder / "mine.py").write_text(own)
         folders.append(folder)
-    assert "0.2 * context.rng" in own
+    assert "nn.Dropout(0.2)" in own
     command = [*job.verb_command("train", "mine.py:Small"), *job.SETTINGS, f"run.dir={sandbox.own}/runs"]
     return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "mine.py")
 
