@@ -182,7 +182,9 @@ def _read(given: Mapping[str, Any]) -> Request | None:
         module, arguments, path = words[2], words[3:], [folder, *path]
     elif (
         words[0] == sys.executable
+        and len(words) > 1
         and (rest := words[2:] if words[1:2] == ("-u",) else words[1:])
+        and rest
         and (script := Path(folder, rest[0])).suffix == ".py"
     ):
         module, arguments, path = SCRIPT, rest, [str(script.resolve().parent), *path]

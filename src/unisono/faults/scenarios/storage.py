@@ -125,7 +125,7 @@ def _broken(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
     with sandbox.job(misbehave="eio@fsync:0:5") as run:
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if "tried again" in line), ""))
+        outcome = Outcome(said=next((line for line in done.said.splitlines() if "Retrying in" in line), ""))
         outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
         outcome.check("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
         outcome.lost = 0
@@ -137,7 +137,7 @@ def _broken(sandbox: Sandbox) -> Outcome:
 @scenario("C22c", "errors of the disk that do not go away")
 def _away(sandbox: Sandbox) -> Outcome:
     """From the second checkpoint on; it is tried again for three seconds."""
-    says = ("rank 0", "Input/output error", "tried 3 times")
+    says = ("rank 0", "Input/output error", "3 attempts")
     return sandbox.run_harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
 
