@@ -73,6 +73,7 @@ def test_groups_may_be_named() -> None:
     ("groups", "settings_", "error", "told"),
     [
         (["a", "a", "a"], {"column": "subject"}, DataError, r"data\.held_out=0\.2: all 3 samples have subject=a"),
+        (["a", "a"], {"column": "x", "hint": "or y=z"}, DataError, r"set data\.held_out=0, or y=z$"),
         (["a"], {}, DataError, r"there is only one sample"),
         (["a", "b"], {"fold": 2}, ConfigError, r"data\.fold=2: 2 groups, 1 of them .* make 2 folds; choose 0 to 1"),
         (["anna", "b"], {"named": ["ana"], "column": "x"}, ConfigError, r"no row has x=ana, did you mean 'anna'"),

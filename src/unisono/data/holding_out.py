@@ -25,6 +25,7 @@ def hold_out(
     column: str | None = None,
     what: str = "row",
     hint: str = "",
+    names_key: str = "data.held_out_groups",
 ) -> NDArray[np.bool_]:
     """Which rows are held out, (rows,).
 
@@ -40,6 +41,7 @@ def hold_out(
         column: that the groups come from, for errors.
         what: word for a row, for errors.
         hint: end of the error if there is only one group.
+        names_key: setting that `named` comes from, for errors.
 
     Raises:
         ConfigError: for a fold or a group that does not exist.
@@ -48,7 +50,7 @@ def hold_out(
     rows = groups if isinstance(groups, int) else len(groups)
     if named is not None:
         assert not isinstance(groups, int)
-        return _hold_out_named(groups, named, column)
+        return _hold_out_named(groups, named, column, names_key)
     if fraction == 0:
         return np.zeros(rows, dtype=bool)
     if isinstance(groups, int):
@@ -67,7 +69,7 @@ def hold_out(
         )
         raise DataError(
             f"data.held_out={fraction:g}: {where}, so holding it out would leave nothing to train on; set "
-            "data.held_out=0" + (", or choose another data.group" if column else f", {hint}" if hint else "")
+            "data.held_out=0" + (f", {hint}" if hint else ", or choose another data.group" if column else "")
         )
     size = min(count - 1, max(1, round(fraction * count)))
     parts = -(-count // size)
@@ -82,14 +84,14 @@ def hold_out(
     return chosen[members]
 
 
-def _hold_out_named(groups: Sequence[str], named: Sequence[str], column: str | None) -> NDArray[np.bool_]:
+def _hold_out_named(
+    groups: Sequence[str], named: Sequence[str], column: str | None, names_key: str
+) -> NDArray[np.bool_]:
     known = set(groups)
     for name in named:
         if name not in known:
-            raise ConfigError(
-                f"data.held_out_groups: no row has {column or 'the group'}={name}, {nearest(name, known)}"
-            )
+            raise ConfigError(f"{names_key}: no row has {column or 'the group'}={name}, {nearest(name, known)}")
     if known <= set(named):
-        raise ConfigError(f"data.held_out_groups names all {len(known)} groups, which leaves none to train on")
+        raise ConfigError(f"{names_key} names all {len(known)} groups, which leaves none to train on")
     chosen = set(named)
     return np.array([group in chosen for group in groups], dtype=bool)

@@ -112,6 +112,8 @@ def test_speakers_are_held_out_whole(tmp_path: Path) -> None:
     assert kept is not None and {kept[n].speaker for n in range(len(kept))} == {"voice 1"}
     training = found.training()
     assert {training[n].speaker for n in range(len(training))} == {"voice 0", "voice 2"}
+    with pytest.raises(ConfigError, match=r"data\.held_out_speakers: no row has speaker=nobody"):
+        Library(Folder(kind="folder", path=place, split="speaker", held_out_speakers=["nobody"]))
     by_share = Library(Folder(kind="folder", path=place, split="speaker", held_out=0.34))
     assert (
         len({sample.speaker for sample, out in zip(by_share.source.rows, by_share.is_held_out, strict=True) if out})

@@ -268,8 +268,16 @@ def _split(config: SpeechData, rows: Sequence[Sample]) -> NDArray[np.bool_]:
             f"data.split=speaker: {nameless} of {len(rows)} samples name no speaker; set data.split=share"
         )
     if config.held_out_speakers:
-        return hold_out(speakers, 0.0, named=config.held_out_speakers, column="speaker")
-    return hold_out(speakers, config.held_out, column="speaker", what="sample")
+        return hold_out(
+            speakers, 0.0, named=config.held_out_speakers, column="speaker", names_key="data.held_out_speakers"
+        )
+    return hold_out(
+        speakers,
+        config.held_out,
+        column="speaker",
+        what="sample",
+        hint="or data.split=share to hold out samples instead",
+    )
 
 
 def _describe(sample: Sample) -> Any:
