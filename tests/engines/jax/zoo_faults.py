@@ -229,7 +229,7 @@ of_task("a statistic of the local shard in outputs()", "normed by shard", "", wh
 # randomness and data --------------------------------------------------------------------------------------------------
 
 
-@fault("one key on every device", "Randomness depends on the rank", task="dropout")
+@fault("one key on every device", "The forward pass depends on the layout", task="dropout")
 def one_key() -> Iterator[None]:
     def key(original: Any, self: Inputs, number: Any, training: bool) -> Any:
         return original(self, number % 2, training)  # of the pass, and not of the global batch
@@ -238,7 +238,7 @@ def one_key() -> Iterator[None]:
         yield
 
 
-of_task("keys by device", "key of device", "Randomness depends on the rank", twin="dropout")
+of_task("keys by device", "key of device", "The forward pass depends on the layout", twin="dropout")
 of_task("keys by process index", "key of process", "Processes have different programs", twin="dropout")
 
 
