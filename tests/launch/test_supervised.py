@@ -95,7 +95,10 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return ""
 
 
 def test_a_monitor_that_dies_is_told_and_replaced_and_the_run_goes_on(undisturbed: Told):
