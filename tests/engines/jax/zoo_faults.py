@@ -7,7 +7,6 @@ What JAX or the engine makes impossible is not here; `docs/jax.md` lists it, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.jax_tasks import UnevenTask
+from tests.proofs.zoo import faults
 from tests.proofs.zoo.faults import nothing, same_data, wrapping
 from unisono.engines import rules
 from unisono.engines.jax import step
@@ -135,46 +135,19 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One fault.
+class Fault(faults.Fault):
+    """One fault of the zoo in JAX.
 
     Attributes:
-        made: the context in which the run on two processes has it.
-        named: what the diagnosis must call it.
-        task: of `TASKS`.
-        strategy: of the run on two processes.
         whole: whether a process has its rows in one micro-batch, and the reference all rows in one.
-        resumed: whether the run is interrupted and goes on.
-        mark: FAIL, or ABSTAIN where no more can be said.
-        twin: the task of the clean run, where the fault is in the task itself.
     """
 
-    made: Callable[[], AbstractContextManager[Any]]
-    named: str
     task: str = "uneven"
-    strategy: str = "ddp"
     whole: bool = False
-    resumed: bool = False
-    mark: str = "FAIL"
-    twin: str = ""
-
-    @property
-    def clean(self) -> Fault:
-        """The same run without the fault."""
-        return replace(self, made=nothing, named="", mark="PASS", task=self.twin or self.task)
 
 
 FAULTS: dict[str, Fault] = {}
-
-
-def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
-    """Put a generator into `FAULTS` as a fault."""
-
-    def add(made: Callable[[], Iterator[Any]]) -> Any:
-        FAULTS[name] = Fault(contextmanager(made), named, **more)
-        return made
-
-    return add
+fault = faults.collector(FAULTS, Fault)
 
 
 def of_task(name: str, task: str, named: str, **more: Any) -> None:

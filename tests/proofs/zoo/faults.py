@@ -104,14 +104,20 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
-    """Put a generator into `FAULTS` as a fault."""
+def collector(faults: dict[str, Any], kind: type[Fault]) -> Callable[..., Any]:
+    """A decorator that puts a generator into a zoo as a fault of this kind."""
 
-    def add(made: Callable[[], Iterator[Any]]) -> Any:
-        FAULTS[name] = Fault(contextmanager(made), named, **more)
-        return made
+    def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
+        def add(made: Callable[[], Iterator[Any]]) -> Any:
+            faults[name] = kind(contextmanager(made), named, **more)
+            return made
 
-    return add
+        return add
+
+    return fault
+
+
+fault = collector(FAULTS, Fault)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class Checkpoint(Settings):
     retry_for: NonNegative = Field(
         60.0, description="seconds for which a save is tried again that fails by an error of the disk that may pass"
     )
-    background: bool = Field(True, description="write while training goes on; takes memory for one copy of the state")
+    background: bool = Field(True, description="write while training continues; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
         description="continue: if a checkpoint cannot be written, warn, keep training, and try again when the next is "

@@ -61,7 +61,7 @@ def find_drawing_lines(code: Callable[[], Any]) -> dict[str, str]:
     try:
         code()
     except Exception:
-        pass
+        pass  # only what it drew until then matters here
     finally:
         sys.settrace(tracer)
     for name in moved_generators(states) if previous else ():
