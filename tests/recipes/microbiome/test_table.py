@@ -125,7 +125,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not a readable BIOM table \(JSONDecodeError"):
         read_table(path)
     path.write_bytes(write_hdf5(tmp_path / "whole.biom").read_bytes()[:700])
-    with pytest.raises(DataError, match="is not a readable BIOM table"):
+    with pytest.raises(DataError, match=r"cannot be read as HDF5 \(.*truncated file"):
         read_table(path)
     path.write_text(biom.Table(np.zeros((0, 0)), [], []).to_json("tests"))
     with pytest.raises(DataError, match="is empty: 0 samples, 0 taxa"):

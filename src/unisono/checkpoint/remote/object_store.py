@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.data.sources.storage import RemoteOptions, ask_remote, options
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
+from unisono.runtime.remote import RemoteOptions, ask_remote, remote_options
 
 T = TypeVar("T")
 PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline limits progress and not size
@@ -48,7 +48,7 @@ class ObjectStore:
     @classmethod
     def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
         """The store of a run below the URL for all runs."""
-        return cls(f"{url.rstrip('/')}/{name}", RemoteOptions(options(given), deadline))
+        return cls(f"{url.rstrip('/')}/{name}", remote_options(given, deadline))
 
     def at(self, name: str) -> str:
         """The URL of an object."""

@@ -33,9 +33,9 @@ from typing import Any
 from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.data.sources.storage import RemoteOptions, options
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import DataError, RunError
+from unisono.runtime.remote import remote_options
 
 CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
 DESCRIPTION_FILE = "run.json"  # size and hash of every file of the description
@@ -308,7 +308,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is handled by the parent
     os.nice(10)
     settings = json.loads(sys.stdin.readline())
-    where = RemoteOptions(options(settings["options"]), settings["deadline"])
+    where = remote_options(settings["options"], settings["deadline"])
     store, start = ObjectStore(settings["url"], where), settings["start"]
 
     def tell(report: dict[str, Any]) -> None:
