@@ -88,7 +88,7 @@ def test_an_object_that_is_not_what_was_written_is_refused_by_name(
         store.put("file", content)
     with pytest.raises(ObjectError, match=told) as caught:
         store.fetch("file", tmp_path / "file", 4, hashlib.sha256(b"abce").hexdigest())
-    assert store.at("file") in str(caught.value)
+    assert store.url_of("file") in str(caught.value)
     assert not (tmp_path / "file").exists()
 
 

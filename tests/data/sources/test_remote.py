@@ -181,7 +181,7 @@ def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 1000) * 3000)
     with serving(tmp_path) as server:
         found = find(f"{server.url}/a.jsonl")
-        reading = records(found.files[0], ColumnRequest.of(["text"]))
+        reading = records(found.files[0], ColumnRequest.parse(["text"]))
         assert next(reading) == {"text": "x" * 1000}
         server.mode = "silent"
         with hurried(found.files[0], 1.0), pytest.raises(DataError, match=r"a\.jsonl: no answer within 1 s"):

@@ -67,7 +67,7 @@ def test_lineages_come_with_a_table_that_has_them(tmp_path: Path) -> None:
 
 
 def test_some_of_a_table_is_a_table(tmp_path: Path) -> None:
-    some = read_table(write_json(tmp_path / "t.biom")).of(np.array([4, 1]), np.array([0, 3, 5]))
+    some = read_table(write_json(tmp_path / "t.biom")).select(np.array([4, 1]), np.array([0, 3, 5]))
     assert (some.samples, some.taxa) == (["s5", "s2"], ["A", "D", "F"])
     assert some.counts.toarray().tolist() == COUNTS[[4, 1]][:, [0, 3, 5]].tolist()
 

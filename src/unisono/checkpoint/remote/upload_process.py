@@ -97,7 +97,7 @@ class CheckpointUploader:
         if there != manifest:
             store.put(f"{at}/{MANIFEST}", manifest)
         if store.get(f"{at}/{MANIFEST}") != manifest:
-            raise DataError(f"{store.at(at)}/{MANIFEST} was not stored as it was sent")
+            raise DataError(f"{store.url_of(at)}/{MANIFEST} was not stored as it was sent")
         self._retain(name, metric)
 
     def _describe(self) -> None:
@@ -132,7 +132,7 @@ class CheckpointUploader:
             if self._store.sha256(name, size) != sha256:
                 if _sha256(path) != sha256:
                     raise DamagedError(f"{path} is damaged: its content is not what was written")
-                raise DataError(f"{self._store.at(name)} {self._store.describe_fault(name, size)}")
+                raise DataError(f"{self._store.url_of(name)} {self._store.describe_fault(name, size)}")
         self._verified_objects = {(n, h) for n, h in self._verified_objects if n != name} | {(name, sha256)}
 
     def _count(self, size: int) -> None:

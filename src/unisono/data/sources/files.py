@@ -123,7 +123,7 @@ def open_source(
     if format is not None and format not in _READERS:
         raise ConfigError(f"format='{format}' is not known, {nearest(format, _READERS)}")
     asked = [columns] if isinstance(columns, str) else columns
-    wanted = ColumnRequest.of(asked, expect, separator)
+    wanted = ColumnRequest.parse(asked, expect, separator)
     where = remote_options(storage, deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
     return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)

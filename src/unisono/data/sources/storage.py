@@ -55,7 +55,7 @@ class File:
     where: RemoteOptions = field(default_factory=RemoteOptions)
 
     @classmethod
-    def of(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
+    def from_path(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
         """A local file in its current state."""
         status = path.stat()
         return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
@@ -114,7 +114,7 @@ class File:
 
     def now(self) -> File:
         """The file in its current state. A remote file is returned as is; its size is checked when it is read."""
-        return self if is_remote(self.path) else File.of(Path(self.path), self.format, self.name, self.where)
+        return self if is_remote(self.path) else File.from_path(Path(self.path), self.format, self.name, self.where)
 
     def check(self) -> None:
         """Raise if a local file has changed since it was found."""

@@ -48,7 +48,7 @@ class CountTable:
             found.update(part.astype("<i8").tobytes())
         return found.hexdigest()[:32]
 
-    def of(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
+    def select(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
         """Some samples and some taxa of it, in these orders."""
         lineages = None if self.taxonomy is None else [self.taxonomy[number] for number in taxa]
         counts = self.counts if len(samples) == len(self.samples) else self.counts[samples]
