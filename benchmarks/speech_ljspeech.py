@@ -2,10 +2,10 @@
 
     python benchmarks/speech_ljspeech.py ../shared/data/speech_ljspeech [--out runs/ljspeech] [--steps 120] [SETTING …]
 
-The small model of the recipe learns the recordings whole. A second run of the same settings has a process killed half-way
-and is started again; losses, gradient norms and the arrays of the last checkpoint are compared with the first, bit for
-bit. Then the model is exported, adapters are trained on it (`adapter=higgs`), and exported alone and merged. A process
-that knows transformers and PEFT and nothing of Unisono loads both and generates greedily after the same prompts.
+The small model of the recipe learns the recordings whole. A second run of the same settings has a process killed on its
+way and is started again; losses, gradient norms and the arrays of the last checkpoint are compared with the first, bit
+for bit. Then the model is exported, adapters are trained on it (`adapter=higgs`), and exported alone and merged. A
+process that knows transformers and PEFT and nothing of Unisono loads both and generates greedily after equal prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ with np.load(prompts) as given:
         inputs["audio_input_ids"] = torch.from_numpy(given[f"frames_{number}"])[None]
         inputs["audio_input_ids_mask"] = torch.ones(inputs["audio_input_ids"].shape[:2], dtype=torch.bool)
         with torch.no_grad():
-            said = model.generate(**inputs, do_sample=False, max_new_tokens=int(frames), eos_token_id=model.config.eos_token_id)
+            end = model.config.eos_token_id
+            said = model.generate(**inputs, do_sample=False, max_new_tokens=int(frames), eos_token_id=end)
         made[str(number)] = said[0, inputs["audio_input_ids"].shape[1]:].numpy()
 np.savez(out, **made)
 assert not any(name.split(".")[0] == "unisono" for name in sys.modules)
@@ -183,22 +184,28 @@ def main() -> None:
     print({name: round(value, 4) for name, value in evaluated.items() if "accuracy" in name})
 
     cut = kill_and_resume(job, "cut", given.steps * 5 // 8)
-    print("killed and resumed: %d updates and %d arrays of the last checkpoint, all equal bit for bit" % same_bits(cut, whole))
+    updates, arrays = same_bits(cut, whole)
+    print(f"killed and resumed: {updates} updates and {arrays} arrays of the last checkpoint, all equal bit for bit")
 
     base = job.export(whole, "base")
-    adapters = ("model=pretrained", f"model.path={base}", "adapter=higgs", f"train.steps={max(4, given.steps // 4)}")
-    tuned = job.train("adapters", *adapters, "eval.every=null")
-    again = kill_and_resume(job, "adapters-cut", max(3, given.steps // 6), *adapters, "eval.every=null", "checkpoint.every=2")
-    print("the same with adapters and their dropout: %d updates, %d arrays" % same_bits(again, tuned))
+    adapters = (
+        "model=pretrained", f"model.path={base}", "adapter=higgs", f"train.steps={max(4, given.steps // 4)}",
+        "eval.every=null",
+    )  # fmt: skip
+    tuned = job.train("adapters", *adapters)
+    again = kill_and_resume(job, "adapters-cut", max(3, given.steps // 6), *adapters, "checkpoint.every=2")
+    updates, arrays = same_bits(again, tuned)
+    print(f"the same with adapters and their dropout: {updates} updates, {arrays} arrays")
     adapter, merged = job.export(tuned, "adapter"), job.export(tuned, "merged", "merge=true")
     prompts = prompts_of(tuned, 3)
     ours = said_here(tuned, prompts, FRAMES)
     for name, folder, own in (("PEFT", base, adapter), ("transformers, merged", merged, None)):
         theirs = said_elsewhere(tuned, folder, own, prompts, FRAMES)
         equal = [np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)]
-        print(f"{name}: {sum(equal)} of {len(equal)} prompts continued with the same codes, {[len(a) for a in ours]} frames")
+        print(f"{name}: {sum(equal)} of {len(equal)} prompts continued with the same codes")
     without = said_here(whole, prompts, FRAMES)
-    print("the adapters changed what is said:", not all(np.array_equal(a, b) for a, b in zip(ours, without, strict=True)))
+    same = all(np.array_equal(a, b) for a, b in zip(ours, without, strict=True))
+    print(f"{[len(codes) for codes in ours]} frames; the adapters changed what is said: {not same}")
 
 
 if __name__ == "__main__":
