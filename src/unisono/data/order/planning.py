@@ -13,6 +13,7 @@ from unisono.data.loading.loader import MeasuredLengths, check_draws
 from unisono.data.order import lanes as lanes_
 from unisono.data.order.blocks import BlockOrder, CachedBlocks
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
+from unisono.data.order.length_groups import LengthGroups
 from unisono.data.order.mixture import Joined, MixtureOrder
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
@@ -85,8 +86,9 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
         )
     blocks = _max_blocks(sources) if data.shuffle == "blocks" else None
     if data.packing is None and blocks is None:
+        stream = _build_stream(task, source, config, SINGLE_LANE)
         return StreamPlan.create(
-            _build_stream(task, source, config, SINGLE_LANE), train.global_batch, train.steps, train.epochs
+            stream, train.global_batch, train.steps, train.epochs, _length_groups(task, source, data.group_by_length)
         )
     count = lanes_.resolve_lane_count(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
@@ -131,6 +133,18 @@ def checkable_sources(source: Source) -> list[CheckableSource]:
     """The sources whose files can be checked during training."""
     sources = source.sources.values() if isinstance(source, Joined) else [source]
     return [one for one in sources if isinstance(one, CheckableSource)]
+
+
+def _length_groups(task: Task, source: Source, size: int | None) -> LengthGroups | None:
+    if size is None:
+        return None
+    lengths = getattr(source, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"data.group_by_length={size} needs the length of each row, and the source that {type(task).__name__}"
+            ".data() returns has no `lengths`; leave it out, or give the source that attribute, (rows,) int64"
+        )
+    return LengthGroups(np.asarray(lengths, dtype=np.int64), size)
 
 
 def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
