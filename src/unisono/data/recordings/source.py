@@ -70,6 +70,7 @@ def open_recordings(
     leave_out: str | PathLike[str] | Iterable[int] | None = None,
     storage: Mapping[str, Any] | None = None,
     key: str = "data.path",
+    require_files: bool = True,
 ) -> Recordings:
     """Open recordings.
 
@@ -83,6 +84,8 @@ def open_recordings(
         leave_out: rows to skip: their numbers, or a file written by `unisono data scan`.
         storage: fsspec options for URLs.
         key: the setting that contains the paths, for errors.
+        require_files: refuse a metadata file that names recordings that are not there, unless they are left out; a scan
+            lists them.
 
     Raises:
         DataError: if something cannot be found or used, with file, column and row.
@@ -98,7 +101,10 @@ def open_recordings(
     else:
         table = _ColumnTable(given, audio, label, columns, storage, key)
     _check_label(table, label, key)
-    return Recordings(table, label, columns, _read_left_out(leave_out, len(table)))
+    recordings = Recordings(table, label, columns, _read_left_out(leave_out, len(table)))
+    if require_files and isinstance(table, metadata.MetadataTable):
+        table.require_files(recordings.rows.tolist())
+    return recordings
 
 
 class Recordings:
