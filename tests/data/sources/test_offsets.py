@@ -59,3 +59,20 @@ def test_offsets_out_of_the_values_are_refused(tmp_path: Path, name: str, ending
         damaged[1]
     with pytest.raises(DataError, match="damaged"):
         damaged.read_block(0)
+
+
+@pytest.mark.parametrize("number", [-1, -(1 << 30), 3, 1 << 30])
+def test_numbers_out_of_a_dictionary_are_refused(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+    table = pa.table({"x": pa.array(TEXT).dictionary_encode()})
+    path = tmp_path / "rows.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    content = path.read_bytes()
+    before = struct.pack("<iii", 0, 1, 2)
+    assert content.count(before) == 1
+    path.write_bytes(content.replace(before, struct.pack("<iii", 0, number, 2)))
+    damaged = open_source(path, "x")
+    assert [damaged[row] for row in (0, 2)] == [TEXT[0], TEXT[2]]
+    with pytest.raises(DataError, match=r"rows\.arrow.*column 'x' is damaged at row 1 \(from 0\).*copy the file"):
+        damaged[1]

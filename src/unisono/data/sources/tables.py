@@ -115,7 +115,7 @@ def _single_chunk(column: Any) -> Any:
 def check_offsets(column: Any) -> None:
     """Reject offsets that point outside of the values, which Arrow would follow without checking, past its memory.
 
-    UTF-8 is checked by decoding, and dictionary indices by Arrow.
+    UTF-8 is checked by decoding, and dictionary indices that are too large by Arrow; it follows negative ones.
 
     Raises:
         pyarrow.ArrowInvalid: if there are such offsets.
@@ -127,6 +127,8 @@ def check_offsets(column: Any) -> None:
     elif isinstance(column, pa.ExtensionArray):
         check_offsets(column.storage)
     elif isinstance(column, pa.DictionaryArray):
+        if (least := pc.min(column.indices).as_py()) is not None and least < 0:
+            raise pa.ArrowInvalid(f"it has the number {least} in a dictionary")
         check_offsets(column.dictionary)
     elif isinstance(column, pa.StructArray):
         for place in range(kind.num_fields):

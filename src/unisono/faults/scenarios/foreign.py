@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
 from unisono.checkpoint.core import manifest
+from unisono.data.sources import open_source
 from unisono.faults import job
 from unisono.faults.job import JobResult
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.runtime.errors import UnisonoError
+from unisono.runtime.hdf5 import check_hdf5
 from unisono.supervise import fault_injection
 
 TASK = f"{job.TASK}:Small"
@@ -209,6 +213,49 @@ def _changed_asset(sandbox: Sandbox) -> Outcome:
     done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
     outcome.check(done.code == 0, f"with the assets as they were: {done.code}: {done.said[-800:]}")
     return outcome
+
+
+@scenario("S14", "files that lead elsewhere: a link in assets, a pipe in a checkpoint, a split named ../, an HDF5 link")
+def _paths_elsewhere(sandbox: Sandbox) -> Outcome:
+    outcome, folder = Outcome(), sandbox.own / "theirs"
+    newest = job.train_to_end(sandbox)
+    run, out = newest.parents[1], sandbox.own / "exported"
+    secret = sandbox.own / "id_rsa"
+    secret.write_text("PRIVATE KEY")
+    asset = run / "assets" / "config.json"
+    asset.symlink_to(secret)
+    done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
+    outcome.check(done.code == 2 and asset.name in done.said, f"a link: {done.code}: {done.said[-800:]}")
+    asset.unlink()
+    piece = next(iter(newest.glob("*.safetensors")))
+    held = piece.read_bytes()
+    piece.unlink()
+    os.mkfifo(piece)
+    done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
+    outcome.check(done.code == 2 and piece.name in done.said, f"a pipe: {done.code}: {done.said[-800:]}")
+    piece.unlink()
+    piece.write_bytes(held)
+    outcome.check(not out.exists() or "PRIVATE" not in str([*map(Path.read_bytes, out.rglob("*.*"))]), "it was copied")
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text('{"splits": ["../secrets"]}')
+    outcome.said = _refused(outcome, "a split", lambda: open_source(folder))
+    with suppress(ImportError):
+        import h5py
+
+        with h5py.File(folder / "a.h5", "w") as file:
+            file["ids"] = h5py.ExternalLink(str(secret), "/ids")
+        _refused(outcome, "an HDF5 link", lambda: check_hdf5(folder / "a.h5"))
+    return outcome
+
+
+def _refused(outcome: Outcome, what: str, read: Callable[[], object]) -> str:
+    """The sentence by which a reader refuses a file."""
+    try:
+        read()
+    except UnisonoError as error:
+        return str(error)
+    outcome.check(kept=False, what=f"{what} was followed")
+    return ""
 
 
 def _write_description(store: Path, files: Mapping[str, bytes]) -> None:
