@@ -3,7 +3,8 @@
     python -m benchmarks.jax_overhead [--rounds 40] [--processes 1 2] [--out jax_overhead.json]
 
 As in `benchmarks/overhead.py`: in every round each contender makes one step on the same rows, in turn: the bare loop,
-the bare loop again (what two equal things differ by on this machine) and Unisono's own loop. The same transformer in
+the bare loop again (what two equal things differ by on this machine) and Unisono's own loop. Beside the time there is
+that of the processors, which other work on the machine hardly changes. The same transformer in
 Unisono's torch engine follows in processes of its own, before and after.
 """
 
@@ -129,19 +130,21 @@ def compare(rank: int, world: int, rounds: int, folder: Path, kind: str) -> dict
             } | contenders
             own = training._parts.engine._compiler.seconds
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        cpu: dict[str, list[float]] = {name: [] for name in contenders}
         losses: dict[str, list[float]] = {name: [] for name in contenders}
         names = list(contenders)
         for number in range(rounds + WARM):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 group.barrier("the turn of the next contender")
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), time.process_time()
                 losses[name].append(next(contenders[name]))
                 if number >= WARM:
                     seconds[name].append(time.perf_counter() - began)
+                    cpu[name].append(time.process_time() - busy)
     ends = {name: (values[0], values[-1]) for name, values in losses.items()}
     compile_seconds = {"bare": compiled["compile"], "unisono": own} if kind == "InJax" else {}
-    return {"seconds": seconds, "losses": ends, "compile_seconds": compile_seconds}
+    return {"seconds": seconds, "cpu": cpu, "losses": ends, "compile_seconds": compile_seconds}
 
 
 def spawn(world: int, code: str, arguments: list[str], cache: str) -> list[str]:
@@ -248,12 +251,15 @@ def main() -> None:
 def summary(found: dict, torch: list[list[float]]) -> dict:
     """Medians, ratios to the bare loop with their intervals, first and last losses."""
     seconds = {name: np.array(values) for name, values in found["seconds"].items()}
-    ratios = {}
-    for name in ("bare again", "unisono"):
-        each = seconds[name] / seconds["bare"]
-        ratios[name] = {"median": float(np.median(each)), "interval": interval(each)}
-        ratios[name]["of medians"] = float(np.median(seconds[name]) / np.median(seconds["bare"]))
+    cpu = {name: np.array(values) for name, values in found["cpu"].items()}
+    ratios: dict[str, dict] = {}
+    for kind, values in (("", seconds), (", processors", cpu)):
+        for name in ("bare again", "unisono"):
+            each = values[name] / values["bare"]
+            ratios[name + kind] = {"median": float(np.median(each)), "interval": interval(each)}
+            ratios[name + kind]["of medians"] = float(np.median(values[name]) / np.median(values["bare"]))
     milliseconds = {name: 1e3 * float(np.median(values)) for name, values in seconds.items()}
+    milliseconds |= {f"{name}, processors": 1e3 * float(np.median(values)) for name, values in cpu.items()}
     milliseconds["unisono, torch"] = 1e3 * statistics.median([*torch[0], *torch[1]])
     return {
         "milliseconds": milliseconds, "ratios": ratios, "losses": found["losses"],

@@ -87,7 +87,11 @@ PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
         for process in reversed(running):
             process.terminate()
         for process in running:
-            process.wait(timeout=20)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:  # a node waits for a step whose end it has missed
+                process.kill()
+                process.wait(timeout=20)
 
 
 def _wait(ready: object, seconds: float = 30.0) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.cluster import RUN_ID_VARIABLE, process_info, set_rendezvous_variables
+from unisono.launch.cluster import RUN_ID_VARIABLE, meeting_point, process_info, set_rendezvous_variables
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
@@ -78,6 +78,15 @@ def test_torchrun_s_address_is_left_as_it_is():
     environment = dict(TORCHRUN)
     set_rendezvous_variables(ProcessInfo(3, 4, 1, 2, "torchrun"), environment)
     assert environment == TORCHRUN
+
+
+def test_processes_without_torch_meet_beside_the_port_that_torchrun_itself_listens_on():
+    assert meeting_point(TORCHRUN) == ("a", 1)
+    agent = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}
+    (first, again), others = [meeting_point(agent)[1] for _ in range(2)], {"UNISONO_TOKEN": "t", "MASTER_PORT": "2"}
+    assert first == again and 20000 <= first < 32000
+    assert first not in {meeting_point({**agent, name: value})[1] for name, value in others.items()}
+    assert meeting_point({**agent, "TORCHELASTIC_RESTART_COUNT": "1"})[1] != first
 
 
 # Slurm --------------------------------------------------------------------------------------------------------------

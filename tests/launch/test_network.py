@@ -8,6 +8,7 @@ import pytest
 
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
+from unisono.runtime import listening
 from unisono.runtime.errors import ConfigError
 
 FOUND = [
@@ -111,7 +112,38 @@ def test_a_host_whose_loopback_is_down_is_told_how_to_mend_it(host: None, monkey
 
 
 def test_a_port_that_is_kept_is_nobody_else_s():
-    with network.reserve_port("127.0.0.1") as kept, socket.socket() as other:
+    with listening.reserve_port("127.0.0.1") as kept, socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
             other.bind(kept.getsockname())
+
+
+class Known:
+    """Processes whose addresses on the connection to rank 0 are known; gathers what this one and the others say."""
+
+    def __init__(self, addresses: list[str], rank: int) -> None:
+        self.addresses, self.rank, self.own_address = addresses, rank, addresses[rank]
+
+    def gather(self, value: str, what: str) -> list[str]:
+        return [*self.addresses[: self.rank], value, *self.addresses[self.rank + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),  # one host
+        (["10.0.0.5", "10.0.0.6"], "10.0.0.5"),
+        (["127.0.1.1", "10.0.0.6"], "10.0.0.5"),  # the name of this host means 127.0.1.1, and there is another
+    ],
+)
+def test_a_process_is_known_by_an_address_that_the_others_reach(
+    host: None, monkeypatch: pytest.MonkeyPatch, there: list[str], found: str
+):
+    monkeypatch.delenv(network.GLOO, raising=False)
+    assert network.process_addresses(Known(there, 0), "node-a", 29400) == [found, there[1]]  # type: ignore[arg-type]
+
+
+def test_a_process_is_known_by_the_interface_that_the_environment_names(host: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(network.GLOO, "eth0")
+    found = network.process_addresses(Known(["127.0.0.1", "10.0.0.6"], 0), "10.0.0.6", 29400)  # type: ignore[arg-type]
+    assert found == ["10.0.0.5", "10.0.0.6"]

@@ -54,8 +54,25 @@ def set_rendezvous_variables(process: ProcessInfo, environment: MutableMapping[s
     if process.launcher == "slurm":
         environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
         step = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
-        number = hmac.digest(environment.get("UNISONO_TOKEN", "").encode(), step.encode(), "sha256")
-        environment.setdefault("MASTER_PORT", str(20000 + int.from_bytes(number[:4], "big") % 12000))
+        environment.setdefault("MASTER_PORT", _derive_port(step, environment))
+
+
+def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return host and port at which processes meet without torch.
+
+    At `MASTER_PORT` torchrun may hold a store of its own; then the port is derived from it and from the attempt.
+    """
+    port = environment["MASTER_PORT"]
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        port = _derive_port(" ".join(environment.get(name, "") for name in names), environment)
+    return environment["MASTER_ADDR"], int(port)
+
+
+def _derive_port(name: str, environment: Mapping[str, str]) -> str:
+    """Return a port that all processes of something named derive alike."""
+    number = hmac.digest(environment.get("UNISONO_TOKEN", "").encode(), name.encode(), "sha256")
+    return str(20000 + int.from_bytes(number[:4], "big") % 12000)
 
 
 def _first_host(nodes: str) -> str:

@@ -7,6 +7,7 @@ matrix unit; `fp32` is the rate of plain fp32 arithmetic, since `fp32` runs do n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ PEAKS = (
 )
 
 
+@cache
 def peak_flops(device: str, precision: str) -> float | None:
     """Return the peak rate of one device in FLOP/s, or None if unknown.
 

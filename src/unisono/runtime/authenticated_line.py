@@ -67,6 +67,11 @@ class AuthenticatedLine:
         self._directions = (b"", b"")  # sent, received
         self._sent = self._received = 0
 
+    @property
+    def own_address(self) -> str:
+        """The address of this end."""
+        return str(self._link.getsockname()[0])
+
     # greetings ------------------------------------------------------------------------------------------------------
 
     def admit(self, token: bytes, which: str, deadline: float) -> dict[str, Any]:

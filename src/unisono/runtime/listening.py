@@ -1,4 +1,4 @@
-"""A listening socket at one address of this host, on a port that a launcher may have reserved for it."""
+"""Sockets of rank 0: one that reserves a free port for it, and one that listens at one address of its host."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def listen(host: str, port: int, shared: bool) -> socket.socket | None:
             raise OSError(f"port {port} of this host is in use; set MASTER_PORT to a free one") from error
         return None  # its address may be translated by NAT
     return listener
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Open a socket that reserves a free port at one address of this host, for a process that listens later.
+
+    No other user's process gets the port while the socket is open.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
+        held.bind((address, 0))
+    except OSError:
+        held.close()
+        raise
+    return held

@@ -51,6 +51,11 @@ class TcpCommunicator:
         self._place, self._address, self._lines = place, (host, port), lines
         self._listener, self._channel, self._others = listener, channel, 0
 
+    @property
+    def own_address(self) -> str:
+        """The address of this process on its first connection."""
+        return next(iter(self._lines.values())).own_address
+
     def gather(self, value: Json, what: str) -> list[Json]:
         """Return the value of every rank, in rank order, on every rank.
 

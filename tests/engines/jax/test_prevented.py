@@ -14,6 +14,7 @@ from tests.jax_tasks import LinearTask
 from unisono.engines.jax.engine import JaxEngine
 from unisono.engines.jax.parallel import mesh, runtime
 from unisono.runtime.errors import DeadlineError
+from unisono.runtime.listening import reserve_port
 from unisono.task import Context, Loss
 
 TRAIN = {"global_batch": 8, "steps": 2, "precision": "fp64"}
@@ -50,7 +51,12 @@ def test_a_task_cannot_reduce_over_devices() -> None:
 
 def test_a_coordinator_that_does_not_answer_is_named() -> None:
     """JAX would abort the process."""
-    held = runtime._reserve_port("127.0.0.1")  # bound, and nobody listens
+    held = reserve_port("127.0.0.1")  # bound, and nobody listens
     port = held.getsockname()[1]
-    with held, pytest.raises(DeadlineError, match=rf"rank 1: JAX's coordinator at 127.0.0.1:{port} \(rank 0\) did not"):
+    with (
+        held,
+        pytest.raises(
+            DeadlineError, match=rf"JAX's coordinator at 127.0.0.1:{port} \(rank 0\) did not respond to rank 1"
+        ),
+    ):
         runtime._probe("127.0.0.1", port, 1, 0.3)

@@ -51,7 +51,7 @@ def configured(case: Case) -> RunConfig:
 
 def run(place: ProcessInfo, group: Communicator, names: list[str], root: Path) -> None:
     """Record runs, each with its fault."""
-    runtime.start(configured(case_of(names[0])), place, group, "127.0.0.1")
+    runtime.start(configured(case_of(names[0])), place, group, ["127.0.0.1"] * 2)
     for name in names:
         case, fault = case_of(name), RUNS[name]
         with fault.made():

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests import processes
 from tests.ports import free_port
 from unisono.engines.torch.parallel import process_group
-from unisono.launch.nodes import network
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import DeadlineError
+from unisono.runtime.listening import reserve_port
 
 CPU = torch.device("cpu")
 VALUES = [
@@ -77,7 +77,7 @@ def test_a_port_in_use_is_named_at_once(address: str) -> None:
 
 
 def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with network.reserve_port("127.0.0.1") as kept:
+    with reserve_port("127.0.0.1") as kept:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(kept.getsockname()[1]))
         with pytest.raises(DeadlineError, match="is in use; set MASTER_PORT to a free one"):

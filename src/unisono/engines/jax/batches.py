@@ -144,7 +144,7 @@ class Batches:
         if len(structures) > 1:
             raise ConfigError("collate() returned different arrays for micro-batches of the same step")
 
-        def side_by_side(path: Any, *arrays: HostArray) -> jax.Array:
+        def side_by_side(path: Any, *arrays: HostArray) -> HostArray:
             if len({array.shape for array in arrays}) > 1:
                 name = keystr(path[1:], simple=True, separator=".")
                 shapes = sorted({array.shape for array in arrays})
@@ -153,15 +153,24 @@ class Batches:
                     "compiled for one shape, so pad to a fixed length in collate()"
                 )
             # Device by device: each computes a contiguous stretch of micro-batches, one in each pass.
-            local = np.stack(arrays).reshape(self._local_devices, -1, *arrays[0].shape).swapaxes(0, 1)
-            return self.spread(local)
+            return np.stack(arrays).reshape(self._local_devices, -1, *arrays[0].shape).swapaxes(0, 1)
 
-        return jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:])
+        stacked: DeviceBatch = self.spread(jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:]))
+        return stacked
 
-    def spread(self, local: HostArray) -> jax.Array:
-        """This process's part (passes, its devices, …) of a global array."""
-        shape = (local.shape[0], self._grid.devices, *local.shape[2:])
-        return jax.make_array_from_process_local_data(self._grid.batch, np.ascontiguousarray(local), shape)
+    def spread(self, local: Any) -> Any:
+        """Global arrays of this process's parts (passes, its devices, …), all in one transfer to each device."""
+        parts, structure = jax.tree.flatten(local)
+        sharding, own = self._grid.batch, self._grid.own_devices
+        pieces = [[np.ascontiguousarray(part[:, place : place + 1]) for part in parts] for place in range(len(own))]
+        placed = [jax.device_put(piece, device) for piece, device in zip(pieces, own, strict=True)]
+        made = [
+            jax.make_array_from_single_device_arrays(
+                (part.shape[0], self._grid.devices, *part.shape[2:]), sharding, list(of_part)
+            )
+            for part, *of_part in zip(parts, *placed, strict=True)
+        ]
+        return jax.tree.unflatten(structure, made)
 
 
 def partition_specs(batch: DeviceBatch) -> DeviceBatch:

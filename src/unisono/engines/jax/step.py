@@ -136,9 +136,9 @@ class Step:
         largest = numbers[LARGEST]
         clipping = jnp.where(grad_norm > largest, rules.shrinking_factor(grad_norm, largest), 1.0)
         clipped = {name: gradient * clipping for name, gradient in raw.items()}
-        made = self.update(state, clipped, numbers)
         before = replace(state, carry={})
-        made = jax.tree.map(lambda new, old: jnp.where(updated, new, old), made, before)
+        # A branch: to choose between old and new numbers, XLA keeps both, and reads the whole state once more.
+        made = jax.lax.cond(updated, lambda: self.update(before, clipped, numbers), lambda: before)
         made.carry = carry
         return made, StepOutcome(reports, squares, loss, grad_norm, updated), ObservedStep(raw, clipped, outputs)
 

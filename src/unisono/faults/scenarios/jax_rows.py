@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
+from unisono.faults import job
+from unisono.faults.job import free_port
 from unisono.faults.matrix import SCENARIOS, Outcome, Sandbox, scenario
 from unisono.faults.scenarios import death, network, storage  # noqa: F401 - their rows are taken over
 from unisono.faults.scenarios.kills import kill_rank
+from unisono.faults.scenarios.network import UNREACHED
+from unisono.faults.scenarios.setup import run_by_hand
 
 
 def _add(key: str, *, quick: bool = False) -> None:
@@ -19,6 +25,25 @@ def _add(key: str, *, quick: bool = False) -> None:
 _add("A1", quick=True)
 for _key in ("A5", "A9", "B10", "B12", "B13", "F42", "C20", "C24", "C27"):
     _add(_key)
+
+
+@scenario("F42k", "JAX: a firewall that lets processes of two hosts meet, and drops what comes to JAX's coordinator")
+def _coordinator(sandbox: Sandbox) -> Outcome:
+    outcome, port = Outcome(), str(free_port())
+    with network.make_hosts(network.IPV4) as names:
+        network.drop_packets(names[0], int(port), others=True)
+        commands = [network.command_on(name, *job.train_command()) for name in names]
+        host = {"MASTER_ADDR": network.IPV4[0], "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        began = time.monotonic()
+        each = [{**host, "GLOO_SOCKET_IFNAME": name} for name in ("v0", "v1")]
+        ends = run_by_hand([sandbox.own] * 2, commands, each, "jax")
+    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.said = next((done.sentence for done in ends if done.sentence), "")
+    for rank, done in enumerate(ends):
+        outcome.check(done.code == UNREACHED, f"rank {rank}: {done.code}: {done.said[-1000:]}")
+    outcome.check("JAX's coordinator at" in outcome.said and "firewall" in outcome.said, f"{ends[0].said[-1000:]}")
+    outcome.check(outcome.seconds < 60, f"it took {outcome.seconds} s")
+    return outcome
 
 
 @scenario("A4j", "JAX: kill -9 of rank 0 at random instants")

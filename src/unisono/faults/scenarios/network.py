@@ -45,8 +45,8 @@ def _port(sandbox: Sandbox) -> Outcome:
 def _ipv6(sandbox: Sandbox) -> Outcome:
     """Not even the loopback has an address of IPv4. Both runs end as one on this host, which has."""
     before, outcome = sandbox.reference_digests(), Outcome()
-    with _make_hosts(IPV6) as names:
-        with sandbox.job(command=_command_on(names[0], *job.train_command("layout.world_size=2"))) as run:
+    with make_hosts(IPV6) as names:
+        with sandbox.job(command=command_on(names[0], *job.train_command("layout.world_size=2"))) as run:
             alone = run.finish()
             outcome.exact = alone.code == 0 and job.read_digests(run.run) == before
             outcome.check(bool(outcome.exact), f"one host: {alone.code}: {alone.said[-1500:]}")
@@ -63,9 +63,9 @@ def _ipv6(sandbox: Sandbox) -> Outcome:
 @scenario("F42c", "a firewall that drops what comes to the port where nodes meet")
 def _firewall(sandbox: Sandbox) -> Outcome:
     outcome, timeout = Outcome(), 10.0
-    with _make_hosts(IPV4) as names:
+    with make_hosts(IPV4) as names:
         port = free_port()
-        _drop_packets(names[0], port)
+        drop_packets(names[0], port)
         began = time.monotonic()
         with _start_nodes(sandbox, names, IPV4[0], port, timeout) as jobs:
             ends = [each.finish(60) for each in jobs]
@@ -83,9 +83,9 @@ def _firewall(sandbox: Sandbox) -> Outcome:
 @scenario("F42e", "a firewall that lets the nodes meet, and drops what comes to any other port of one")
 def _firewall_between(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    with _make_hosts(IPV4) as names:
+    with make_hosts(IPV4) as names:
         port = free_port()
-        _drop_packets(names[0], port, others=True)
+        drop_packets(names[0], port, others=True)
         began = time.monotonic()
         with _start_nodes(sandbox, names, IPV4[0], port) as jobs:
             ends = [each.finish(60) for each in jobs]
@@ -140,7 +140,7 @@ def _cut(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=200")
     before = sandbox.reference_digests(*words)
     with (
-        _make_hosts(IPV4) as names,
+        make_hosts(IPV4) as names,
         _start_nodes(sandbox, names, IPV4[0], None, 120.0, "launch.timeout=8", *words) as jobs,
     ):
         jobs[0].wait_for_step(5)
@@ -159,7 +159,7 @@ def _cut(sandbox: Sandbox) -> Outcome:
 
 
 @contextmanager
-def _make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
+def make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
     """Two network namespaces with a cable between them; with addresses of IPv6 they have none of IPv4 at all."""
     if not shutil.which("ip") or os.geteuid() != 0:
         raise AbstainError("hosts are made of network namespaces, which needs root and iproute2")
@@ -206,14 +206,14 @@ def _start_nodes(
             stack.enter_context(
                 Job(
                     sandbox.own, output=f"host-{number}.txt",
-                    command=_command_on(name, *job.train_command(*settings, f"launch.node_rank={number}")),
+                    command=command_on(name, *job.train_command(*settings, f"launch.node_rank={number}")),
                 )
             )
             for number, name in enumerate(names)
         ]  # fmt: skip
 
 
-def _drop_packets(name: str, port: int, others: bool = False) -> None:
+def drop_packets(name: str, port: int, others: bool = False) -> None:
     """Have a host take no packet for a port; with `others` for every other one, and answers to its own apart."""
     rule = ["INPUT", "-p", "tcp", *(["!"] if others else []), "--dport", f"{port}", "-j", "DROP"]
     ways = [["iptables", "-A", *rule]]
@@ -222,12 +222,12 @@ def _drop_packets(name: str, port: int, others: bool = False) -> None:
     elif not shutil.which("iptables"):
         ways = [["ip", "route", "add", "blackhole", IPV4[1]]]  # nothing at all goes back to the other host
     for way in ways:
-        made = subprocess.run(_command_on(name, *way), capture_output=True, text=True)
+        made = subprocess.run(command_on(name, *way), capture_output=True, text=True)
         if made.returncode:
             raise AbstainError(f"no firewall can be made here: {made.stderr.strip()}")
 
 
-def _command_on(name: str, *words: str) -> list[str]:
+def command_on(name: str, *words: str) -> list[str]:
     """A command on a host."""
     return ["ip", "netns", "exec", name, *words]
 

@@ -22,6 +22,7 @@ from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
 from unisono.runtime.communicator import Node
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
+from unisono.runtime.listening import reserve_port
 
 TOKEN = "nodes.token"  # in the run's folder during startup: a random number known only to this start
 _PER_NODE_KEYS = (
@@ -65,7 +66,7 @@ def _connect_nodes(meeting: NodeCommunicator, config: RunConfig, stack: ExitStac
         def listen() -> dict[str, Any]:
             name, address = others[meeting.rank] or network.choose_interface(asked, others[1][1], port)
             listener = listeners.enter_context(_open_listener(address, meeting.size))
-            kept = stack.enter_context(network.reserve_port(address))
+            kept = stack.enter_context(reserve_port(address))
             ports = [each.getsockname()[1] for each in (listener, kept)]
             return {"interface": name, "address": address, "ports": ports}
 

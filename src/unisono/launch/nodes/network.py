@@ -5,6 +5,7 @@ A host's address is never looked up by its own name, which may lead to 127.0.0.1
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from unisono.runtime.communicator import REUSE_PORT_OPTION
 from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.listening import reserve_port
+from unisono.runtime.tcp_communicator import TcpCommunicator
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -88,21 +90,6 @@ def find_loopback() -> str:
     )
 
 
-def reserve_port(address: str) -> socket.socket:
-    """Open a socket that reserves a free port for rank 0 of the processes started next.
-
-    Nobody else gets the port while the socket is open, however long rank 0 takes to listen on it.
-    """
-    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
-        held.bind((address, 0))
-    except OSError:
-        held.close()
-        raise
-    return held
-
-
 def resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     """Return the address family and the address of a host.
 
@@ -171,3 +158,29 @@ def choose_interface(
     family = resolve_host(host, port)[0]
     fitting = [a for a in chosen.addresses if (":" in a) == (family == socket.AF_INET6)]
     return name, (fitting or list(chosen.addresses))[0]
+
+
+def process_addresses(group: TcpCommunicator, host: str, port: int) -> list[str]:
+    """Return the address at which the others reach each process, by rank; collective.
+
+    It is that of the interface which `GLOO_SOCKET_IFNAME` names, else that of the connection to rank 0. Processes on
+    the host of rank 0 may have met it at a loopback address; if there are other hosts, they use the address that leads
+    to those.
+
+    Args:
+        group: All processes.
+        host: At which they have met.
+        port: On it.
+    """
+    own = choose_interface(None, host, port)[1] if GLOO in os.environ else group.own_address
+    everyone = group.gather(own, "the addresses of all processes")
+    elsewhere = next((address for address in everyone if not _is_loopback(address)), None)
+    if elsewhere is None:
+        return everyone
+    if _is_loopback(own):
+        own = find_own_address(elsewhere, port)
+    return group.gather(own, "the addresses of all processes on several hosts")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -31,6 +31,7 @@ from unisono.runtime import heartbeat
 from unisono.runtime.authenticated_line import TOKEN
 from unisono.runtime.communicator import STORE_VARIABLE, Node
 from unisono.runtime.errors import LostError, Preempted
+from unisono.runtime.listening import reserve_port
 from unisono.supervise import preemption
 
 TRAINING_MODULE = "unisono.launch.processes.rank_process"
@@ -136,7 +137,7 @@ def run_processes(
         address = network.find_loopback() if node is None else ""
         if node is None:
             remove_old_faults(folder)
-            kept = stack.enter_context(network.reserve_port(address))
+            kept = stack.enter_context(reserve_port(address))
             meet_at = address, kept.getsockname()[1]
             if not ours:
                 kept.close()

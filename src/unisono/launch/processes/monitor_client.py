@@ -155,7 +155,9 @@ def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Com
     heartbeat.start(here, place.rank)
     fault_injection.install(place.rank)
     nodes = list(dict.fromkeys(json.dumps(theirs) for theirs, _ in values))
-    if directory is not None:
+    if directory is not None and directory != here:  # two hosts that cannot be told apart have one monitor
+        shutil.rmtree(directory, ignore_errors=True)
+    elif directory is not None:
         torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         specification = _build_specification(
             config, Path(directory), folder.resolve(), of_node, nodes.index(json.dumps(key)), len(nodes),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from unisono.checkpoint.core import provenance
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, layout, resolve
+from unisono.launch.nodes import network
 from unisono.launch.processes import fork_server
 from unisono.observe import logs
 from unisono.runtime import heartbeat
@@ -72,13 +73,13 @@ def _join_jax(config: RunConfig, place: ProcessInfo) -> Communicator:
 
     if place.world_size == 1:
         alone = SingleProcess()
-        runtime.start(config, place, alone, "")
+        runtime.start(config, place, alone)
         return alone
     cluster.set_rendezvous_variables(place)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = cluster.meeting_point()
     group = tcp_communicator.connect_processes(place, host, port, config.launch.start_timeout, config.launch.timeout)
     provenance.check_agreement(group, provenance.shared_inputs(config))
-    runtime.start(config, place, group, host)
+    runtime.start(config, place, group, network.process_addresses(group, host, port))
     return group
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -74,6 +74,12 @@ class Grid:
     def devices(self) -> int:
         """Of all processes."""
         return self.replicas * self.shards
+
+    @cached_property
+    def own_devices(self) -> list[jax.Device]:
+        """Of this process, in the order of the grid."""
+        here = jax.process_index()
+        return [device for device in self.mesh.devices.flat if device.process_index == here]
 
     def spec(self, shape: Sequence[int]) -> PartitionSpec:
         """How an array of the state is cut: its longest axis that the shards divide evenly, or not at all."""

@@ -13,32 +13,38 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib._jax  # type: ignore[import-not-found]
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import REUSE_PORT_OPTION, Communicator, ProcessInfo, format_address
+from unisono.runtime.communicator import Communicator, ProcessInfo, format_address
+from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import ConfigError, DeadlineError
 from unisono.runtime.files import cache_dir
+from unisono.runtime.listening import listen, reserve_port
 
 log = logging.getLogger(__name__)
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+_REACH_TIMEOUT = 15.0  # seconds for a process to reach a port on which rank 0 listens already
 _PROBE_INTERVAL = 0.1  # seconds between two looks for the coordinator
 
 
-def start(config: RunConfig, place: ProcessInfo, group: Communicator, host: str) -> None:
+def start(config: RunConfig, place: ProcessInfo, group: Communicator, addresses: Sequence[str] = ()) -> None:
     """Start JAX with the devices of a layout, and join the other processes; collective.
 
     Args:
         config: concrete.
         place: of this process.
         group: all processes; they have met already.
-        host: of rank 0, as the others know it.
+        addresses: at which the others reach each process, by rank.
 
     Raises:
         ConfigError: where JAX was started in this process before, with other devices.
@@ -55,7 +61,8 @@ def start(config: RunConfig, place: ProcessInfo, group: Communicator, host: str)
         _set_option("jax_platforms", f"{layout.device},cpu")
     _use_program_cache()
     if place.world_size > 1:
-        _join_coordinator(config, place, group, host)
+        _join_coordinator(config, place, group, addresses[0])
+        _set_gloo_address(addresses[place.rank])
     count = jax.local_device_count()
     if count < layout.devices:
         raise ConfigError(
@@ -100,9 +107,9 @@ def _join_coordinator(config: RunConfig, place: ProcessInfo, group: Communicator
     """Meet the other processes at JAX's coordinator, which is rank 0's."""
     launch, layout = config.launch, config.layout
     assert isinstance(layout.devices, int)
-    held = _reserve_port(host) if place.is_first else None
-    try:
-        port = group.gather(held.getsockname()[1] if held else None, "the address of JAX's coordinator")[0]
+    with reserve_port(host) if place.is_first else nullcontext() as held:
+        limit = min(_REACH_TIMEOUT, launch.initialization_timeout, launch.timeout / 2)
+        port = _agree_on_port(held, group, host, limit)
         address = format_address(host, port)
         ids = None
         if layout.device != "cpu":
@@ -122,31 +129,43 @@ def _join_coordinator(config: RunConfig, place: ProcessInfo, group: Communicator
         }
         with heartbeat.phase("wait", "JAX's coordinator"):
             if not place.is_first:
-                _probe(host, port, place.rank, launch.initialization_timeout)
+                _probe(host, port, place.rank, launch.initialization_timeout, "launch.initialization_timeout")
             log.info("JAX's coordinator is at %s", address)
             jax.distributed.initialize(**{name: value for name, value in given.items() if name in known})
-    finally:
+
+
+def _agree_on_port(held: socket.socket | None, group: Communicator, host: str, limit: float) -> int:
+    """The coordinator's port, once every process has reached it; collective.
+
+    JAX would end all processes with a signal if one of them cannot.
+
+    Args:
+        held: On rank 0, what reserves the port.
+        group: All processes.
+        host: Address of rank 0.
+        limit: Seconds that a process tries.
+    """
+    with ExitStack() as stack:
         if held is not None:
-            held.close()
+            stack.enter_context(listen(host, held.getsockname()[1], shared=True) or nullcontext())
+        port: int = group.gather(held.getsockname()[1] if held else None, "the address of JAX's coordinator")[0]
+        reach = None if held is not None else lambda: _probe(host, port, group.rank, limit)
+        raise_everywhere(group, reach, "all processes to reach the port of JAX's coordinator")
+    return port
 
 
-def _reserve_port(host: str) -> socket.socket:
-    """A socket that keeps a free port of this host for the coordinator, which shares it."""
-    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, REUSE_PORT_OPTION, 1)
-    try:
-        held.bind((address[0], 0))
-    except OSError:  # its address may be translated on the way here
-        held.bind(("", 0))
-    return held
+def _set_gloo_address(address: str) -> None:
+    """Have gloo listen at an address of this process; JAX would let it look up the host's name, often 127.0.1.1."""
+    if hasattr(jaxlib._jax, "make_gloo_tcp_collectives"):
+        made = jaxlib._jax.make_gloo_tcp_collectives
+        jaxlib._jax.make_gloo_tcp_collectives = partial(getattr(made, "func", made), hostname=address)
 
 
-def _probe(host: str, port: int, rank: int, limit: float) -> None:
-    """Wait until the coordinator listens.
+def _probe(host: str, port: int, rank: int, limit: float, key: str = "") -> None:
+    """Wait until something listens at the coordinator's address.
 
     Raises:
-        DeadlineError: if it does not in time.
+        DeadlineError: if nothing does in time; `key` is the setting to blame.
     """
     deadline, why = time.monotonic() + limit, "no answer"
     while time.monotonic() < deadline:
@@ -157,8 +176,8 @@ def _probe(host: str, port: int, rank: int, limit: float) -> None:
             why = error.strerror or str(error)
         time.sleep(_PROBE_INTERVAL)
     raise DeadlineError(
-        f"rank {rank}: JAX's coordinator at {format_address(host, port)} (rank 0) did not respond within {limit:g} s "
-        f"(launch.initialization_timeout): {why}. Check that a firewall does not block the port"
+        f"JAX's coordinator at {format_address(host, port)} (rank 0) did not respond to rank {rank} within {limit:g} s"
+        f"{f' ({key})' if key else ''}: {why}. Check that no firewall blocks ports between the hosts"
     )
 
 
