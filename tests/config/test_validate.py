@@ -188,7 +188,7 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
 
 def test_an_unknown_key_in_a_list_item_is_told_beside_the_key_that_is_missing_for_it():
     assert mistakes("optim.groups=[{mach: a}]") == [
-        "'optim.groups.0.match' is missing",
+        "'optim.groups.0.match' is missing (glob over parameter names, e.g. '*.embed_tokens.*')",
         "unknown key 'optim.groups.0.mach' (override 'optim.groups=[{mach: a}]'), did you mean 'optim.groups.0.match'?",
     ]
 
@@ -288,7 +288,8 @@ def test_a_wrong_value_in_the_branch_of_a_union_is_told_without_the_branch_s_nam
     ],
 )
 def test_a_missing_key_is_named_from_the_top(overrides: tuple[str, ...], key: str):
-    assert f"'{key}' is missing" in mistakes(*overrides, task="tasks.py:Choosy")
+    (told,) = [line for line in mistakes(*overrides, task="tasks.py:Choosy") if line.startswith(f"'{key}' is missing")]
+    assert told.endswith(f"; set {key}=…") or ".0." in key
 
 
 def test_a_union_without_a_choice_is_told_with_its_choices():

@@ -25,22 +25,33 @@ def made(precision: str = "fp32", **settings: Any) -> dict[str, Case]:
         ("ddp:2", 2, {"strategy": "ddp"}),
         ("fsdp:4", 4, {"strategy": "fsdp"}),
         ("hsdp:2x3", 6, {"strategy": "hsdp", "shards": 3}),
+        ("ddp:1x4", 1, {"strategy": "ddp", "devices": 4}),
+        ("dp", 1, {"strategy": "dp"}),
     ],
 )
 def test_a_layout_is_read(text: str, world: int, keys: dict[str, Any]) -> None:
     assert parse_layout(text) == (world, keys)
 
 
-@pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2", ""])
+@pytest.mark.parametrize("text", ["ddp", "ddp:x", "hsdp:4", "tp:2", "ddp:2x2x2", "dp:2", ""])
 def test_what_is_no_layout_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp"):
+    with pytest.raises(ConfigError, match="is not a layout; write ddp:2, fsdp:2, hsdp:2x2, dp, or for JAX ddp:2x4"):
         parse_layout(text)
 
 
-@pytest.mark.parametrize("layout", ["ddp:3", "ddp:1"])
+@pytest.mark.parametrize("layout", ["ddp:3", "ddp:1", "ddp:1x1", "fsdp:2x3", "ddp:2x8"])
 def test_processes_that_do_not_share_the_batch_evenly_are_refused(layout: str) -> None:
     with pytest.raises(ConfigError, match="at least 2 and divide global_batch=8"):
         made(layouts=[layout])
+
+
+def test_devices_share_the_batch_and_have_processes_of_their_own() -> None:
+    every = list(made(vary=["accumulate", "workers"], layouts=["ddp:1x2", "fsdp:2x2", "ddp:2"]).values())
+    assert {case.micro_batch for case in every} == {2, 1}
+    assert "ddp:1x2 m2 workers fp64" in {case.name for case in every}, "several devices are a layout to vary"
+    for phase in plan_phases(every):
+        assert len({(case.world_size, case.devices) for case in phase}) == 1
+    assert {case.reference for case in every if case.devices > 1} >= {"single m2 fp64", "ddp:1x2 m2 fp64"}
 
 
 def test_references_come_before_what_is_compared_with_them() -> None:

@@ -174,7 +174,7 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.recordings.scan import scan
 
     own = arguments.parse_settings(parsed, Scan)
-    source = open_recordings(parsed.folder, audio=own.audio, key="PATH")
+    source = open_recordings(parsed.folder, audio=own.audio, key="PATH", require_files=False)
     with _progress(own.out, len(source), "bad") as progress:
         found = scan(source, own.out, workers=None if own.workers == "auto" else own.workers, progress=progress)
     for row, reason in list(found.bad.items())[:10]:

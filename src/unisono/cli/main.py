@@ -141,7 +141,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     arguments.add_recipe(verb)
     arguments.add_overrides(
         verb,
-        "as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2], "
+        "as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2] (JAX: ddp:2x4 is 2 processes of 4 devices), "
         "vary=[accumulate,workers,resume,ranks,recompute,compile,attention,optimizer,ordered], steps=3, "
         "global_batch=8, precisions=[fp64], resume_every=1, shrink=auto",
     )

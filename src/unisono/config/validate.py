@@ -77,7 +77,8 @@ def _format_mistakes(
         if mistake["type"] == "extra_forbidden":
             yield f"unknown key '{dotted}' ({origin}), {_suggest_key(parts, composed.values, groups)}"
         elif mistake["type"] == "missing":
-            yield f"'{dotted}' is missing"
+            remedy = "" if any(isinstance(part, int) for part in parts) else f"; set {dotted}=…"
+            yield f"'{dotted}' is missing{_description(parts, composed.values, groups)}{remedy}"
         elif mistake["type"] in ("union_tag_not_found", "union_tag_invalid"):
             name = str(mistake["ctx"]["discriminator"]).strip("'")
             tags = ", ".join(_union_tags(parts, name, composed.values, groups))
@@ -94,6 +95,15 @@ def _format_mistakes(
             yield f"'{dotted}' is a group of keys, not a value ({origin})" + (f"; set one of {keys}" if keys else "")
         else:
             yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
+
+
+def _description(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
+    """What the key at a path is, in brackets; empty where nothing says so."""
+    for model in settings_models(*_annotation_at(parts[:-1], values, groups)):
+        field = model.model_fields.get(str(parts[-1]))
+        if field is not None and field.description:
+            return f" ({field.description})"
+    return ""
 
 
 def _strip_tags(loc: Sequence[int | str], values: Any, error: str) -> list[int | str]:

@@ -28,7 +28,7 @@ def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place
     layout = {
         **config.layout.model_dump(),
         "shards": None, "reduction": "fast", "compile": False, "activation_checkpointing": 0, "defer_reduction": False,
-        **case.layout, "world_size": case.world_size,
+        "devices": 1, **case.layout, "world_size": case.world_size,
     }  # fmt: skip
     if layout["strategy"] != "ddp":
         layout["bucket_mb"] = None

@@ -17,13 +17,16 @@ Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
 ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
-_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)|(hsdp):(\d+)x(\d+)|(dp)")
+_LAYOUT = re.compile(r"(ddp|fsdp):(\d+)(?:x(\d+))?|(hsdp):(\d+)x(\d+)|(dp)")
 
 
 class ProofSettings(Settings):
     """The settings of a proof. On the command line they stand without a group: `layouts=[ddp:2]`."""
 
-    layouts: list[str] = Field(["ddp:2", "fsdp:2"], description="strategy:processes; hsdp:REPLICASxSHARDS; dp")
+    layouts: list[str] = Field(
+        ["ddp:2", "fsdp:2"],
+        description="strategy:processes; in JAX ddp and fsdp:PROCESSESxDEVICES of each; hsdp:REPLICASxSHARDS; dp",
+    )
     vary: list[Variation] = Field(["accumulate", "workers", "resume"], description="further variations to run")
     steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the last batch is short")
     global_batch: PositiveInt = Field(8, description="rows per update")
@@ -119,6 +122,11 @@ class Case:
         return str(self.layout.get("engine", ""))
 
     @property
+    def devices(self) -> int:
+        """Of each process."""
+        return int(self.layout.get("devices", 1))
+
+    @property
     def micro_batch(self) -> int:
         """Rows of a micro-batch."""
         return int(self.layout["micro_batch"])
@@ -133,20 +141,20 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-8}
 
 
 def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
-    """Processes and layout of `ddp:2`, `fsdp:4`, `hsdp:2x2`, and of `dp`, which is one process.
+    """Processes and layout of `ddp:2`, `fsdp:2x4` (devices of each), `hsdp:2x2`, and of `dp`, which is one process.
 
     Raises:
         ConfigError: if it is none of these.
     """
     found = _LAYOUT.fullmatch(text)
     if not found:
-        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2, hsdp:2x2 or dp")
-    if found[6]:
+        raise ConfigError(f"layouts: '{text}' is not a layout; write ddp:2, fsdp:2, hsdp:2x2, dp, or for JAX ddp:2x4")
+    if found[7]:
         return 1, {"strategy": "dp"}
-    if found[3]:
-        replicas, shards = int(found[4]), int(found[5])
+    if found[4]:
+        replicas, shards = int(found[5]), int(found[6])
         return replicas * shards, {"strategy": "hsdp", "shards": shards}
-    return int(found[2]), {"strategy": found[1]}
+    return int(found[2]), {"strategy": found[1], **({"devices": int(found[3])} if found[3] else {})}
 
 
 def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
@@ -156,11 +164,12 @@ def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
         ConfigError: for a layout that is none, or a global batch or number of steps that they cannot be shown with.
     """
     layouts = {name: parse_layout(name) for name in proof.layouts}
-    worlds = [world for world, _ in layouts.values()]
-    for name, (world, _) in layouts.items():
-        if name != "dp" and (proof.global_batch % world or world < 2):
+    worlds = [world * keys.get("devices", 1) for world, keys in layouts.values()]
+    for (name, (_, keys)), count in zip(layouts.items(), worlds, strict=True):
+        if name != "dp" and (count < 2 or proof.global_batch % count):
+            what = "devices" if "devices" in keys else "processes"
             raise ConfigError(
-                f"layouts: '{name}' needs {world} processes, which must be at least 2 and divide global_batch="
+                f"layouts: '{name}' needs {count} {what}, which must be at least 2 and divide global_batch="
                 f"{proof.global_batch}"
             )
     if "resume" in proof.vary and not proof.stops:
@@ -185,7 +194,7 @@ def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
                 if case.layout["strategy"] == "single" and not case.perturbed:
                     references[micro] = case
                 result.append(case)
-                if every and micro == micros[0] and case.world_size > 1:
+                if every and micro == micros[0] and case.world_size * case.devices > 1:
                     for kind in proof.vary:
                         result += _variation_cases(kind, case, references[micro], proof, config.optim.implementation)
     return list({case.name: case for case in result}.values())  # several layouts can have one reference

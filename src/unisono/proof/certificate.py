@@ -44,6 +44,7 @@ class CaseLayout(BaseModel):
 
     strategy: str
     world_size: int
+    devices: int = 1
     shards: int | None
     micro_batch: int
     passes: int
@@ -404,6 +405,8 @@ def _proof_command(config: RunConfig, words: Sequence[str]) -> str:
     elif layout.strategy == "hsdp":
         assert layout.shards is not None
         proved = f"hsdp:{world // layout.shards}x{layout.shards}" if world % layout.shards == 0 else "hsdp:2x2"
+    elif layout.devices_each > 1:
+        proved = f"{layout.strategy}:{min(world, int(layout.world_size))}x{layout.devices_each}"
     else:
         proved = f"{layout.strategy}:{world}"
     more = [

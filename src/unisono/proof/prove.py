@@ -77,7 +77,8 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             case_process.write_cases(folder, phase, proof, progress)
             progress = replace(progress, done=progress.done + len(phase))
             settled = case_process.build_case_config(config, one, proof, None)
-            say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}", error=True)
+            each = f" of {one.devices} devices" if one.devices > 1 else ""
+            say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
             try:
                 local_processes.launch(
                     settled, folder, threads, module="unisono.proof.case_process", arguments=(settled.recipe,)
@@ -175,9 +176,9 @@ def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> ProofResult
 
 
 def plan_phases(every: list[Case]) -> list[list[Case]]:
-    """The cases in the order in which they can be run, those of one world size together: processes start once for them.
+    """The cases in the order in which they can be run, those of one place together: processes start once for them.
 
-    A case that continues another's checkpoint comes after it, if need be in a second phase of its world size.
+    A case that continues another's checkpoint comes after it, if need be in a second phase of its place.
     """
     result: list[list[Case]] = []
     left, done = list(every), {""}
@@ -194,9 +195,9 @@ def plan_phases(every: list[Case]) -> list[list[Case]]:
     return result
 
 
-def _place(case: Case) -> tuple[int, str]:
-    """What processes are started for."""
-    return case.world_size, case.engine
+def _place(case: Case) -> tuple[int, int, str]:
+    """What processes are started for; JAX has its devices from its first use on."""
+    return case.world_size, case.devices, case.engine
 
 
 def judge_cases(

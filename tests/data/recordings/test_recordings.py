@@ -68,8 +68,11 @@ def test_a_label_that_is_no_integer_is_refused_by_its_column(layout: str, tmp_pa
 def test_recordings_that_are_not_there_are_refused_before_the_start(tmp_path: Path) -> None:
     folder = write(tmp_path, "csv")
     (tmp_path / "clips" / "5.bin").unlink()
-    with pytest.raises(DataError, match=r"metadata.csv, row 5 \(from 0\): .*clips/5.bin does not exist"):
+    with pytest.raises(DataError, match=r"metadata.csv, row 5 \(from 0\): .*clips/5.bin does not exist.*data scan"):
         open_recordings(folder)
+    found = scan(open_recordings(folder, require_files=False), tmp_path / "bad.jsonl", workers=1)
+    assert tuple(found.bad) == tuple(sorted({*BAD, 5})) and "No such file" in found.bad[5]
+    assert len(open_recordings(folder, leave_out=found.path)) == ROWS - len(found.bad)
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="there is no column 'audio' of recordings"):
         open_recordings(tmp_path / "x.parquet")

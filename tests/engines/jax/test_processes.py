@@ -149,7 +149,7 @@ def test_a_peer_that_hangs_alive_ends_the_run_with_its_name(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_jax_task_is_proved(tmp_path: Path) -> None:
-    words = ("precisions=[fp64]", "layouts=[fsdp:2]", "vary=[accumulate,resume]")
+    words = ("precisions=[fp64]", "layouts=[fsdp:2,ddp:1x2,ddp:2x2]", "vary=[accumulate,resume]")
     done = unisono(tmp_path, "prove", SPIRALS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS; certificate" in done.stderr and not {"FAIL", "ABSTAIN"} & set(done.stdout.split())

@@ -70,7 +70,7 @@ class Stream(Protocol):
     def seed(self) -> int:
         """The seed of the run."""
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """Rows of the source, and numbers of passes over it before, (n,) -> (n,), (n,)."""
 
 
@@ -174,7 +174,7 @@ class StreamPlan:
         near = self._near[0] if self._near else None  # read once: another thread may replace it
         if near is None or not (near[0] <= first and last <= near[0] + len(near[1])):
             until = max(last, min(first + _LOOKAHEAD, self.length))
-            near = (first, *self.stream.at(np.arange(first, until, dtype=np.int64)))
+            near = (first, *self.stream.locate(np.arange(first, until, dtype=np.int64)))
             self._near[:] = [near]
         start, rows, epochs = near
         return rows[first - start : last - start], epochs[first - start : last - start]

@@ -151,15 +151,15 @@ def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -
     """The stream of rows, read by these lanes independently."""
     data, seed = config.data, config.run.seed
 
-    def of(one: Any, seed: int) -> Stream:
+    def build_order(one: Any, seed: int) -> Stream:
         if data.shuffle == "blocks":
             return BlockOrder(one.blocks, seed, data.window, lanes)
         return Order(len(one), seed, shuffle=data.shuffle == "full")
 
     if data.mixture is None:
-        return of(source, seed)
+        return build_order(source, seed)
     assert isinstance(source, Joined)
-    streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
+    streams = [build_order(one, key(seed, "source", name)) for name, one in source.sources.items()]
     batch = config.train.global_batch
     units = None
     if data.packing is not None and (room := data.packing.length or packed_capacity(task)):

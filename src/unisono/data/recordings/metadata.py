@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from unisono.data.sources.storage import is_remote
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
+from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
 
 _LONGEST = 4096  # limit of a path's length in characters
@@ -59,7 +59,7 @@ class MetadataTable:
     """
 
     def __init__(self, place: Path, audio: str | None, key: str) -> None:
-        self._place = place
+        self._place, self._key = place, key
         folder = place if place.is_dir() else place.parent
         if place.is_dir():
             self._rows = [{"file": path.relative_to(place).as_posix()} for path in sorted(_audio_files(place))]
@@ -78,18 +78,22 @@ class MetadataTable:
         self._paths = [_resolve_path(folder, row, self._audio, place, number) for number, row in enumerate(self._rows)]
         with ThreadPoolExecutor(16) as pool:
             self._status = list(pool.map(_stat, self._paths))
-        missing = [number for number, status in enumerate(self._status) if status is None]
-        if missing:
-            raise DataError(
-                f"{key}: {place}, row {missing[0]} (from 0): {self._paths[missing[0]]} does not exist"
-                + (f", nor do {len(missing) - 1} others" if len(missing) > 1 else "")
-                + "; correct the paths, or remove the rows"
-            )
         said = json.dumps([self._rows, [status and status[0] for status in self._status]], sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def require_files(self, rows: Iterable[int]) -> None:
+        """Raise if the recordings of some of these rows are not there."""
+        missing = [row for row in rows if self._status[row] is None]
+        if missing:
+            raise DataError(
+                f"{self._key}: {self._place}, row {missing[0]} (from 0): {self._paths[missing[0]]} does not exist"
+                + (f", nor do {len(missing) - 1} others" if len(missing) > 1 else "")
+                + f"; correct the paths, remove the rows, or leave out those that `unisono data scan {self._place} "
+                "out=bad.jsonl` lists (leave_out)"
+            )
 
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
@@ -189,7 +193,7 @@ def _read_json(place: Path) -> list[dict[str, Any]]:
     try:
         found = safe_paths.parse_json(place.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{place} cannot be read as JSON: {error}") from error
+        raise DataError(f"{place} is not JSON ({error}); if it was cut off, copy or write it again") from error
     if isinstance(found, dict):  # rows under one of these keys, next to other metadata
         found = next(
             (found[name] for name in ("samples", "data", "rows", "items") if isinstance(found.get(name), list)), None

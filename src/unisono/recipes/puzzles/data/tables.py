@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,8 @@ def read_puzzles(path: Path) -> Table:
                 f"{path} has no column of questions: its header is {', '.join(columns)}, and one of "
                 f"{', '.join(_QUESTION)} is needed. A file of one Sudoku per line needs no header"
             )
+        if answers is None:
+            _refuse_unnamed_answers(path, columns, questions)
         table = Table(path, questions, answers, ratings, list(range(2, len(questions) + 2)))
     else:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -88,6 +90,17 @@ def read_puzzles(path: Path) -> Table:
     if not table.questions:
         raise DataError(f"{path} has no puzzle")
     return table
+
+
+def _refuse_unnamed_answers(path: Path, columns: Mapping[str, list[str]], questions: list[str]) -> None:
+    """Refuse a column that looks like answers and is not called so: solving Sudokus instead would pass over it."""
+    for name, values in columns.items():
+        given = [(text, question) for text, question in zip(values, questions, strict=True) if text]
+        if values is not questions and given and all(len(text) == len(question) for text, question in given):
+            raise DataError(
+                f"{path}: column '{name}' looks like the answers, but is not called so; rename it to one of "
+                f"{', '.join(_ANSWER)}, or remove it"
+            )
 
 
 @dataclass(frozen=True)
@@ -318,5 +331,5 @@ def _checked(table: Table, format_: Format, questions: Tokens, answers: Tokens, 
         except ValueError:
             improper.setdefault(table.lines[row], f"its rating {text!r} is not a number")
     good = np.array([line not in improper for line in table.lines], dtype=bool)
-    puzzles = Puzzles.of(format_, questions, answers, ratings=ratings).subset(good)
+    puzzles = Puzzles.from_arrays(format_, questions, answers, ratings=ratings).subset(good)
     return Checked(puzzles, dict(sorted(improper.items())))
