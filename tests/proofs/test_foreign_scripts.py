@@ -67,7 +67,7 @@ def test_each_fault_of_the_speech_trainer_that_depends_on_processes_is_named(nam
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_mended", "train_shift", "train_last", "train_saves"])
 def test_what_is_the_same_on_one_process_passes(name: str) -> None:
-    """A missing shift, a dropped window and a file that all write are faults all the same: none shows in a comparison."""
+    """A missing shift, a dropped window and a file that all write are faults all the same; no comparison shows them."""
     report = compare(getattr(script("speech_before"), name), quiet=True)
     assert report.exit_code == 0, report.lines
 
