@@ -3,13 +3,16 @@
     python examples/foreign/speech_before.py            # all faults at once
     python examples/foreign/speech_before.py wrapper    # one of them: see FAULTS
     python examples/foreign/speech_before.py mended
+    unisono prove examples/foreign/speech_before.py worlds=[1,2] -- plain wrapper   # the script as it is
 
-Text and codes are random, so that nothing but arithmetic is compared. Two of the faults are the same on one process and
-on many, so no comparison of the two can see them; they are here to say so.
+Text and codes are random, so that nothing but arithmetic is compared. Three of the faults are the same on one process
+and on many, or are in files, so no comparison of the arithmetic can see them; they are here to say so.
 """
 
+import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ FAULTS = {
     "sampler": "the sampler is given the local rank; shown as on nodes with one process each",
     "means": "losses of micro-batches are means, which are averaged",
     "shift": "logits are compared with labels of the same place; the same on one process",
+    "saves": "every process writes the checkpoint to the same file (into SPEECH_OUT); nothing of it is arithmetic",
     "last": "micro-batches that fill no window are dropped at the end of an epoch; the same on one process",
 }
 BOOKS, CODES, WORDS = 4, 16, 40
@@ -152,6 +156,8 @@ def train(world: World, faults=frozenset(FAULTS)):
             optimizer.step()
             optimizer.zero_grad()
             records.step(rows=torch.cat([batch["id"] for batch in window]), loss=reported)
+        if "SPEECH_OUT" in os.environ and ("saves" in faults or dist.get_rank() == 0):
+            torch.save(model.module.state_dict(), Path(os.environ["SPEECH_OUT"], f"epoch-{epoch}.pt"))
     dist.destroy_process_group()
     return records
 
@@ -176,10 +182,30 @@ def train_shift(world: World):
     return train(world, frozenset({"shift"}))
 
 
+def train_saves(world: World):
+    return train(world, frozenset({"saves"}))
+
+
 def train_last(world: World):
     return train(world, frozenset({"last"}))
 
 
+class Unrecorded:
+    """In place of what records: `unisono prove` sees a script by itself."""
+
+    def records(self, model, optimizer):
+        return self
+
+    def gradients(self):
+        pass
+
+    def step(self, **values):
+        pass
+
+
 if __name__ == "__main__":
+    if "plain" in sys.argv:
+        train(Unrecorded(), frozenset(sys.argv[2:]))
+        raise SystemExit
     chosen = globals()[f"train_{sys.argv[1]}"] if len(sys.argv) > 1 else train
     raise SystemExit(compare(chosen).exit_code)

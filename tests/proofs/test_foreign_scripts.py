@@ -9,6 +9,7 @@ import pytest
 
 from unisono.config import references
 from unisono.proof import compare
+from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "foreign"
 FOUND = {
@@ -64,8 +65,26 @@ def test_each_fault_of_the_speech_trainer_that_depends_on_processes_is_named(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_mended", "train_shift", "train_last"])
+@pytest.mark.parametrize("name", ["train_mended", "train_shift", "train_last", "train_saves"])
 def test_what_is_the_same_on_one_process_passes(name: str) -> None:
-    """The missing shift and the dropped window are faults all the same: a comparison cannot see them."""
+    """A missing shift, a dropped window and a file that all write are faults all the same; no comparison shows them."""
     report = compare(getattr(script("speech_before"), name), quiet=True)
     assert report.exit_code == 0, report.lines
+
+
+AS_IT_IS = {  # exit code, and what `unisono prove` calls it
+    (): (0, None),
+    ("wrapper",): (1, "Gradients are not synchronised"),
+    ("sampler",): (1, "Every rank reads the same rows"),
+    ("shift",): (0, None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", AS_IT_IS)
+def test_the_speech_trainer_is_judged_as_it_is(faults: tuple[str, ...]) -> None:
+    report = prove_script(EXAMPLES / "speech_before.py", ["plain", *faults], ScriptSettings(), quiet=True)
+    code, fault = AS_IT_IS[faults]
+    assert report.exit_code == code, report.lines
+    named = [verdict.diagnosis.fault for verdict in report.verdicts if verdict.diagnosis is not None]
+    assert named == ([] if fault is None else [fault])

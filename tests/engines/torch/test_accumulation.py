@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from tests import processes
 from tests.runs import FirstGradients, configuration, engine_of
@@ -87,6 +89,38 @@ def added(
             loader.close()
             engine.close()
     return found
+
+
+def reduced(place: ProcessInfo, group: Communicator, micro_batch: int, broken: bool) -> list[int]:
+    """The sizes of the tensors of floating-point numbers that one update of DDP reduces, the small ones left out."""
+    task = TransformerTask()
+    settings = {"world_size": place.world_size, "micro_batch": micro_batch, "strategy": "ddp"}
+    config = configuration(layout=settings, train={"steps": 2})
+    split = BatchSplit.create(12, place.world_size, micro_batch)
+    loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 24), split, place.rank)
+    engine = engine_of(task, config, place, group, split)
+    try:
+        first, second = loader.steps()
+        engine.setup(first, {"lr": 0.1})
+        engine.step(first, 0, {"lr": 0.1})  # DDP orders its buckets anew after it
+        if broken:
+            engine.train_state.parallel.wrapped.no_sync = nullcontext
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            engine.step(second, 1, {"lr": 0.1})
+    finally:
+        loader.close()
+        engine.close()
+    calls = [event for event in seen.events() if event.name == "gloo:all_reduce"]
+    sizes = [sum(int(np.prod(shape)) for shape in call.input_shapes if shape) for call in calls]
+    return [size for size in sizes if size > 1000]
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_an_update_however_many_micro_batches() -> None:
+    (once, _), (often, _) = (processes.run(reduced, 2, micro_batch, False) for micro_batch in (6, 1))
+    assert once == often and sum(once) > 1000
+    wrong, _ = processes.run(reduced, 2, 1, True)
+    assert len(wrong) == 6 * len(once), "what is counted would show a reduction of each micro-batch"
 
 
 @pytest.fixture(scope="module")

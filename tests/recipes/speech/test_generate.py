@@ -84,6 +84,23 @@ def test_it_says_when_the_end_has_not_come(task: Speech, learned: Any) -> None:
     assert not finished and np.array_equal(codes, task.codes(talks[0].targets[0])[:3])
 
 
+def test_a_stream_that_another_codebook_than_the_first_ends_has_come_to_its_end(
+    task: Speech, learned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, talks = learned
+    end, books = task.stream.end, task.stream.codebooks
+    stream = np.zeros((books + 3, books), dtype=np.int64)
+    for book in range(books):
+        stream[5 + max(0, book - 2) :, book] = end  # as where the third codebook's end code came first
+    assert not task.stream.restore(stream)[1]
+    before = len(prompts(task, talks[:1])[0].frames)
+    made_ = torch.from_numpy(np.concatenate([np.zeros((before, books), dtype=np.int64), stream]))[None]
+    for cut, ended in ((None, True), (-1, False)):
+        monkeypatch.setattr(model, "generate", lambda made_=made_[:, :cut], **given: made_)
+        [(codes, finished)] = speak(model, task, prompts(task, talks[:1]), GREEDY, 40)
+        assert finished == ended and 0 < len(codes) < 5
+
+
 def test_a_model_taught_without_the_shift_cannot_say_what_it_was_taught(tmp_path: Path) -> None:
     class Unshifted(Speech):
         """Labels at their own places, as the loss must not have them."""

@@ -139,8 +139,12 @@ def speak(
             setattr(settings, name, value)
     given = batch["audio_input_ids"].shape[1] if "audio_input_ids" in batch else 0
     frames = made[:, given:].cpu().numpy()
-    restored = [task.stream.restore(stream) for stream in frames]
-    return [(codes[:most_frames], finished) for codes, finished in restored]
+    said = []
+    for stream in frames:
+        codes, finished = task.stream.restore(stream)
+        # Any codebook's end code makes transformers end the others too; the last frame then is one of end codes.
+        said.append((codes[:most_frames], finished or bool((stream[-1] == task.stream.end).all())))
+    return said
 
 
 def _left_padded(task: Speech, prompts: Sequence[Row]) -> dict[str, NDArray[Any]]:
