@@ -70,7 +70,7 @@ def reading() -> None:
             Counted.asked = 0
             theirs = rows_by_pyarrow(pa.PythonFile(Counted(path)), framed)
             by_pyarrow, Counted.asked = Counted.asked, 0
-            file = storage.File.of(path, "arrow", path.name)
+            file = storage.File.from_path(path, "arrow", path.name)
             with Counted(path) as source:
                 heads = list(arrow._messages(file, source, Nothing()))
             ours = [head.rows for head in heads if head.kind == 3]

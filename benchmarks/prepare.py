@@ -70,7 +70,7 @@ def ours(path: Path, tokenizer: Path, out: Path, workers: int, kind: str) -> flo
     from unisono.recipes.language.tokens import TokenisePreparation
 
     began = time.perf_counter()
-    preparation = TokenisePreparation(Texts.of(CorpusFiles(path=str(path))), load_tokenizer(tokenizer))
+    preparation = TokenisePreparation(Texts.from_files(CorpusFiles(path=str(path))), load_tokenizer(tokenizer))
     prepare(preparation, out, workers=workers, kind=kind, shard_mb=2)  # type: ignore[arg-type]
     return time.perf_counter() - began
 

@@ -1,183 +1,161 @@
-"""Learning that can be heard: digits said in a voice that was held out, named by a classifier of real recordings.
+"""A trainer of Higgs Audio written by hand beside the recipe: step time, reads, all-reduces, memory, padding.
 
-    python benchmarks/speech.py ../shared/data/speech_digits out=runs/speech speaker=jackson seeds=0,1,2 steps=400
+    python -m benchmarks.speech ../shared/data/speech_digits [--rounds 3] [--steps 8] [--micro-batch 2] [--accumulate 8]
 
-For each seed the small model of the recipe learns from all speakers but one. It is then asked for every digit in that
-speaker's voice, after one of his recordings of another digit. The classifier (logistic regression on log-mel
-statistics) has seen real recordings only: takes 0 to 4 of all speakers; its own accuracy on takes 5 to 9 of the
-held-out speaker stands beside, and that on these takes through the codec and back, which no model can exceed but by
-luck. `Unshifted` is the same training with labels at their own places, the fault of a trainer that compares logits with
-labels of the same place.
+Two processes train LoRA adapters on the same small Higgs Audio, codec and recordings. `benchmarks/contenders/
+speech_before.py` is the reconstruction, in two variants: with the forward pass round DDP, as the original had it, so
+that nothing is reduced and its figure is that of a wrong program; and with DDP, as its authors thought it did. Every
+contender runs in turn in each round, the reduced variant twice, which is the A/A control. Ratios are those of a round.
+Casts to bf16 are left out on both sides, since the CPU has no use for them. The last update of each run is profiled to
+count all-reduces, and is not timed. Reads are those of one process, by its samples.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import statistics
+import subprocess
 import sys
-from math import sqrt
+import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
-import unisono
-from unisono import audio
-from unisono.recipes import speech as speech_recipe
-from unisono.recipes.speech import labels, samples
-from unisono.recipes.speech.generate import Sampling, speak
-from unisono.recipes.speech.labels import IGNORED, Row
-from unisono.recipes.speech.samples import Clip
-from unisono.recipes.speech.show import write_wav
+from unisono.observe import events
+from unisono.recipes import speech as recipe
+from unisono.recipes.speech.settings import Folder, KMeans, SpeechConfig
 from unisono.recipes.speech.task import Speech
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-RATE = 8000
-MOST = 40  # frames that are generated at most
+CONTENDERS = Path(__file__).parent / "contenders"
+WARM_UP = 2  # updates that are not timed
+CODEC = {"rate": 8000, "mels": 32, "codes": 64}
+NAMES = ("reduced", "reduced again", "bypassed", "recipe", "recipe, grouped by length")
 
 
-class Unshifted(Speech):
-    """The recipe without its shift."""
-
-    def targets(self, row: Row) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Labels at their own places: what is predicted stands in the input."""
-        beside = np.full((len(row.ids), row.frames.shape[1]), IGNORED, dtype=np.int64)
-        beside[labels.audio_places(row.ids, self.tokens)] = row.audio_labels
-        return row.text_labels, beside
+def model_settings() -> dict[str, Any]:
+    """The recipe's small model."""
+    path = Path(recipe.__file__).parent / "config" / "model" / "tiny.yaml"
+    settings: dict[str, Any] = yaml.safe_load(path.read_text())["settings"]
+    return settings
 
 
-class Real:
-    """The real recordings, by digit, speaker and take."""
-
-    def __init__(self, folder: Path) -> None:
-        self.sounds = {
-            (int(path.stem[0]), path.stem.split("_")[1], int(path.stem.split("_")[2])): audio.decode(path).samples
-            for path in sorted(folder.glob("?_*_?.wav"))
-        }
-        if not self.sounds:
-            raise SystemExit(f"{folder} has no recordings such as 3_jackson_7.wav")
-        self.folder = folder
-
-
-def features(sound: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Log-mel statistics: the mean spectrum of each fifth of the voiced part, the spread, and its length."""
-    if len(sound) < 400 or not np.abs(sound).max() > 0:
-        return np.zeros(193)
-    bands = audio.log_mel(sound, RATE, 32, n_fft=256, hop_length=80, mel_scale="slaney", floor=1e-3)
-    loud = np.flatnonzero(bands.mean(1) > bands.mean(1).max() - 6)
-    voiced = bands[loud[0] : loud[-1] + 1].astype(np.float64)
-    voiced = np.repeat(voiced, 5, axis=0) if len(voiced) < 5 else voiced
-    level = voiced - voiced.mean()
-    parts = [part.mean(0) for part in np.array_split(level, 5)]
-    return np.concatenate([*parts, level.std(0), [np.log(len(voiced))]])
+def before(folder: Path, given: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
+    """What each process of the reconstruction has counted."""
+    asked = {
+        "model": model_settings(), "data": {"path": str(given.data.resolve()), "codec": {"kind": "kmeans", **CODEC}},
+        "variant": variant, "micro_batch": given.micro_batch, "accumulate": given.accumulate, "steps": given.steps,
+        "out": str(folder),
+    }  # fmt: skip
+    (folder / "asked.json").write_text(json.dumps(asked))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    _run([*words, str(CONTENDERS / "speech_before.py"), str(folder / "asked.json")])
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-def classifier(real: Real) -> Any:
-    """Fitted on takes 0 to 4 of every speaker."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    chosen = {key: sound for key, sound in real.sounds.items() if key[2] < 5}
-    made = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
-    return made.fit([features(sound) for sound in chosen.values()], [key[0] for key in chosen])
-
-
-def train(
-    real: Real, task: str | type[Speech], speaker: str, seed: int, steps: int, out: Path, extra: list[str]
-) -> Path:
-    """A run that has learned from all speakers but one; one that is there already is taken as it is."""
-    name = f"{'shifted' if task == 'speech' else 'unshifted'}-{speaker}-{seed}-{steps}"
-    if (out / name / "done.json").is_file():
-        return out / name
-    given = [
-        f"data.path={real.folder.resolve()}", "data.codec.rate=8000", "data.codec.mels=32", "data.codec.codes=64",
-        "data.split=speaker", f"data.held_out_speakers=[{speaker}]", f"run.dir={out.resolve()}", f"run.name={name}",
-        f"run.seed={seed}", f"train.steps={steps}", f"eval.every={steps}", f"checkpoint.every={steps}",
-        "layout.threads=1",
-        "observe.trackers=[]",
+def ours(folder: Path, given: argparse.Namespace, *more: str) -> list[dict[str, Any]]:
+    """What each process of the recipe has counted."""
+    batch = 2 * given.micro_batch * given.accumulate
+    words = [
+        "-m", "unisono", "train", "speech", "data=folder", f"data.path={given.data.resolve()}", "adapter=higgs",
+        *(f"data.codec.{name}={value}" for name, value in CODEC.items()), "optim.lr=2e-4", "layout.world_size=2",
+        "layout.strategy=ddp", "layout.device=cpu", "layout.threads=1", f"layout.micro_batch={given.micro_batch}",
+        f"train.global_batch={batch}", f"train.steps={given.steps + 1}", "eval.every=null", "eval.at_end=false",
+        "checkpoint.every=null", "checkpoint.at_end=false", "observe.trackers=[]", f"run.dir={folder}", "run.name=r",
+        f"callbacks=[{CONTENDERS / 'speech_counters.py'}:Count]", *more,
     ]  # fmt: skip
-    result = unisono.train(task, ["data=folder", *given, *extra] if task == "speech" else [*_recipe(), *given, *extra])
-    (result.folder / "done.json").write_text(json.dumps({"loss": result.loss}))
-    return result.folder
+    _run(words)
+    found = [json.loads((folder / "r" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    times = [step["seconds"] for step in events.step_events(events.read_events(folder / "r" / "events.jsonl"))]
+    samples = batch // 2 * (given.steps + 1)
+    return [{**one, "times": times[: given.steps], "samples": samples} for one in found]
 
 
-def _recipe() -> list[str]:
-    """The recipe's own settings, for a task that is not the recipe's."""
-    tiny = yaml.safe_load((Path(speech_recipe.__file__).parent / "config" / "model" / "tiny.yaml").read_text())[
-        "settings"
-    ]
-    rope = tiny.pop("rope_parameters")
-    return [
-        "optim=adamw", "schedules=cosine", "optim.lr=2e-3", "train.global_batch=16", "train.clip_norm=1.0",
-        "eval.rows=64",
-        "model.kind=config", "data.kind=folder", "data.codec.kind=kmeans",
-        *(f"model.settings.{name}={value}" for name, value in tiny.items()),
-        *(f"model.settings.rope_parameters.{name}={value}" for name, value in rope.items()),
-    ]  # fmt: skip
+def padding(given: argparse.Namespace, size: int | None) -> float:
+    """Places of padding for each real one over twenty global batches, by the lengths of rows as they are trained."""
+    from unisono import SampleContext, generator
+    from unisono.data.order.length_groups import LengthGroups
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
+
+    task = Speech(
+        SpeechConfig(), model=recipe_model(), data=Folder(kind="folder", path=given.data, codec=KMeans(**CODEC))
+    )
+    source, batch = task.data(), 2 * given.micro_batch * given.accumulate
+    groups = None if size is None else LengthGroups(source.lengths, size)
+    plan = StreamPlan.create(Order(len(source), 0), batch, 20, None, groups)
+    padded = real = 0
+    for step in range(20):
+        taken = plan.samples(step, range(batch))
+        lengths = np.array(
+            [
+                len(task.sample(source[row], SampleContext(generator("padding", row, epoch), training=True)).ids)
+                for row, epoch in zip(taken.rows.tolist(), taken.epochs.tolist(), strict=True)
+            ]
+        )
+        padded += int((lengths.reshape(-1, given.micro_batch).max(1) * given.micro_batch).sum())
+        real += int(lengths.sum())
+    return padded / real - 1
 
 
-def accuracy(
-    real: Real, judge: Any, folder: Path, task: str | type[Speech], speaker: str, how: Sampling
-) -> dict[str, Any]:
-    """What the judge hears in what a run says, and in the codec's own sound."""
-    run = unisono.open_run(folder, task=task)
-    speech = cast(Speech, run.task)
-    prompts, wanted = [], []
-    for digit, word in enumerate(WORDS):
-        for take in range(10):
-            other = (digit + 1 + take % 9) % 10
-            clip = Clip("reference", real.folder / f"{other}_{speaker}_{take}.wav")
-            messages = samples.prompt(word, "quiet room", [(WORDS[other], clip)])
-            prompts.append(labels.prompt_of(messages, speech.tokens, speech.stream, speech.codes))
-            wanted.append(digit)
-    model = run.load_model()
-    said = [
-        part for first in range(0, 100, 25) for part in speak(model, speech, prompts[first : first + 25], how, MOST)
-    ]
-    kept = folder / "said"
-    kept.mkdir(exist_ok=True)
-    heard = []
-    for number, (codes, _) in enumerate(said):
-        sound = speech.codec.decode(codes)
-        heard.append(features(sound))
-        if number % 10 == 0:
-            write_wav(kept / f"{WORDS[number // 10]}-temperature-{how.temperature:g}.wav", sound, RATE)
-    through = {
-        key: speech.codec.decode(speech.codec.encode(sound))
-        for key, sound in real.sounds.items()
-        if key[1] == speaker and key[2] >= 5
-    }
-    truth = [key[0] for key in through]
-    return {
-        "generated": float(np.mean(judge.predict(heard) == np.array(wanted))),
-        "finished": float(np.mean([finished for _, finished in said])),
-        "codec": float(np.mean(judge.predict([features(sound) for sound in through.values()]) == truth)),
-        "real": float(np.mean(judge.predict([features(real.sounds[key]) for key in through]) == truth)),
-    }
+def recipe_model() -> Any:
+    """The small model as a setting of the task."""
+    from unisono.recipes.speech.settings import FromConfig
+
+    return FromConfig(kind="config", settings=model_settings())
 
 
-def main(words: list[str]) -> None:
-    extra = [word for word in words[1:] if "." in word.partition("=")[0]]  # settings of the training
-    given = dict(word.split("=", 1) for word in words[1:] if word not in extra)
-    real, out = Real(Path(words[0])), Path(given.get("out", "runs/speech"))
-    speaker, steps = given.get("speaker", "jackson"), int(given.get("steps", 400))
-    judge = classifier(real)
-    tasks: dict[str, str | type[Speech]] = {"shifted": "speech", "unshifted": Unshifted}
-    for name in given.get("tasks", "shifted,unshifted").split(","):
-        rows = []
-        for seed in map(int, given.get("seeds", "0,1,2").split(",")):
-            folder = train(real, tasks[name], speaker, seed, steps, out, extra)
-            for temperature in map(float, given.get("temperatures", "0,0.7").split(",")):
-                row = accuracy(real, judge, folder, tasks[name], speaker, Sampling(temperature, seed=seed))
-                rows.append({"temperature": temperature, **row})
-                print(json.dumps({"task": name, "seed": seed, **rows[-1]}), flush=True)
-        for temperature in sorted({row["temperature"] for row in rows}):
-            found = np.array([row["generated"] for row in rows if row["temperature"] == temperature])
-            spread = 1.96 * found.std(ddof=1) / sqrt(len(found)) if len(found) > 1 else float("nan")
-            print(f"{name}, temperature {temperature:g}: {100 * found.mean():.1f} % ± {100 * spread:.1f} (chance 10 %)")
+def _run(words: list[str]) -> None:
+    path = os.pathsep.join([str(CONTENDERS), os.environ.get("PYTHONPATH", "")])
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *words], env={**os.environ, **more}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\nended with exit status {done.returncode}:\n{done.stdout}\n{done.stderr}")
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    for name, default in (("rounds", 3), ("steps", 8), ("micro-batch", 2), ("accumulate", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in NAMES}
+    for number in range(given.rounds):
+        for name in NAMES[number % len(NAMES) :] + NAMES[: number % len(NAMES)]:
+            with tempfile.TemporaryDirectory() as folder:
+                if name.startswith("recipe"):
+                    more = [f"data.group_by_length={given.micro_batch}"] if "grouped" in name else []
+                    made = ours(Path(folder), given, *more)
+                else:
+                    made = before(Path(folder), given, name.partition(" ")[0])
+            runs[name].append(made)
+            step = statistics.median(made[0]["times"][WARM_UP:])
+            print(f"  round {number + 1}, {name}: {step:.2f} s an update", flush=True)
+
+    seconds = {name: [statistics.median(one[0]["times"][WARM_UP:]) for one in made] for name, made in runs.items()}
+    print("| | seconds an update ÷ reduced | reads a sample | all-reduces of gradients | of MB | others | peak, MB |")
+    print("|---|---|---|---|---|---|---|")
+    for name, made in runs.items():
+        ratios = [mine / base for mine, base in zip(seconds[name], seconds["reduced"], strict=True)]
+        first = made[0][0]
+        memory = statistics.median(max(rank["memory"] for rank in one) for one in made)
+        shown = f"1 ({statistics.median(seconds[name]):.2f} s)" if name == "reduced" else _spread(ratios)
+        reads = statistics.median(one[0]["reads"] / one[0]["samples"] for one in made)
+        print(
+            f"| {name} | {shown} | {reads:.2f} | {first['gradient_reductions']} | {4e-6 * first['numbers']:.1f} | "
+            f"{first['other_reductions']} | {memory:.0f} |"
+        )
+    for size in (None, given.micro_batch):
+        share = 100 * padding(given, size)
+        print(f"padding with data.group_by_length={size or 'null'}: {share:.1f} % of the real places")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

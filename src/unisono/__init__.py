@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from unisono.runtime.files import atomic_file as whole_file
     from unisono.runtime.files import cache_dir, file_hash, write_whole
     from unisono.runtime.files import pickle_hint as pickle_hint
+    from unisono.runtime.hdf5 import check_hdf5
     from unisono.runtime.rng import generator, key
     from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
     from unisono.training.callbacks.early_stopping import EarlyStopping
@@ -130,6 +131,7 @@ _HOME = {
     "RunError": "runtime.errors",
     "UnisonoError": "runtime.errors",
     "cache_dir": "runtime.files",
+    "check_hdf5": "runtime.hdf5",
     "file_hash": "runtime.files",
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
@@ -185,6 +187,7 @@ __all__ = [
     "World",
     "__version__",
     "cache_dir",
+    "check_hdf5",
     "choose_kernel",
     "compare",
     "compute_array_once",

@@ -6,8 +6,8 @@ If they do not, a request from any process applies to all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class RunInfo:
         steps: updates in the whole run.
         rank: number of this process.
         world_size: number of processes.
+        publish: sends a PNG or WAV file to the run's trackers, as `publish(step, name, path)`; never waits, and does
+            nothing on ranks other than 0 and without trackers. The file must stay where it is.
     """
 
     directory: Path
@@ -74,6 +76,7 @@ class RunInfo:
     steps: int
     rank: int = 0
     world_size: int = 1
+    publish: Callable[[int, str, Path], None] = field(default=lambda step, name, path: None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.data.sources.storage import RemoteOptions, options
+from unisono.runtime.remote import remote_options
 
 BUCKET = "checkpoints"
 
@@ -50,7 +50,7 @@ class Server:
         return s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
 
     def store(self, name: str, deadline: float = 60.0) -> ObjectStore:
-        return ObjectStore(f"s3://{BUCKET}/{name}", RemoteOptions(options(self.options), deadline))
+        return ObjectStore(f"s3://{BUCKET}/{name}", remote_options(self.options, deadline))
 
     def parts(self) -> list[Any]:
         """Uploads in parts that were neither finished nor aborted."""

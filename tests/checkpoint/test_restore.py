@@ -254,7 +254,7 @@ def test_what_was_brought_before_an_interruption_is_not_brought_again(store: Obj
 
     def interrupted(store: ObjectStore, name: str, file: Path, size: int, sha256: str) -> None:
         original(store, name, file, size, sha256)
-        raise DataError(f"{store.at(name)}: no answer for 60 s")
+        raise DataError(f"{store.url_of(name)}: no answer for 60 s")
 
     with mock.patch.object(ObjectStore, "fetch", interrupted), pytest.raises(DataError, match="no answer"):
         found.finish()

@@ -60,10 +60,10 @@ def test_the_one_just_made_and_all_later_ones_remain(there: list[int], made: int
 
 
 def test_it_follows_the_configuration() -> None:
-    assert Retention.of(configuration().checkpoint) == Retention(2)
+    assert Retention.from_settings(configuration().checkpoint) == Retention(2)
     best = {"keep": 3, "every": 5, "keep_every": 10, "keep_best": {"metric": "accuracy", "mode": "max"}}
     config = configuration(checkpoint=best, eval={"every": 5})
-    assert Retention.of(config.checkpoint) == Retention(3, 10, "accuracy", largest=True)
+    assert Retention.from_settings(config.checkpoint) == Retention(3, 10, "accuracy", largest=True)
 
 
 @pytest.mark.parametrize(

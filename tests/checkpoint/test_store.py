@@ -16,8 +16,8 @@ import pytest
 from tests.checkpoint import stores
 from unisono.checkpoint.remote import object_store as module
 from unisono.checkpoint.remote.object_store import ObjectError, ObjectStore
-from unisono.data.sources.storage import RemoteOptions, options
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import remote_options
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -88,7 +88,7 @@ def test_an_object_that_is_not_what_was_written_is_refused_by_name(
         store.put("file", content)
     with pytest.raises(ObjectError, match=told) as caught:
         store.fetch("file", tmp_path / "file", 4, hashlib.sha256(b"abce").hexdigest())
-    assert store.at("file") in str(caught.value)
+    assert store.url_of("file") in str(caught.value)
     assert not (tmp_path / "file").exists()
 
 
@@ -123,7 +123,7 @@ def test_a_server_that_is_away_or_silent_is_an_error_within_the_deadline(tmp_pat
         silent.listen()
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = ObjectStore(
-            "s3://bucket/run", RemoteOptions(options({"key": "a", "secret": "b", "endpoint_url": endpoint}), 1.0)
+            "s3://bucket/run", remote_options({"key": "a", "secret": "b", "endpoint_url": endpoint}, 1.0)
         )
         for act in (lambda: store.put("a", b""), lambda: store.send("a", file), lambda: store.get("a")):
             began = time.monotonic()

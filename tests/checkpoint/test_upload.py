@@ -85,7 +85,7 @@ class Asked:
 
         def act(store: ObjectStore, name: str, *arguments: Any) -> Any:
             if self.fail and name.endswith(self.fail):
-                raise DataError(f"{store.at(name)} cannot be written: the line is cut")
+                raise DataError(f"{store.url_of(name)} cannot be written: the line is cut")
             self.asked.append(f"{what} {name}")
             return original(store, name, *arguments)
 

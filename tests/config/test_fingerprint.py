@@ -106,6 +106,7 @@ MATHEMATICS = {
     "data.shuffle": "none",
     "data.window": "3",
     "data.lanes": "2",
+    "data.group_by_length": "4",
     "data.mixture.weights.a": "1",
     "data.mixture.by": "tokens",
     "data.mixture.until": "first",
@@ -150,6 +151,7 @@ MATHEMATICS = {
     "schedules.depth.shape": "sqrt",
 }
 BESIDE = {  # what has to change with a key for it to be allowed
+    "data.group_by_length": ("data.packing=null",),
     "train.epochs": ("train.steps=null",),
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),

@@ -29,14 +29,14 @@ class Numbers:
     part: int = 7  # records at a time
     pause: float = 0.0  # seconds per part
     column: str = "tokens"
-    of: Mapping[str, Any] = field(default_factory=lambda: {"tokenizer": "a", "source": "b"})
+    inputs: Mapping[str, Any] = field(default_factory=lambda: {"tokenizer": "a", "source": "b"})
     fails_at: int | None = None
     longest: int = 300
     blocks: Any = None
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        return {"records": self.records, "source": self.of["source"]}
+        return {"records": self.records, "source": self.inputs["source"]}
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
         return preparation.even_bounds(self.records, self.size, shard_mb, self.blocks)

@@ -67,7 +67,7 @@ def test_recycled_generators_draw_what_new_ones_do() -> None:
     maker = BatchBuilder(Drawing(), np.arange(9), 3, "train")
     kept = []
     for row in range(9):
-        rng = maker._contexts.of(key(3, "train", 0, row)).rng
+        rng = maker._contexts.get(key(3, "train", 0, row)).rng
         fresh = generator(3, "train", 0, row)
         assert rng.integers(5, size=3, dtype=np.uint8).tolist() == fresh.integers(5, size=3, dtype=np.uint8).tolist()
         assert rng.random(3).tolist() == fresh.random(3).tolist()
@@ -75,6 +75,6 @@ def test_recycled_generators_draw_what_new_ones_do() -> None:
             kept.append((rng, fresh))
         del rng
     assert all(rng.random(2).tolist() == fresh.random(2).tolist() for rng, fresh in kept)
-    bits = maker._contexts.of(1).rng.bit_generator
-    maker._contexts.of(2).rng.random(5)
+    bits = maker._contexts.get(1).rng.bit_generator
+    maker._contexts.get(2).rng.random(5)
     assert np.random.Generator(bits).random() == np.random.Generator(np.random.Philox(key=1)).random()

@@ -122,6 +122,51 @@ def test_any_world_size_continues_the_same_order_after_any_interruption(
     assert before + after == references[name]
 
 
+class Long(Rows):
+    """Rows of very different lengths."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.random.default_rng(0).integers(1, 1000, len(self))
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 50), world_size=st.sampled_from([1, 2, 3, 4, 8]), steps=st.sampled_from([12, None]))
+def test_grouping_by_length_moves_rows_within_their_batch_alone_and_alike_on_any_world_size(
+    size: int, world_size: int, steps: int | None
+) -> None:
+    more = {} if steps else {"epochs": 1.3}  # its last batch is short
+    plain, grouped = (planned(Long(200), steps=steps, **more, **how) for how in ({}, {"group_by_length": size}))
+    number = 12 if steps else 5
+    one, theirs = consumed(plain, 1, range(number)), consumed(grouped, 1, range(number))
+    assert one != theirs
+    assert [sorted(step) for step in one] == [sorted(step) for step in theirs]
+    again = planned(Long(200), world_size=world_size, steps=steps, **more, group_by_length=size)
+    assert consumed(again, world_size, range(number)) == theirs
+
+
+def test_groups_need_little_padding_and_every_process_has_as_much_to_compute() -> None:
+    lengths = Long(2000).lengths
+
+    def padded_and_shares(**how: Any) -> tuple[float, float]:
+        plan = planned(Long(2000), batch=64, **how)
+        taken = [lengths[plan.samples(step, range(64)).rows] for step in range(12)]
+        padded = sum(4 * part.max() for rows in taken for part in np.split(rows, 16))
+        shares = np.sum([[4 * part.max() for part in np.split(rows, 16)] for rows in taken], axis=0).reshape(4, 4)
+        return padded / np.concatenate(taken).sum(), float(np.ptp(shares.sum(1)) / shares.sum(1).mean())
+
+    (before, _), (after, spread) = padded_and_shares(), padded_and_shares(group_by_length=4)
+    assert before > 1.5 and after < 1.1 and spread < 0.05
+
+
+def test_grouping_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.group_by_length=4 needs the length of each row"):
+        planned(Rows(100), group_by_length=4)
+    for beside, why in (({"packing": {}}, "packed rows"), ({"shuffle": "blocks"}, "lane that reads their block")):
+        with pytest.raises(ValueError, match=why):
+            planned(Long(100), group_by_length=4, **beside)
+
+
 def test_a_single_source_is_in_the_order_that_it_always_had() -> None:
     rows = np.arange(50)
     plan = planned(rows, batch=8)

@@ -287,8 +287,8 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
     ("changed", "told"),
     [
         ({"records": 299}, "records is 300 and 299"),
-        ({"of": {"tokenizer": "a", "source": "c"}}, "source is 'b' and 'c'"),
-        ({"of": {"tokenizer": "x", "source": "b"}}, "tokenizer is 'a' and 'x'"),
+        ({"inputs": {"tokenizer": "a", "source": "c"}}, "source is 'b' and 'c'"),
+        ({"inputs": {"tokenizer": "x", "source": "b"}}, "tokenizer is 'a' and 'x'"),
     ],
 )
 @pytest.mark.parametrize("finished", [True, False])

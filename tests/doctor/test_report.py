@@ -144,12 +144,6 @@ def test_the_precision_that_is_faster_here_is_advised(low: float, told: str):
     assert not any("precision" in line for line in report.advice(HEALTHY, []))
 
 
-def test_what_is_set_already_is_not_advised():
-    asked = replace(HEALTHY, environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"})
-    assert any("expandable_segments" in line for line in report.advice(HEALTHY, []))
-    assert not any("expandable_segments" in line for line in report.advice(asked, []))
-
-
 # the command --------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
 from unisono.launch import layout, load, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import RUN_ID_VARIABLE
+from unisono.launch.host import device_allocator
 from unisono.launch.processes import local_processes
 from unisono.observe import events
 from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
@@ -106,6 +108,31 @@ def test_the_result_of_a_run_tells_its_folder_its_length_its_loss_and_its_evalua
     assert result.loss == [event["loss"] for event in told if not event.get("eval")][-1]
     assert result.evaluation["accuracy"] == told[-1]["accuracy"]
     assert set(result.evaluation) == {"loss", "loss/length", "loss/next", "accuracy"}
+
+
+class Allocator(unisono.Callback):
+    """Writes which options of the allocator a process has."""
+
+    def on_start(self, run: unisono.RunInfo) -> None:
+        found = {name: os.environ[name] for name in device_allocator.NAMES if name in os.environ}
+        (run.directory / f"allocator-{run.rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("own", [None, "max_split_size_mb:128"])
+def test_every_process_has_segments_that_grow_unless_the_user_has_options(
+    world: int, own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in device_allocator.NAMES:
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
+    before = dict(os.environ)
+    result = unisono.train(TASK, {**SHORT, "layout.world_size": world}, callbacks=[Allocator()])
+    assert dict(os.environ) == before
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if own is None else {"PYTORCH_CUDA_ALLOC_CONF": own}
+    for rank in range(world):
+        assert json.loads((result.folder / f"allocator-{rank}.json").read_text()) == expected
 
 
 def test_overrides_may_be_a_dictionary_or_a_list_of_texts():

@@ -1,9 +1,10 @@
-"""Pictures of a run that has ended go to the trackers that have followed it."""
+"""Pictures of a run that has ended, and sounds of one that trains, go to the trackers that have followed it."""
 
 from __future__ import annotations
 
 import json
 import logging
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,40 @@ def test_they_are_in_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.M
     assert row["step"] == 3
     kept = file.parent / "files" / row["looking/red.path"]
     assert (np.asarray(Image.open(kept).convert("RGB")) == RED).all()
+
+
+def tone(folder: Path) -> Path:
+    """A tenth of a second, 16 bits, mono."""
+    path = folder / "tone.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes((3000 * np.sin(np.arange(800) / 5)).astype("<i2").tobytes())
+    return path
+
+
+def test_sounds_stand_there_too(tmp_path: Path) -> None:
+    ended(tmp_path / "run")
+    opened = trackers.open_trackers(["tensorboard"], tmp_path / "run", "unisono", 0, {}, {}, 60)
+    opened.publish(2, "said/0", tone(tmp_path))
+    with pytest.raises(ValueError, match=r"PNG and WAV files, not a\.mp3"):
+        opened.publish(2, "said/0", tmp_path / "a.mp3")
+    opened.close()
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"audio": 0})
+    shown.Reload()
+    (sound,) = shown.Audio("said/0")
+    assert (sound.step, sound.sample_rate, sound.length_frames) == (2, 8000.0, 800)
+
+
+@pytest.mark.slow
+def test_sounds_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ended(tmp_path / "run", of=("wandb",))
+    opened = trackers.open_trackers(["wandb"], tmp_path / "run", "unisono", 0, {}, {}, 60)
+    opened.publish(2, "said/0", tone(tmp_path))
+    opened.close()
+    (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/audio/said/*.wav")
+    assert kept.read_bytes() == tone(tmp_path).read_bytes()
 
 
 def test_a_tracker_that_has_not_followed_the_run_is_not_begun(tmp_path: Path) -> None:

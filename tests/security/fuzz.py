@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.runtime import hdf5
 from unisono.runtime.errors import UnisonoError
 
 SECONDS, MEMORY = 5.0, 2 << 30
@@ -390,7 +391,24 @@ def _biom(version: int) -> Callable[[], Reader]:
             path.write_text(made.to_json("fuzz"))
         return path
 
+    hdf5._ask_process = _fork  # 20,000 processes that import h5py would take hours
     return lambda: Reader(make, lambda folder: table.read_table(folder / "a.biom"), plain if version == 1 else None)
+
+
+def _fork(path: Path, wait: float) -> str | None:
+    """What the process that checks HDF5 files answers, by a fork of this one."""
+    import h5py  # noqa: F401 - before the fork
+
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            os.write(write, b"!" + hdf5.check_within_limits(str(path)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answers:
+        answer = answers.read()
+    os.waitpid(child, 0)
+    return answer[1:].decode() if answer else None
 
 
 def _metadata() -> Reader:

@@ -94,7 +94,7 @@ def test_a_header_of_npy_that_lies_is_one_sentence(header: str, tmp_path: Path) 
     path = tmp_path / "a.npy"
     path.write_bytes(_npy(header) + bytes(64))
     with pytest.raises(DataError, match=r"a\.npy"):
-        npy.NpyReader(File.of(path, "npy", "a.npy"), ColumnRequest())
+        npy.NpyReader(File.from_path(path, "npy", "a.npy"), ColumnRequest())
 
 
 def test_rows_that_no_file_of_that_size_can_hold_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""An HDF5 file reads no other file, and takes no memory that its size does not warrant."""
+"""An HDF5 file reads no other file, and takes no memory or time that its size does not warrant."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from unisono.recipes.microbiome.study import table
 from unisono.recipes.microbiome.study.matrices import Matrix
-from unisono.runtime.errors import UnisonoError
+from unisono.runtime.errors import DataError, UnisonoError
+from unisono.runtime.hdf5 import check_hdf5
 
 h5py = pytest.importorskip("h5py")
 biom = pytest.importorskip("biom")
@@ -61,3 +63,27 @@ def test_a_file_that_reads_others_is_refused(tmp_path: Path, secret: Path, how: 
         _harm(file.create_group("inner"), how, secret)
     with pytest.raises(UnisonoError, match=why):
         read()
+
+
+def test_a_string_that_claims_gigabytes_is_refused(tmp_path: Path) -> None:
+    """HDF5's library allocates and clears what a string claims, for a minute, before it looks whether that is there."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["ids"] = np.array(["sample-one", "sample-two"], dtype=h5py.string_dtype())
+    check_hdf5(path)
+    content = path.read_bytes()
+    heap = content.index(b"GCOL")
+    first = struct.pack("<IQI", len("sample-one"), heap, 1)  # length, address of the heap, number in it
+    assert content.count(first) == 1
+    path.write_bytes(content.replace(first, struct.pack("<IQI", 2**32 - 1, heap, 1)))
+    with pytest.raises(DataError, match=r"a\.h5 cannot be read .*; it is damaged or forged"):
+        check_hdf5(path)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["jaccard"] = np.zeros((40, 40))
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"a\.h5 cannot be read as HDF5 \(.*truncated file"):
+        check_hdf5(path)

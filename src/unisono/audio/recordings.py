@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.remote import RemoteOptions, is_remote, read_remote, remote_size
 
 _MAPPED = 4 << 20  # larger files are memory-mapped, so that reading windows and headers is cheap
 
@@ -22,15 +23,17 @@ class ByteRange:
     Attributes:
         url: of the file: a path, or a URL that fsspec supports.
         first: its first byte.
-        last: one past its last byte.
+        last: one past its last byte; -1 for the end of a URL.
+        where: options of the file system of a URL, and how long it may take to answer.
     """
 
     url: str
     first: int
     last: int
+    where: RemoteOptions = field(default_factory=RemoteOptions)
 
     def __str__(self) -> str:
-        return f"{self.url} (bytes {self.first} to {self.last})"
+        return self.url if self.last < 0 else f"{self.url} (bytes {self.first} to {self.last})"
 
 
 Recording = bytes | bytearray | memoryview | str | PathLike[str] | ByteRange
@@ -109,7 +112,7 @@ def content(recording: Any) -> Any:
         recording = fspath(recording)
     if not isinstance(recording, str):
         return recording
-    if "://" not in recording:
+    if not is_remote(recording):
         return recording
     if recording.startswith("file://"):
         return recording.removeprefix("file://")
@@ -132,17 +135,12 @@ def data_of(recording: Any) -> memoryview:
 
 
 def _range(part: ByteRange) -> bytes:
-    import fsspec
-
     try:
-        if part.last >= 0 and "://" not in part.url:
-            with Path(part.url).open("rb") as file:
-                file.seek(part.first)
-                return file.read(part.last - part.first)
-        system, path = fsspec.core.url_to_fs(part.url)
-        found = system.cat_file(path) if part.last < 0 else system.cat_file(path, part.first, part.last)
-    except ImportError as error:
-        raise DataError(f"{part.url} needs a package that is not installed: {error}") from error
-    except Exception as error:
-        raise DataError(f"{part.url} cannot be read: {type(error).__name__}: {error}") from error
-    return bytes(found)
+        if is_remote(part.url):
+            last = remote_size(part.url, part.where) if part.last < 0 else part.last
+            return read_remote(part.url, part.first, last, part.where)
+        with Path(part.url).open("rb") as file:
+            file.seek(part.first)
+            return file.read(part.last - part.first)
+    except OSError as error:
+        raise DataError(f"{part.url} cannot be read: {error.strerror or error or 'it does not exist'}") from error

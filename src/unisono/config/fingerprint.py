@@ -57,6 +57,8 @@ def mathematical_keys(config: RunConfig | dict[str, Any], random: bool) -> dict[
             kept["layout.strategy"] = "dp"
     if values.get("layout.sync_batch_norm"):  # else nothing, as in digests from before there was the key
         kept["layout.sync_batch_norm"] = True
+    if kept.get("data.group_by_length") is None:  # the same
+        kept.pop("data.group_by_length", None)
     return kept
 
 

@@ -116,8 +116,6 @@ def advice(here: HostFacts, rates: Sequence[Rate]) -> list[str]:
         lines.append(f"train.precision=bf16: matmuls are {low / full:.1f} times as fast as in fp32")
     elif low and full and low < full:
         lines.append(f"train.precision=fp32: bf16 matmuls are {full / low:.1f} times slower on this device")
-    if here.accelerator == "cuda" and not any(name.endswith("ALLOC_CONF") for name in here.environment):
-        lines.append("PYTORCH_ALLOC_CONF=expandable_segments:True: less fragmentation where batch lengths differ")
     return lines
 
 

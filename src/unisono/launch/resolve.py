@@ -72,7 +72,7 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     """
     new = request.config.run.name is None and request.job is None
     config, allow = run_directory.with_name(request.config, request.job), request.allow
-    fetching = restore.Restore.of(config, run_directory.run_path(config))
+    fetching = restore.Restore.from_config(config, run_directory.run_path(config))
     fetching.begin(new, lambda: run_directory.hold_directory(run_directory.run_path(config)))
     planned, measured = plan_run(config).config, None
     if allow is not None:
@@ -86,7 +86,7 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
         allow(planned, data.facts)
     if new:
         config = run_directory.claim_directory(config)
-        fetching = restore.Restore.of(config, run_directory.run_path(config))
+        fetching = restore.Restore.from_config(config, run_directory.run_path(config))
     with run_directory.hold_directory(run_directory.run_path(config)):
         fetching.finish()
         run = plan_run(config, data, micro_batch=measured, held=True)  # another start may have changed it meanwhile

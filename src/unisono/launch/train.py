@@ -15,7 +15,7 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import WORKER_VARIABLE
 from unisono.launch import cluster, exit_advice, layout, preflight, resolve
-from unisono.launch.host import host_check, malloc_arenas
+from unisono.launch.host import device_allocator, host_check, malloc_arenas
 from unisono.launch.nodes import agreement, tcp_rendezvous
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
@@ -150,7 +150,8 @@ def start_run(
     Raises:
         Preempted: If the run was ended by SIGTERM or SIGUSR1.
     """
-    with preemption.handle_signals():
+    allocator = device_allocator.allocator_variables(config.layout.device)
+    with preemption.handle_signals(), local_processes.environment_changed(allocator):
         malloc_arenas.use_single_arena()
         process = cluster.process_info()
         asked, config = config, layout.resolve_layout(config, process)

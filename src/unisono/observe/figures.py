@@ -33,6 +33,6 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
         step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
         opened = trackers.open_trackers(names, folder, observe["project"], step, {}, {}, observe["tracker_timeout"])
         for name, path in pictures.items():
-            opened.picture(step, name, path)
+            opened.publish(step, name, path)
         opened.close()
     return names

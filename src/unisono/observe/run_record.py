@@ -118,6 +118,11 @@ class RunRecord:
         if self._events is not None:
             self._events.note({"step": step, **values})
 
+    def publish(self, step: int, name: str, path: Path) -> None:
+        """Send a PNG or WAV file to the trackers."""
+        if self._trackers is not None:
+            self._trackers.publish(step, name, path)
+
     def _report_masked(self, step: int, masked: int) -> None:
         """Report for the first few such steps how many samples they lack, over all processes."""
         self._masked += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ class Tracker:
 
         with Image.open(path) as picture:
             self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def sound(self, step: int, name: str, path: Path) -> None:
+        """Write a WAV file of 16 bits, mono."""
+        import numpy as np
+
+        with wave.open(str(path)) as file:
+            samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2").astype(np.float32) / 32768
+            self._writer.add_audio(name, samples[None], step, sample_rate=file.getframerate())
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write the summary, and close the files."""

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 IDS = "trackers.json"  # in the run directory: the id of the tracked run for each tracker
 NAMES = ("tensorboard", "wandb", "trackio")
+_MEDIA = {".png": "picture", ".wav": "sound"}  # what a tracker does with a file, by its suffix
 _MAX_PENDING = 10_000  # queued events per tracker, beyond which new ones are dropped
 
 
@@ -66,6 +67,10 @@ class Tracker(Protocol):
 
     def picture(self, step: int, name: str, path: Path) -> None:
         """Write a PNG file under a name."""
+        ...
+
+    def sound(self, step: int, name: str, path: Path) -> None:
+        """Write a WAV file under a name."""
         ...
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
@@ -107,10 +112,16 @@ class Trackers:
         for line in self._lines:
             line.put(("write", step, dict(values)))
 
-    def picture(self, step: int, name: str, path: Path) -> None:
-        """Queue a PNG file for every tracker; never waits."""
+    def publish(self, step: int, name: str, path: Path) -> None:
+        """Queue a PNG or WAV file for every tracker; never waits.
+
+        Raises:
+            ValueError: For another kind of file.
+        """
+        if path.suffix not in _MEDIA:
+            raise ValueError(f"trackers show PNG and WAV files, not {path.name}")
         for line in self._lines:
-            line.put(("picture", step, name, path))
+            line.put((_MEDIA[path.suffix], step, name, path))
 
     def close(self, failed: bool = False) -> None:
         """Let every tracker finish, all within one deadline."""

@@ -38,6 +38,13 @@ class Tracker:
         self._step = step
         self._run.log({name: trackio.Image(str(path))}, step=step)
 
+    def sound(self, step: int, name: str, path: Path) -> None:
+        """Write a WAV file into a row of the database."""
+        import trackio
+
+        self._step = step
+        self._run.log({name: trackio.Audio(str(path))}, step=step)
+
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write the summary with the last step, since trackio has no summaries, and finish."""
         if summary:

@@ -81,6 +81,12 @@ class Tracker:
 
         self._run.log({"step": step, name: wandb.Image(str(path))})
 
+    def sound(self, step: int, name: str, path: Path) -> None:
+        """Write a WAV file into a row of history."""
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Audio(str(path))})
+
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Upload the remaining data, or leave it on the disk."""
         self._run.summary.update(dict(summary))

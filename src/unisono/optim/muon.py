@@ -151,7 +151,7 @@ class _MatrixLayout:
     size: tuple[int, int]
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _MatrixLayout:
+    def for_parameter(cls, parameter: Tensor) -> _MatrixLayout:
         """The layout of a parameter: a DTensor's own; any other parameter is replicated on every process."""
         if not isinstance(parameter, DTensor):
             world = dist.get_world_size() if dist.is_initialized() else 1
@@ -185,7 +185,7 @@ def apply_distributed(
     Returns:
         This process's part of each result.
     """
-    spread = _MatrixLayout.of(parameters[0])
+    spread = _MatrixLayout.for_parameter(parameters[0])
     copies, shards = spread.size
     if copies * shards == 1:
         return [function(part) for part in parts]

@@ -25,7 +25,6 @@ from unisono.runtime.text import one_line
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
-_HDF5_FREE, _HDF5_RATIO = 64 << 20, 1000  # bytes allowed for any array, plus bytes per byte of the file
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
@@ -144,40 +143,6 @@ def path_inside(folder: Path | str, name: object) -> Iterator[str]:
 def path_of(file: BufferedReader) -> str:
     """Return a path that leads to an open file."""
     return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
-
-
-def check_hdf5(file: Any, shown: object) -> None:
-    """Refuse an HDF5 file that reads other files (links, external storage, views) or claims impossibly large arrays.
-
-    Args:
-        file: An open h5py file.
-        shown: Its name for messages.
-
-    Raises:
-        UnsafePathError: Naming the entry.
-    """
-    import h5py
-
-    limit = _HDF5_FREE + _HDF5_RATIO * Path(file.filename).stat().st_size
-    pending, seen = [file], set()
-    while pending:
-        group = pending.pop()
-        for name in group:
-            at = f"{shown}: '{one_line(name)}'"
-            link = group.get(name, getlink=True)
-            if isinstance(link, h5py.ExternalLink):
-                raise UnsafePathError(f"{at} is a link to another file, '{one_line(link.filename)}'; it was not read")
-            if not isinstance(link, h5py.HardLink):
-                continue  # a link within the file, whose target is visited anyway
-            entry = group[name]
-            if isinstance(entry, h5py.Group) and entry.id not in seen:
-                seen.add(entry.id)
-                pending.append(entry)
-            if isinstance(entry, h5py.Dataset):
-                if entry.external or entry.is_virtual:
-                    raise UnsafePathError(f"{at} has its numbers in other files; it was not read")
-                if entry.nbytes > limit:
-                    raise UnsafePathError(f"{at} would take {entry.nbytes} bytes, which a file of its size cannot hold")
 
 
 def destination(folder: Path, name: object) -> Path:

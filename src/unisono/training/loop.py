@@ -171,7 +171,7 @@ class Training:
             opened.push(self.telemetry.close)
             opened.push(self._end)
             place = (self._process.rank, self._process.world_size)
-            info = RunInfo(run.directory, run.config, self.first, self._total, *place)
+            info = RunInfo(run.directory, run.config, self.first, self._total, *place, self.telemetry.publish)
             self._initial_wishes = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {})
             self.telemetry.introduce(resumption, self.first)
             self._exit_stack = opened.pop_all()

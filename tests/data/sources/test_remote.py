@@ -14,7 +14,8 @@ import pytest
 
 from tests.data.sources.servers import hurried, serving
 from tests.data.sources.written import FORMATS, opened, plain, rows, write
-from unisono.data.sources import find, open_source, storage
+from unisono.data.sources import find, open_source
+from unisono.runtime import remote
 from unisono.runtime.errors import DataError
 
 ROWS = rows(29)
@@ -118,7 +119,7 @@ def test_an_object_that_became_shorter_is_named(tmp_path: Path, memory: Any) -> 
 
 def test_large_reads_are_made_of_pieces(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the deadline is one of progress."""
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(remote, "_PIECE_BYTES", 10)
     memory.pipe("/a.txt", b"0123456789" * 10 + b"end")
     asked: list[int] = []
     read = type(memory).cat_file
@@ -180,7 +181,7 @@ def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 1000) * 3000)
     with serving(tmp_path) as server:
         found = find(f"{server.url}/a.jsonl")
-        reading = records(found.files[0], ColumnRequest.of(["text"]))
+        reading = records(found.files[0], ColumnRequest.parse(["text"]))
         assert next(reading) == {"text": "x" * 1000}
         server.mode = "silent"
         with hurried(found.files[0], 1.0), pytest.raises(DataError, match=r"a\.jsonl: no answer within 1 s"):

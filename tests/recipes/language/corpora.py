@@ -161,7 +161,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
 
     class Counting:
         records, column, dtype, asked = len(lengths), "tokens", "<u2", {}
-        of: ClassVar[dict[str, Any]] = {"source": {"files": 1, "ignored": []}}
+        inputs: ClassVar[dict[str, Any]] = {"source": {"files": 1, "ignored": []}}
 
         def bounds(self, shard_mb: float) -> list[int]:
             return [0, self.records]
@@ -169,7 +169,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
         def begin(self, folder: Path) -> Counting:
             Engine(models.WordLevel({str(n): n for n in range(sum(lengths))})).save(str(folder / "tokenizer.json"))
             (folder / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
-            self.of = {**self.of, "tokenizer": Tokenizer.saved(folder).describe}
+            self.inputs = {**self.inputs, "tokenizer": Tokenizer.saved(folder).describe}
             return self
 
         def make(self, first: int, last: int) -> Iterator[Made]:
@@ -183,7 +183,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
 
 def tokenised(config: Corpus | EmbeddedDocuments, given: Tokenizer | None = None) -> TokenStore:
     """The tokens of the only corpus of these settings, by a tokenizer that is given or trained on it."""
-    texts = Texts.of(config.files[""] if isinstance(config, Corpus) else None)
+    texts = Texts.from_files(config.files[""] if isinstance(config, Corpus) else None)
     cache = config.cache or cache_dir()
     return tokens.load_tokens(texts, given or train_tokenizer({"": texts}, config.vocab_size, cache), cache)
 

@@ -378,7 +378,7 @@ def test_odd_documents_come_back_and_shares_are_the_whole(
 ) -> None:
     folder = tmp_path_factory.mktemp("odd")
     write_jsonl(folder / "corpus" / "a.jsonl", texts)
-    preparation = TokenisePreparation(Texts.of(corpus(folder / "corpus").files[""]), _byte_level(folder))
+    preparation = TokenisePreparation(Texts.from_files(corpus(folder / "corpus").files[""]), _byte_level(folder))
     made = prepare(preparation, folder / "whole")
     assert made is not None
     engine = Engine.from_file(str(folder / "whole" / "tokenizer.json"))

@@ -354,7 +354,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_finished(
     small: Corpus, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     assert small.cache is not None
-    train_tokenizer({"": Texts.of(small.files[""])}, small.vocab_size, small.cache)
+    train_tokenizer({"": Texts.from_files(small.files[""])}, small.vocab_size, small.cache)
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise Interruption

@@ -138,7 +138,7 @@ def test_a_table_is_rarefied_once_by_the_names_of_its_samples() -> None:
     assert (one.counts.toarray() <= COUNTS).all()
     assert one.counts.nnz == (one.counts.toarray() > 0).sum()
     order = np.array([5, 2, 7, 0])
-    other = diversity.rarefy_once(table().of(order, np.arange(6)), 8)
+    other = diversity.rarefy_once(table().select(order, np.arange(6)), 8)
     assert np.array_equal(other.counts.toarray(), one.counts.toarray()[order])
     assert diversity.rarefy_once(table(), 9).digest != one.digest
     assert table().counts.toarray().tolist() == COUNTS.tolist()

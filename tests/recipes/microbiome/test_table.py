@@ -67,7 +67,7 @@ def test_lineages_come_with_a_table_that_has_them(tmp_path: Path) -> None:
 
 
 def test_some_of_a_table_is_a_table(tmp_path: Path) -> None:
-    some = read_table(write_json(tmp_path / "t.biom")).of(np.array([4, 1]), np.array([0, 3, 5]))
+    some = read_table(write_json(tmp_path / "t.biom")).select(np.array([4, 1]), np.array([0, 3, 5]))
     assert (some.samples, some.taxa) == (["s5", "s2"], ["A", "D", "F"])
     assert some.counts.toarray().tolist() == COUNTS[[4, 1]][:, [0, 3, 5]].tolist()
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not a readable BIOM table \(JSONDecodeError"):
         read_table(path)
     path.write_bytes(write_hdf5(tmp_path / "whole.biom").read_bytes()[:700])
-    with pytest.raises(DataError, match="is not a readable BIOM table"):
+    with pytest.raises(DataError, match=r"cannot be read as HDF5 \(.*truncated file"):
         read_table(path)
     path.write_text(biom.Table(np.zeros((0, 0)), [], []).to_json("tests"))
     with pytest.raises(DataError, match="is empty: 0 samples, 0 taxa"):

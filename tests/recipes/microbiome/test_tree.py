@@ -21,15 +21,15 @@ def test_taxa_that_are_no_tips_are_found(tmp_path: Path) -> None:
     assert found.missing(TAXA) == []
     assert found.missing(["A", "x", "G", "F", "root"]) == ["x", "G", "root"]  # names of inner nodes are no taxa
     with pytest.raises(DataError, match=r"1 of 2 taxa \('G'\) of the table are not among the tips .*=\[not_in_tree\]"):
-        found.of(["A", "G"])
+        found.subtree(["A", "G"])
 
 
 def test_a_part_of_the_tree_keeps_the_way_to_the_root(tmp_path: Path) -> None:
     found = tree(tmp_path, NEWICK)
-    part = found.of(["A", "C"])
+    part = found.subtree(["A", "C"])
     assert sorted(tip.name for tip in part.tips()) == ["A", "C"]
     assert sum(node.length for node in part.find("A").ancestors() if node.length) == 1.5
-    assert found.of(list(TAXA)) is found.root
+    assert found.subtree(list(TAXA)) is found.root
 
 
 def test_underscores_and_quotes_belong_to_names(tmp_path: Path) -> None:

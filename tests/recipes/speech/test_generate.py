@@ -124,7 +124,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "speech",
         [
             *made.OVERRIDES, f"run.dir={folder}", "run.name=r", "train.steps=3", "eval.every=3", "adapter=higgs",
-            "adapter.dropout=0", "task.text_weight=0",
+            "adapter.dropout=0", "task.text_weight=0", "observe.trackers=[tensorboard]",
         ],
     )  # fmt: skip
     patch.undo()
@@ -136,6 +136,18 @@ def test_an_evaluation_leaves_sounds_and_pictures(run: Path) -> None:
     assert {f"step-00000003-{n}{end}" for n in (0, 1) for end in ("-predicted.wav", "-true.wav", ".png")} <= names
     with wave.open(str(run / "samples" / "step-00000003-0-true.wav")) as file:
         assert file.getframerate() == 8000 and file.getnframes() > 1000
+
+
+def test_trackers_have_the_same_sounds_and_pictures(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(run / "tensorboard"))
+    shown.Reload()
+    tags = shown.Tags()
+    assert set(tags["audio"]) == {f"samples/{n}/{name}" for n in (0, 1) for name in ("predicted", "true")}
+    assert set(tags["images"]) == {"samples/0/spectrograms", "samples/1/spectrograms"}
+    (sound,) = shown.Audio("samples/0/true")
+    assert sound.step == 3 and sound.length_frames > 1000
 
 
 def test_the_verb_writes_a_file_and_names_what_is_wrong(run: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Retention:
     largest: bool = False
 
     @classmethod
-    def of(cls, settings: Settings) -> Retention:
+    def from_settings(cls, settings: Settings) -> Retention:
         """The retention for the `checkpoint` group of a configuration."""
         best = settings.keep_best
         name, largest = (best.metric, best.mode == "max") if best else (None, False)

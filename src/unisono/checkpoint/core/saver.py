@@ -81,7 +81,7 @@ class Saver:
         deadline: float = math.inf,
     ) -> None:
         self._folder, self._group, self._settings, self._deadline = folder, group, settings, deadline
-        self._retention = Retention.of(settings)
+        self._retention = Retention.from_settings(settings)
         self._save_group = group.duplicate() if settings.background else group
         self._staging = Staging()
         self._pending: _PendingSave | None = None

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.data.sources.storage import RemoteOptions, ask_remote, options
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
+from unisono.runtime.remote import RemoteOptions, ask_remote, remote_options
 
 T = TypeVar("T")
 PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline limits progress and not size
@@ -46,11 +46,11 @@ class ObjectStore:
     where: RemoteOptions = field(default_factory=RemoteOptions)
 
     @classmethod
-    def of(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
+    def for_run(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
         """The store of a run below the URL for all runs."""
-        return cls(f"{url.rstrip('/')}/{name}", RemoteOptions(options(given), deadline))
+        return cls(f"{url.rstrip('/')}/{name}", remote_options(given, deadline))
 
-    def at(self, name: str) -> str:
+    def url_of(self, name: str) -> str:
         """The URL of an object."""
         return f"{self.url}/{name}"
 
@@ -60,7 +60,7 @@ class ObjectStore:
         if size is None:
             return None
         if size > LARGEST:
-            raise ObjectError(f"{self.at(name)} has {size} bytes; at most {LARGEST} are allowed for such an object")
+            raise ObjectError(f"{self.url_of(name)} has {size} bytes; at most {LARGEST} are allowed for such an object")
         try:
             content: bytes = self._request(name, lambda system, path: system.cat_file(path))
         except FileNotFoundError:
@@ -170,7 +170,7 @@ class ObjectStore:
             found = self.sha256(name, size, target.write)
         if found != sha256:
             file.unlink()
-            raise ObjectError(f"{self.at(name)} {self.describe_fault(name, size)}")
+            raise ObjectError(f"{self.url_of(name)} {self.describe_fault(name, size)}")
         fsync_path(file)
 
     def describe_fault(self, name: str, size: int) -> str:
@@ -222,7 +222,7 @@ class ObjectStore:
         return ask_remote(self.url, self.where, ask, "written")
 
     def _request(self, name: str, ask: Callable[[Any, str], T], done: str = "read") -> T:
-        return ask_remote(self.at(name), self.where, ask, "written" if done == "w" else done)
+        return ask_remote(self.url_of(name), self.where, ask, "written" if done == "w" else done)
 
 
 def _write_with_folder(system: Any, path: str, write: Callable[[], T]) -> T:

@@ -127,7 +127,7 @@ def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
             return None, found or f"{store.url} has no checkpoint {name}"
         if here not in (None, found.sha256):
             remove_folder(found.path)
-            return None, f"{store.at(f'{CHECKPOINTS}/{name}')} belongs to another history of this run"
+            return None, f"{store.url_of(f'{CHECKPOINTS}/{name}')} belongs to another history of this run"
         for file, written in found.files.items():
             _link_file(path / file, found.path / file, written["size"], written["sha256"])
         kept = commit.free_aside_path(path)
@@ -160,7 +160,7 @@ class Restore:
     skipped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, folder: Path) -> Restore:
+    def from_config(cls, config: RunConfig, folder: Path) -> Restore:
         """The restore of a run that has a name."""
         return cls(upload.open_store(config), folder, str(config.run.resume) == "exact")
 
@@ -282,7 +282,7 @@ def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint |
     try:
         checkpoint = commit.read_manifest(at)
     except CheckpointError as error:
-        fault: str | None = str(error).partition(". Delete")[0].replace(str(at), store.at(f"{CHECKPOINTS}/{name}"))
+        fault: str | None = str(error).partition(". Delete")[0].replace(str(at), store.url_of(f"{CHECKPOINTS}/{name}"))
     else:
         fault = _find_fault(store, name, checkpoint)
         if fault is None and checkpoint.step == parse_step(name):
@@ -307,11 +307,11 @@ def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | 
     """What is wrong with the names and sizes of a checkpoint's objects; None if nothing is."""
     for file in checkpoint.files:
         if Path(file).name != file or file == MANIFEST:  # would be written outside of the folder
-            return f"{store.at(CHECKPOINTS)}/{name}/{MANIFEST} lists '{file}', which is not a valid file name"
+            return f"{store.url_of(CHECKPOINTS)}/{name}/{MANIFEST} lists '{file}', which is not a valid file name"
 
     def look(file: str) -> str | None:
         at, size = f"{CHECKPOINTS}/{name}/{file}", checkpoint.files[file]["size"]
-        return None if store.size(at) == size else f"{store.at(at)} {store.describe_fault(at, size)}"
+        return None if store.size(at) == size else f"{store.url_of(at)} {store.describe_fault(at, size)}"
 
     with ThreadPoolExecutor(_PARALLEL_FILES, "unisono-fetch") as pool:
         return next((fault for fault in pool.map(look, checkpoint.files) if fault), None)
@@ -328,23 +328,23 @@ def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, st
         if (wrong := misfit(described, dict[str, HashedFile])) is not None:
             raise ValueError(wrong)
     except ValueError as error:
-        raise ObjectError(f"{store.at(DESCRIPTION_FILE)} is missing or damaged ({one_line(error)})") from error
+        raise ObjectError(f"{store.url_of(DESCRIPTION_FILE)} is missing or damaged ({one_line(error)})") from error
     files = {name: (each["size"], each["sha256"]) for name, each in described.items()}
     if elsewhere := next(filter(description.is_elsewhere, files), None):
         raise ObjectError(
-            f"{store.at(DESCRIPTION_FILE)} names '{one_line(elsewhere)}', which lies outside a run's folder. Nothing "
-            "of it was downloaded: do not use this store"
+            f"{store.url_of(DESCRIPTION_FILE)} names '{one_line(elsewhere)}', which lies outside a run's folder. "
+            "Nothing of it was downloaded: do not use this store"
         )
     for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != "config.yaml", file[0])):
         if not description.is_known(name):
             _warn(
-                f"{store.at(DESCRIPTION_FILE)} names '{one_line(name)}', which is neither a run record nor a data file "
-                "by its extension; it was skipped"
+                f"{store.url_of(DESCRIPTION_FILE)} names '{one_line(name)}', which is neither a run record nor a data "
+                "file by its extension; it was skipped"
             )
             continue
         if assets is not None and name.startswith("assets/") and assets.get(name[7:]) != sha256:
             _warn(
-                f"{store.at(DESCRIPTION_FILE)} names '{one_line(name)}', which is not the file with which the "
+                f"{store.url_of(DESCRIPTION_FILE)} names '{one_line(name)}', which is not the file with which the "
                 "checkpoint was written; it was skipped"
             )
             continue

@@ -42,7 +42,7 @@ def read_owner(store: ObjectStore) -> dict[str, Any] | None:
         return {name: str(found[name]) for name in ("run", "start", "host", "process", "folder")}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{store.at(OWNER)} is not a valid owner record ({error}); find out who wrote it, or choose another "
+            f"{store.url_of(OWNER)} is not a valid owner record ({error}); find out who wrote it, or choose another "
             "run.name or checkpoint.upload.url"
         ) from error
 

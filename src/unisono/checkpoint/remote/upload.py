@@ -44,7 +44,7 @@ def open_store(config: RunConfig) -> ObjectStore | None:
     if given.url is None:
         return None
     assert name is not None
-    return ObjectStore.of(given.url, name, given.options, given.deadline)
+    return ObjectStore.for_run(given.url, name, given.options, given.deadline)
 
 
 def check_store(store: ObjectStore) -> None:
@@ -68,7 +68,7 @@ def check_store(store: ObjectStore) -> None:
             f"checkpoint.upload.url: {error}. Nothing was started; correct the URL, or set checkpoint.upload.url=null"
         ) from error
     if found != content:
-        raise ConfigError(f"checkpoint.upload.url: {store.at(name)} was read back with different content")
+        raise ConfigError(f"checkpoint.upload.url: {store.url_of(name)} was read back with different content")
 
 
 class Uploads:
@@ -238,7 +238,7 @@ class Uploads:
                 self._reports.put({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
 
     def _start(self) -> None:
-        store, kept = self._store, Retention.of(self._given)
+        store, kept = self._store, Retention.from_settings(self._given)
         assert store is not None
         settings = {
             "url": store.url,

@@ -33,9 +33,9 @@ from typing import Any
 from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.data.sources.storage import RemoteOptions, options
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import DataError, RunError
+from unisono.runtime.remote import remote_options
 
 CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
 DESCRIPTION_FILE = "run.json"  # size and hash of every file of the description
@@ -97,7 +97,7 @@ class CheckpointUploader:
         if there != manifest:
             store.put(f"{at}/{MANIFEST}", manifest)
         if store.get(f"{at}/{MANIFEST}") != manifest:
-            raise DataError(f"{store.at(at)}/{MANIFEST} was not stored as it was sent")
+            raise DataError(f"{store.url_of(at)}/{MANIFEST} was not stored as it was sent")
         self._retain(name, metric)
 
     def _describe(self) -> None:
@@ -132,7 +132,7 @@ class CheckpointUploader:
             if self._store.sha256(name, size) != sha256:
                 if _sha256(path) != sha256:
                     raise DamagedError(f"{path} is damaged: its content is not what was written")
-                raise DataError(f"{self._store.at(name)} {self._store.describe_fault(name, size)}")
+                raise DataError(f"{self._store.url_of(name)} {self._store.describe_fault(name, size)}")
         self._verified_objects = {(n, h) for n, h in self._verified_objects if n != name} | {(name, sha256)}
 
     def _count(self, size: int) -> None:
@@ -308,7 +308,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is handled by the parent
     os.nice(10)
     settings = json.loads(sys.stdin.readline())
-    where = RemoteOptions(options(settings["options"]), settings["deadline"])
+    where = remote_options(settings["options"], settings["deadline"])
     store, start = ObjectStore(settings["url"], where), settings["start"]
 
     def tell(report: dict[str, Any]) -> None:

@@ -90,5 +90,21 @@ class Data(Settings):
         "sizes that divide them share one order; null: the largest divisor of train.global_batch up to 64, and up to "
         "the blocks there are",
     )
+    group_by_length: PositiveInt | None = Field(
+        None,
+        description="rows of similar length that stand together in a global batch, at best as many as in a "
+        "micro-batch: less padding, the same rows; null: rows stand in the order",
+    )
     mixture: Mixture | None = Field(None, description="null: every source by its size")
     packing: Packing | None = Field(None, description="null: a row is a sample")
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Data:
+        if self.group_by_length is not None and self.packing is not None:
+            raise ValueError("data.group_by_length has no effect on packed rows, which are all full; leave one out")
+        if self.group_by_length is not None and self.shuffle == "blocks":
+            raise ValueError(
+                "data.group_by_length would move rows out of the lane that reads their block; set data.shuffle=full, "
+                "or leave it out"
+            )
+        return self

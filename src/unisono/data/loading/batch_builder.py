@@ -168,7 +168,7 @@ class BatchBuilder:
 
     def _set_up(self) -> None:
         self._now: dict[int, int] = {}  # thread -> row of the source it is building
-        self.at: Callable[[int], None] = self._note_row
+        self.note_row: Callable[[int], None] = self._note_row
         self._kept = SampleCache(self._keep)
         self._stand_in: tuple[int, Any] | None = None
         self._contexts = _ContextPool(training=self.purpose != "eval")
@@ -288,8 +288,8 @@ class BatchBuilder:
             watch.rest += perf_counter() - began
 
     def _sample(self, row: int, epoch: int, watch: _StageTimer) -> Any:
-        self.at(row)
-        context = self._contexts.of(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED_CONTEXT
+        self.note_row(row)
+        context = self._contexts.get(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED_CONTEXT
         return build_sample(self.task, self.source, row, context, watch)
 
     def _batch(
@@ -337,7 +337,7 @@ class BatchBuilder:
 
     def rest(self) -> None:
         """Mark this thread as not building any row."""
-        self.at(-1)
+        self.note_row(-1)
         self._now.pop(threading.get_ident(), None)
 
 
@@ -365,7 +365,7 @@ class _ContextPool(threading.local):
     def _references(self) -> tuple[int, int, int]:
         return sys.getrefcount(self._context), sys.getrefcount(self._context.rng), sys.getrefcount(self._bits)
 
-    def of(self, seed: int) -> SampleContext:
+    def get(self, seed: int) -> SampleContext:
         """A context whose generator equals that of `unisono.runtime.rng.generator` for an address with this key."""
         if self._references() != self._alone:
             self._new()

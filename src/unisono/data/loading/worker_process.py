@@ -53,8 +53,8 @@ def main(channel: int, page: int) -> NoReturn:
     except BaseException as error:
         _send(sock, (False, _portable_error(error, "the task cannot be rebuilt in a worker process")))
         os._exit(1)
-    maker.at = lambda row: _ROW.pack_into(here, 0, row)
-    maker.at(-1)
+    maker.note_row = lambda row: _ROW.pack_into(here, 0, row)
+    maker.note_row(-1)
     _send(sock, (True, os.getpid()))
     asked: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_receive_requests, args=(sock, asked), daemon=True).start()

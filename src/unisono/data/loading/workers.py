@@ -156,7 +156,7 @@ class ProcessWorkers:
     @property
     def busy(self) -> list[int]:
         """Rows of the source being built."""
-        return sorted({row for process in self._processes if (row := process.at) >= 0})
+        return sorted({row for process in self._processes if (row := process.current_row) >= 0})
 
     def ask(self, act: str, *arguments: Any) -> Future[Any]:
         """Submit a call of the builder's method with this name."""
@@ -245,7 +245,7 @@ class _WorkerHandle:
         self._thread.start()
 
     @property
-    def at(self) -> int:
+    def current_row(self) -> int:
         """The row of the source that it is building; -1 for none."""
         return worker_process.read_row(self._page)
 
@@ -305,7 +305,7 @@ class _WorkerHandle:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        row = self.at
+        row = self.current_row
         made = [getattr(argument, "samples", None) for _, arguments in list(self.pending)[:1] for argument in arguments]
         rows: list[int] = next((taken.rows.tolist() for taken in made if taken is not None), [])
         if row >= 0:

@@ -87,13 +87,13 @@ class BlockOrder:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        return self.at(positions)[0]
+        return self.locate(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """How many groups of blocks the lanes of these positions have read before, i.e. their epochs."""
-        return self.at(positions)[1]
+        return self.locate(positions)[1]
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions."""
         # From lanes to epochs to windows, then all windows' permutations at once, then to rows.
         lanes, places = self.lanes(np.asarray(positions, dtype=np.int64))

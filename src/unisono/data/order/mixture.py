@@ -155,19 +155,19 @@ class MixtureOrder:
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
-        return self.at(positions)[0]
+        return self.locate(positions)[0]
 
     def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Number of earlier passes over the sources of these positions."""
-        return self.at(positions)[1]
+        return self.locate(positions)[1]
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions, from the streams of their sources."""
         numbers, inside = self._locate(np.asarray(positions, dtype=np.int64))
         rows, epochs = np.empty_like(inside), np.empty_like(inside)
         for here in group_equal(numbers):
             number = int(numbers[here[0]])
-            rows[here], epochs[here] = self.streams[number].at(inside[here])
+            rows[here], epochs[here] = self.streams[number].locate(inside[here])
             rows[here] += self.starts[number]
         return rows, epochs
 

@@ -111,6 +111,6 @@ class Order:
         """Number of complete passes over the source before these positions."""
         return np.asarray(positions, dtype=np.int64) // self.size
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions."""
         return self(positions), self.epochs(positions)

@@ -306,7 +306,7 @@ class PackedPlan:
     def _pack(self, lane: int, number: int) -> _Chunk:
         how, size = self._settings, self._settings.chunk
         positions = (number * self.lanes + lane) * size + np.arange(size, dtype=np.int64)
-        rows, epochs = self._stream.at(positions)
+        rows, epochs = self._stream.locate(positions)
         lengths = np.asarray(self.lengths(rows, epochs), dtype=np.int64)
         longest = int(lengths.argmax())
         if how.cut == "never" and lengths[longest] > self.capacity:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.order.length_groups import LengthGroups
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import ConfigError
 
@@ -69,7 +70,7 @@ class Stream(Protocol):
     def seed(self) -> int:
         """The seed of the run."""
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """Rows of the source, and numbers of passes over it before, (n,) -> (n,), (n,)."""
 
 
@@ -113,24 +114,33 @@ class StreamPlan:
         stream: maps positions to rows of the source.
         global_batch: rows per full step.
         length: positions in the whole run; only the last batch of a run counted in epochs may be short.
+        groups: where the rows of a batch stand in it; None for their order.
     """
 
     stream: Stream
     global_batch: int
     length: int
+    groups: LengthGroups | None = None
     capacity: None = field(default=None, init=False)  # rows are samples
     _near: list[tuple[int, Indices, Indices]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
-    def create(cls, stream: Stream, global_batch: int, steps: int | None, epochs: float | None) -> StreamPlan:
+    def create(
+        cls,
+        stream: Stream,
+        global_batch: int,
+        steps: int | None,
+        epochs: float | None,
+        groups: LengthGroups | None = None,
+    ) -> StreamPlan:
         """The plan of a run counted in steps or in epochs."""
         if steps is not None:
-            return cls(stream, global_batch, steps * global_batch)
+            return cls(stream, global_batch, steps * global_batch, groups)
         assert epochs is not None
         length = round(epochs * stream.size)
         if length < 1:
             raise ConfigError(f"train.epochs={epochs} of {stream.size} rows is less than one row")
-        return cls(stream, global_batch, length)
+        return cls(stream, global_batch, length, groups)
 
     @property
     def seed(self) -> int:
@@ -148,8 +158,12 @@ class StreamPlan:
 
     def samples(self, step: int, rows: range) -> SampleIndices:
         """The samples in these rows of the global batch of a step."""
-        first = step * self.global_batch + rows.start
-        return SampleIndices(np.arange(rows.start, rows.stop, dtype=np.int64), *self._lookup(first, first + len(rows)))
+        first, slots = step * self.global_batch, np.arange(rows.start, rows.stop, dtype=np.int64)
+        if self.groups is None:
+            return SampleIndices(slots, *self._lookup(first + rows.start, first + rows.stop))
+        taken, epochs = self._lookup(first, first + self.rows(step))
+        places = self.groups(taken)[slots]
+        return SampleIndices(slots, taken[places], epochs[places])
 
     def batch(self, step: int) -> Indices:  # -> (rows,)
         """Source rows of the global batch of a step, in order."""
@@ -160,7 +174,7 @@ class StreamPlan:
         near = self._near[0] if self._near else None  # read once: another thread may replace it
         if near is None or not (near[0] <= first and last <= near[0] + len(near[1])):
             until = max(last, min(first + _LOOKAHEAD, self.length))
-            near = (first, *self.stream.at(np.arange(first, until, dtype=np.int64)))
+            near = (first, *self.stream.locate(np.arange(first, until, dtype=np.int64)))
             self._near[:] = [near]
         start, rows, epochs = near
         return rows[first - start : last - start], epochs[first - start : last - start]

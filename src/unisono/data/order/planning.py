@@ -13,6 +13,7 @@ from unisono.data.loading.loader import MeasuredLengths, check_draws
 from unisono.data.order import lanes as lanes_
 from unisono.data.order.blocks import BlockOrder, CachedBlocks
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
+from unisono.data.order.length_groups import LengthGroups
 from unisono.data.order.mixture import Joined, MixtureOrder
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
@@ -85,8 +86,9 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
         )
     blocks = _max_blocks(sources) if data.shuffle == "blocks" else None
     if data.packing is None and blocks is None:
+        stream = _build_stream(task, source, config, SINGLE_LANE)
         return StreamPlan.create(
-            _build_stream(task, source, config, SINGLE_LANE), train.global_batch, train.steps, train.epochs
+            stream, train.global_batch, train.steps, train.epochs, _length_groups(task, source, data.group_by_length)
         )
     count = lanes_.resolve_lane_count(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
@@ -133,19 +135,31 @@ def checkable_sources(source: Source) -> list[CheckableSource]:
     return [one for one in sources if isinstance(one, CheckableSource)]
 
 
+def _length_groups(task: Task, source: Source, size: int | None) -> LengthGroups | None:
+    if size is None:
+        return None
+    lengths = getattr(source, "lengths", None)
+    if lengths is None:
+        raise ConfigError(
+            f"data.group_by_length={size} needs the length of each row, and the source that {type(task).__name__}"
+            ".data() returns has no `lengths`; leave it out, or give the source that attribute, (rows,) int64"
+        )
+    return LengthGroups(np.asarray(lengths, dtype=np.int64), size)
+
+
 def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:
     """The stream of rows, read by these lanes independently."""
     data, seed = config.data, config.run.seed
 
-    def of(one: Any, seed: int) -> Stream:
+    def build_order(one: Any, seed: int) -> Stream:
         if data.shuffle == "blocks":
             return BlockOrder(one.blocks, seed, data.window, lanes)
         return Order(len(one), seed, shuffle=data.shuffle == "full")
 
     if data.mixture is None:
-        return of(source, seed)
+        return build_order(source, seed)
     assert isinstance(source, Joined)
-    streams = [of(one, key(seed, "source", name)) for name, one in source.sources.items()]
+    streams = [build_order(one, key(seed, "source", name)) for name, one in source.sources.items()]
     batch = config.train.global_batch
     units = None
     if data.packing is not None and (room := data.packing.length or packed_capacity(task)):

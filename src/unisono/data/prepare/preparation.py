@@ -77,7 +77,7 @@ class RowBuilder(Protocol):
         """Dtype of the units in NumPy's notation: `<u1`, `<u2` or `<u4`."""
 
     @property
-    def of(self) -> Mapping[str, Any]:
+    def inputs(self) -> Mapping[str, Any]:
         """Everything that determines the rows, as JSON: the source's fingerprint, the tokenizer's digest."""
 
     def make(self, first: int, last: int) -> Iterator[Made]:
@@ -201,10 +201,10 @@ def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) ->
     if not (folder / MANIFEST_FILE).is_file():
         return False
     manifest = read_manifest(folder)
-    if manifest["of"] != dict(maker.of):
+    if manifest["of"] != dict(maker.inputs):
         raise DataError(
             f"{folder} contains rows made from other data or settings: "
-            f"{describe_difference(manifest['of'], dict(maker.of), 'of')} (there, here); choose another folder "
+            f"{describe_difference(manifest['of'], dict(maker.inputs), 'of')} (there, here); choose another folder "
             "(out=…), or remove this one"
         )
     whole = {
@@ -300,7 +300,7 @@ def _build_note(shard: PlannedShard, maker: RowBuilder, entry: Mapping[str, Any]
         "range": [shard.first, shard.last],
         "column": maker.column,
         "dtype": maker.dtype,
-        "of": dict(maker.of),
+        "of": dict(maker.inputs),
     }
 
 
@@ -309,9 +309,9 @@ def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool
     if not path.is_file():
         return False
     note = read_json(path)
-    if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.of):
+    if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.inputs):
         raise DataError(
-            f"{path} was made from other data or settings: {describe_difference(note['of'], dict(maker.of), 'of')} "
+            f"{path} was made from other data or settings: {describe_difference(note['of'], dict(maker.inputs), 'of')} "
             "(there, here); choose another folder (out=…), or remove this one"
         )
     return file_hash(folder / shard.file) == str(note["sha256"])

@@ -46,7 +46,7 @@ class ReshardPreparation:
         self._folder, self._shards = folder, shards
         self._source = Shards(folder)
         manifest = self._source.manifest
-        self.column, self.dtype, self.of = manifest["column"], manifest["dtype"], manifest["of"]
+        self.column, self.dtype, self.inputs = manifest["column"], manifest["dtype"], manifest["of"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._folder, self._shards)

@@ -49,7 +49,7 @@ class Shards:
             for begin, values in _open_batches(path, entry, self.manifest):
                 offsets.append(begin)
                 self._values.append(values)
-            self._files.append(File.of(path, "arrow", entry["file"]))
+            self._files.append(File.from_path(path, "arrow", entry["file"]))
         counts = [len(begin) - 1 for begin in offsets]
         self.blocks: Lengths = np.asarray([count for count in counts if count], dtype=np.int64)
         self._ends: Lengths = np.cumsum(counts, dtype=np.int64)  # rows up to the end of each record batch

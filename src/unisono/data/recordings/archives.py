@@ -6,6 +6,7 @@ An archive is indexed once; after that a recording is a byte range, and only wha
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,11 @@ from typing import Any
 
 from unisono.audio.recordings import ByteRange, data_of
 from unisono.data.recordings.metadata import AUDIO_SUFFIXES
-from unisono.data.sources.storage import is_remote
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import is_remote, open_remote, remote_options
+
+_READ_AHEAD = 1 << 20  # bytes that are read ahead of a remote archive while it is indexed
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
@@ -46,7 +49,7 @@ class Archives:
     """
 
     def __init__(self, paths: Sequence[str], storage: Mapping[str, Any] | None, key: str) -> None:
-        self._storage, self._key = dict(storage or {}), key
+        self._where, self._key = remote_options(storage), key
         with ThreadPoolExecutor(8) as pool:
             indices = list(pool.map(self._index, paths))
         self._rows = [row for index in indices for row in index]
@@ -67,7 +70,7 @@ class Archives:
         path, name, members = self._rows[row]
         record: dict[str, Any] = {"key": name}
         for ending, (first, size) in members.items():
-            part = ByteRange(path, first, first + size)
+            part = ByteRange(path, first, first + size, self._where)
             if f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES:
                 record["audio"] = part
             elif ending in ("json", "cls", "txt", "text"):
@@ -110,7 +113,9 @@ class Archives:
         for ending, (first, size) in members.items():
             if ending in ("json", "cls", "txt", "text"):
                 values = _parse_member(
-                    ending, bytes(data_of(ByteRange(path, first, first + size))), f"{path}, {name}.{ending}"
+                    ending,
+                    bytes(data_of(ByteRange(path, first, first + size, self._where))),
+                    f"{path}, {name}.{ending}",
                 )
                 found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
         return found
@@ -143,9 +148,7 @@ class Archives:
     def _opened(self, path: str) -> Any:
         if not is_remote(path):
             return Path(path).open("rb")
-        import fsspec
-
-        return fsspec.open(path, "rb", **self._storage).open()
+        return io.BufferedReader(open_remote(path, self._where), _READ_AHEAD)
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from unisono.data.sources.storage import is_remote
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
+from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
 
 _LONGEST = 4096  # limit of a path's length in characters

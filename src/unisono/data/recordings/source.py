@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.audio.recordings import ByteRange
 from unisono.data.recordings import archives, metadata
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import Files, open_source
-from unisono.data.sources.storage import is_remote
 from unisono.runtime.errors import ConfigError, DataError, nearest
+from unisono.runtime.remote import is_remote, remote_options
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class _ColumnTable:
         key: str,
     ) -> None:
         self._paths, self._storage, self._key = paths, storage, key
+        self._where = remote_options(storage)
         _require_columns(paths, key)
         schema = open_source(paths, storage=storage, key=key).schema
         kinds = {field.name: unwrap_type(field.type) for field in schema}
@@ -243,6 +245,8 @@ class _ColumnTable:
             held = inner if is_remote(inner) or Path(inner).is_absolute() else str(Path(path).parent / inner)
         elif isinstance(held, str) and not is_remote(held) and not Path(held).is_absolute():
             held = str(Path(path).parent / held)
+        if isinstance(held, str) and is_remote(held):
+            held = ByteRange(held, 0, -1, self._where)
         where = f"{path}, row {local} (from 0)" + (f", {inner}" if inner else "")
         return {**record, "audio": b"" if held is None else held, "name": where}
 

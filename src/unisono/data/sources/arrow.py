@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from unisono.data.sources import tables
 from unisono.data.sources.column_schema import ColumnRequest
-from unisono.data.sources.storage import File, is_remote, wrap_read_errors
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import is_remote
 
 _MAGIC = b"ARROW1"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages

@@ -183,7 +183,7 @@ class ColumnRequest:
     hint: str = ""
 
     @classmethod
-    def of(
+    def parse(
         cls,
         columns: Sequence[str] | None = None,
         expect: Mapping[str, str] | None = None,

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from unisono.data.sources.duplicates import refuse_duplicates
-from unisono.data.sources.storage import TAG, File, RemoteOptions, ask_remote, error_text, is_remote
+from unisono.data.sources.storage import TAG, File
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
 from unisono.runtime.shapes import misfit
 from unisono.runtime.text import one_line
 

@@ -26,8 +26,9 @@ from unisono.data.sources.change_detection import find_change
 from unisono.data.sources.column_schema import ColumnRequest, ColumnType, is_list, is_number, is_same_type, unwrap_type
 from unisono.data.sources.discovery import Found, Place, find
 from unisono.data.sources.duplicates import digest_ends
-from unisono.data.sources.storage import DEADLINE, File, RemoteOptions, options, wrap_read_errors
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import ConfigError, DataError, nearest
+from unisono.runtime.remote import DEADLINE, remote_options
 
 log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
@@ -122,8 +123,8 @@ def open_source(
     if format is not None and format not in _READERS:
         raise ConfigError(f"format='{format}' is not known, {nearest(format, _READERS)}")
     asked = [columns] if isinstance(columns, str) else columns
-    wanted = ColumnRequest.of(asked, expect, separator)
-    where = RemoteOptions(options(storage), deadline)
+    wanted = ColumnRequest.parse(asked, expect, separator)
+    where = remote_options(storage, deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
     return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)
 

@@ -15,8 +15,9 @@ from numpy.lib import format as numpy_format
 from numpy.typing import NDArray
 
 from unisono.data.sources.column_schema import ColumnRequest
-from unisono.data.sources.storage import File, is_remote, wrap_read_errors
+from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
 
 ARRAY_COLUMN = "array"  # of files without named fields

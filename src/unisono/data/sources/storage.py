@@ -1,29 +1,24 @@
-"""Access to files by local path, or by any URL that fsspec supports.
+"""Access to data files by local path or URL.
 
-Local files are memory-mapped without keeping a handle. Remote files are read by stateless range requests, so threads
-and forked processes share nothing. Every request has a deadline: a server that disappears is an error, never a hang.
+Local files are memory-mapped without keeping a handle; remote ones are read by `unisono.runtime.remote`.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_remote
 
-Options = tuple[tuple[str, Any], ...]
-T = TypeVar("T")
-DEADLINE = 60.0  # seconds without an answer
-_PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline bounds the time without progress
 _READ_AHEAD = 1 << 20  # bytes that are read ahead of remote streams
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
 _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
@@ -37,19 +32,6 @@ def derived(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TAG).is_file():
         (folder / TAG).write_text("Signature: 8a477f597d28d172789f06886806bc55\n# made by unisono\n", encoding="ascii")
-
-
-@dataclass(frozen=True)
-class RemoteOptions:
-    """Options for remote file systems.
-
-    Attributes:
-        options: of the file system, e.g. `endpoint_url`, as pairs.
-        deadline: timeout of a request in seconds.
-    """
-
-    options: Options = ()
-    deadline: float = DEADLINE
 
 
 @dataclass(frozen=True)
@@ -70,10 +52,10 @@ class File:
     name: str
     size: int
     stamp: str
-    where: RemoteOptions = RemoteOptions()
+    where: RemoteOptions = field(default_factory=RemoteOptions)
 
     @classmethod
-    def of(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
+    def from_path(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
         """A local file in its current state."""
         status = path.stat()
         return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
@@ -87,7 +69,7 @@ class File:
         """Open as a `pyarrow.NativeFile`: a memory map, or a remote file. The caller closes it."""
         self.check()
         if is_remote(self.path):
-            return pa.PythonFile(_RemoteFile(self), mode="r")
+            return pa.PythonFile(open_remote(self.path, self.where, self.size), mode="r")
         return pa.memory_map(self.path) if self.size else pa.BufferReader(b"")
 
     def content(self) -> Any:
@@ -99,7 +81,7 @@ class File:
         """Open for sequential reading, in bounded memory. The caller closes it."""
         self.check()
         if is_remote(self.path):
-            return io.BufferedReader(_RemoteFile(self), buffer_size=_READ_AHEAD)
+            return io.BufferedReader(open_remote(self.path, self.where, self.size), buffer_size=_READ_AHEAD)
         return Path(self.path).open("rb")
 
     @contextmanager
@@ -132,7 +114,7 @@ class File:
 
     def now(self) -> File:
         """The file in its current state. A remote file is returned as is; its size is checked when it is read."""
-        return self if is_remote(self.path) else File.of(Path(self.path), self.format, self.name, self.where)
+        return self if is_remote(self.path) else File.from_path(Path(self.path), self.format, self.name, self.where)
 
     def check(self) -> None:
         """Raise if a local file has changed since it was found."""
@@ -168,84 +150,6 @@ def wrap_read_errors(file: File) -> Iterator[None]:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error_text(error)}") from error
 
 
-def error_text(error: BaseException) -> str:
-    """The message of an error, or its type if it has none, as some network errors do."""
-    return str(error) or type(error).__name__
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
-    return "://" in path
-
-
-def open_filesystem(url: str, where: RemoteOptions) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it.
-
-    fsspec caches one per process and thread, so this is cheap and safe after a fork.
-
-    Raises:
-        DataError: if the protocol is unknown, or its package is not installed.
-    """
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(url, **dict(where.options))
-    except ImportError as error:
-        protocol = url.partition("://")[0]
-        raise DataError(
-            f"{url}: {protocol}:// needs a package that is not installed. {error}; e.g. "
-            f"pip install {PACKAGES.get(protocol, 'the package of this protocol')}"
-        ) from error
-    except ValueError as error:
-        raise DataError(
-            f"{url}: {error}; use s3, gs, az, hf, http, https, file, or another protocol of fsspec"
-        ) from error
-    return system, path
-
-
-PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub",
-    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
-    "oss": "ossfs", "oci": "ocifs", "hdfs": "pyarrow", "webhdfs": "requests", "dropbox": "dropboxdrivefs",
-}  # fmt: skip
-
-
-def ask_remote(url: str, where: RemoteOptions, ask: Callable[[Any, str], T], done: str = "read") -> T:
-    """The answer of a remote file system, within the deadline.
-
-    If no answer comes, its thread is abandoned; as a daemon, it does not delay exit. `done` names the operation for
-    errors.
-
-    Raises:
-        DataError: naming the URL, if the request fails or times out.
-    """
-    answers: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask(*open_filesystem(url, where)))
-        except BaseException as error:  # any error is passed on to the calling thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="unisono-remote", daemon=True)
-    thread.start()
-    thread.join(where.deadline)
-    if answers:
-        return answers[0]
-    if not errors:
-        raise DataError(f"{url}: no answer within {where.deadline:g} s; check the server and the network")
-    error = errors[0]
-    if isinstance(error, DataError | FileNotFoundError) or not isinstance(error, Exception):
-        raise error
-    raise DataError(f"{url} cannot be {done}: {type(error).__name__}: {error_text(error)}") from error
-
-
-def options(given: Mapping[str, Any] | None) -> Options:
-    """Options of a file system, in hashable form."""
-    return tuple(sorted((given or {}).items()))
-
-
 class _Unpacked(io.RawIOBase):
     """The decompressed content of a file, up to a limit."""
 
@@ -265,49 +169,3 @@ class _Unpacked(io.RawIOBase):
             )
         buffer[: len(content)] = content
         return len(content)
-
-
-class _RemoteFile(io.RawIOBase):
-    """A remote file as a Python raw file, with a request for every read."""
-
-    def __init__(self, file: File) -> None:
-        self._file, self._at = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        """The size, as pyarrow requires."""
-        return self._file.size
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        last = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
-        pieces = [self._range(first, min(first + _PIECE_BYTES, last)) for first in range(self._at, last, _PIECE_BYTES)]
-        self._at = max(self._at, last)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def readinto(self, buffer: Any) -> int:
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def _range(self, first: int, last: int) -> bytes:
-        file = self._file
-        content: bytes = ask_remote(
-            file.path, file.where, lambda system, path: system.cat_file(path, start=first, end=last)
-        )
-        if len(content) != last - first:
-            raise DataError(
-                f"{file.path}: bytes {first} to {last}: received {len(content)}; it has changed since it was opened"
-            )
-        return content

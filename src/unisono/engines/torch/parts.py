@@ -34,7 +34,7 @@ class EngineParts:
     observers: Observers = field(default_factory=Observers)
 
     @classmethod
-    def of(cls, job: EngineJob) -> EngineParts:
+    def from_job(cls, job: EngineJob) -> EngineParts:
         """The parts for a job."""
         config, process = job.config, job.process
         device = select_device(config.layout.device, process)

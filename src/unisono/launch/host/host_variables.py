@@ -82,6 +82,11 @@ VARIABLES = (
         "this is the old name, kept as an alias", "rename it to PYTORCH_ALLOC_CONF",
     ),
     VariableRule(
+        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF", "WARNING",
+        r"(?=.*max_split_size_mb\s*:)(?=.*expandable_segments\s*:\s*true).*",
+        "with both options reserved memory grows without bound (pytorch #123548)", "set one of them",
+    ),
+    VariableRule(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", "WARNING", ON, "every allocation goes to the driver", "unset it",
     ),
     VariableRule(

@@ -209,7 +209,7 @@ def _texts(
 ) -> tuple[dict[str, Texts], Tokenizer]:
     """The documents by source, and their tokenizer, which may have to be trained on them."""
     where = config.files if isinstance(config, Corpus) else {SINGLE_SOURCE: None}
-    texts = {name: Texts.of(files) for name, files in where.items()}
+    texts = {name: Texts.from_files(files) for name, files in where.items()}
     if of_run is not None:
         return texts, of_run
     given = config.tokenizer or of_model

@@ -37,7 +37,7 @@ class Texts:
     separator: str | None = None
 
     @classmethod
-    def of(cls, files: CorpusFiles | None) -> Texts:
+    def from_files(cls, files: CorpusFiles | None) -> Texts:
         """The documents that the settings name; None for the source of Python's standard library.
 
         Raises:
@@ -82,7 +82,7 @@ def standard_library() -> sources.Found:
     paths = [path for path in sorted(root.rglob("*.py")) if _NOT_DOCUMENTS.isdisjoint(path.relative_to(root).parts)]
     if not paths:
         raise DataError(f"{root} holds no Python source, which data=embedded needs. Use data=corpus data.path=DIR")
-    named = (sources.File.of(path, "text", path.relative_to(root).as_posix()) for path in paths)
+    named = (sources.File.from_path(path, "text", path.relative_to(root).as_posix()) for path in paths)
     return sources.Found(tuple(named))
 
 
@@ -112,4 +112,4 @@ def digest(value: object) -> str:
 
 
 def _schema(column: str, separator: str | None) -> sources.ColumnRequest:
-    return sources.ColumnRequest.of([column], {column: "text?"}, separator, hint="data.column")
+    return sources.ColumnRequest.parse([column], {column: "text?"}, separator, hint="data.column")

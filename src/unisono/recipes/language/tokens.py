@@ -47,7 +47,7 @@ class TokenisePreparation:
         return len(self.texts)
 
     @property
-    def of(self) -> Mapping[str, Any]:
+    def inputs(self) -> Mapping[str, Any]:
         """What decides the ids."""
         files, ignored = len(self.texts.found.files), list(self.texts.rows.ignored)
         source = {"fingerprint": self.texts.fingerprint, "files": files, "ignored": ignored}
@@ -56,7 +56,7 @@ class TokenisePreparation:
     @property
     def asked(self) -> Mapping[str, Any]:
         """As `of`; a rewritten file counts as a different one."""
-        return {"stamp": self.texts.stamp, **self.of}
+        return {"stamp": self.texts.stamp, **self.inputs}
 
     def bounds(self, shard_mb: float) -> list[int]:
         """Whole blocks of documents, about equally many per shard."""

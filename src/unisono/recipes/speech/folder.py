@@ -112,9 +112,7 @@ def _clip(config: Folder, field: str, file: Any, name: str, rate: Any = None) ->
         raise FaultError(f"{field}: is missing")
     if not safe_paths.is_inside(config.path, file):
         raise FaultError(f"{field}: {config.path / file} is no file of the folder")
-    clip = Clip(f"{name}, {file}", config.path / file)
-    samples.check_recording(clip, field, config.max_seconds, rate)
-    return clip
+    return samples.open_recording(f"{name}, {file}", config.path / file, field, config.max_seconds, rate)
 
 
 def _text(folder: Path, entry: dict[str, Any], key: str, file_key: str) -> str:

@@ -57,6 +57,14 @@ class Samples:
         return self.rows[row]
 
     @cached_property
+    def lengths(self) -> Codes:
+        """About how many places each row has, (rows,): frames of its recordings and bytes of its texts.
+
+        A reference that is drawn anew in each epoch is not counted.
+        """
+        return np.array([_length(sample) for sample in self.rows], dtype=np.int64)
+
+    @cached_property
     def fingerprint(self) -> str:
         """What is said, by whom, and in recordings of which names and sizes, wherever they lie."""
         described = [_describe(sample) for sample in self.rows]
@@ -252,7 +260,7 @@ def _read(config: SpeechData) -> Sequence[Sample]:
         for speaker in range(config.speakers):
             said = voices.text(speaker, take)
             name = f"made-up voice {speaker}, take {take}"
-            clip = Clip(name, voice=(speaker, said, take))
+            clip = Clip(name, voice=(speaker, said, take), seconds=voices.SYLLABLE * len(said.split()))
             cloning = config.task in ("auto", "zero_shot_voice_cloning")
             made.append(Utterance(name, said, clip, f"voice {speaker}", cloning=cloning))
     return made
@@ -278,6 +286,14 @@ def _split(config: SpeechData, rows: Sequence[Sample]) -> NDArray[np.bool_]:
         what="sample",
         hint="or data.split=share to hold out samples instead",
     )
+
+
+def _length(sample: Sample) -> int:
+    if isinstance(sample, Utterance):
+        sample = sample.conversation(sample.references)
+    texts = [part for message in sample.messages for part in message.parts if isinstance(part, str)]
+    seconds = sum(clip.seconds for clip in sample.clips)
+    return round(seconds * codec.FRAMES) + sum(len(text.encode()) for text in texts)
 
 
 def _describe(sample: Sample) -> Any:

@@ -129,6 +129,4 @@ def _clip(place: Any, config: Manifest, name: str, field: str) -> Clip:
     path = (config.root or config.path.parent) / place  # an absolute place stays as it is
     if not path.is_file():
         raise FaultError(f"{field}: {path} does not exist")
-    clip = Clip(f"{name}, {place}", path)
-    samples.check_recording(clip, field, config.max_seconds)
-    return clip
+    return samples.open_recording(f"{name}, {place}", path, field, config.max_seconds)

@@ -27,11 +27,13 @@ class Clip:
         name: for errors.
         path: of its file; None for one that is synthesised.
         voice: of a synthesised one: speaker, text and take.
+        seconds: as its header says; 0 where it does not.
     """
 
     name: str
     path: Path | None = None
     voice: tuple[int, str, int] | None = None
+    seconds: float = 0.0
 
     def read(self) -> bytes:
         """The content of its file.
@@ -145,11 +147,12 @@ class FaultError(Exception):
     """What is wrong with an entry of a manifest, as `field: reason`."""
 
 
-def check_recording(clip: Clip, field: str, longest: float, rate: object = None) -> None:
-    """Look at a recording's header.
+def open_recording(name: str, path: Path, field: str, longest: float, rate: object = None) -> Clip:
+    """A recording whose header has been looked at.
 
     Args:
-        clip: a file.
+        name: for errors.
+        path: of its file.
         field: of the entry, for errors.
         longest: seconds.
         rate: that the entry says, in Hz; None where it does not.
@@ -157,16 +160,16 @@ def check_recording(clip: Clip, field: str, longest: float, rate: object = None)
     Raises:
         FaultError: for what is no recording, has another rate, or is too long.
     """
-    assert clip.path is not None
     try:
-        header = audio.probe(clip.path)
+        header = audio.probe(path)
     except DataError as error:
         raise FaultError(f"{field}: {error}") from error
     if rate is not None and rate != header.rate:
-        raise FaultError(f"sample_rate: {rate}, but {clip.path.name} has {header.rate} Hz")
+        raise FaultError(f"sample_rate: {rate}, but {path.name} has {header.rate} Hz")
     seconds = 0.0 if header.frames is None else header.frames / header.rate  # not every header says
     if seconds > longest:
-        raise FaultError(f"{field}: {clip.path.name} has {seconds:.1f} s, more than data.max_seconds={longest:g}")
+        raise FaultError(f"{field}: {path.name} has {seconds:.1f} s, more than data.max_seconds={longest:g}")
+    return Clip(name, path, seconds=seconds)
 
 
 def same_recording(one: Clip, other: Clip) -> bool:

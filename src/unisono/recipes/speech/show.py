@@ -1,4 +1,4 @@
-"""What a model predicts of held-out samples, to be heard and seen: sound and spectrograms in the run's folder.
+"""What a model predicts of held-out samples, to be heard and seen: sound and spectrograms, for folder and trackers.
 
 Each code is predicted from the true ones before it, as in the loss; what the model says by itself is `unisono
 generate`.
@@ -7,7 +7,7 @@ generate`.
 from __future__ import annotations
 
 import wave
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,12 @@ class Show(Callback):
         super().__init__()
         self._task = task
         self._folder: Path | None = None
+        self._publish: Callable[[int, str, Path], None]
 
     def on_start(self, run: RunInfo) -> None:
         """Only the first process writes."""
         self._folder = run.directory / "samples" if run.is_first else None
+        self._publish = run.publish
         self._task.shown.clear()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -53,7 +55,9 @@ class Show(Callback):
             stem = f"step-{step:08d}-{number}"
             for name, sound in sounds.items():
                 write_wav(self._folder / f"{stem}-{name}.wav", sound, codec.rate)
+                self._publish(step, f"samples/{number}/{name}", self._folder / f"{stem}-{name}.wav")
             draw(self._folder / f"{stem}.png", sounds, codec.rate)
+            self._publish(step, f"samples/{number}/spectrograms", self._folder / f"{stem}.png")
 
 
 def sound_of(predicted: Codes, truth: Codes, codec: Codec) -> NDArray[np.float32]:

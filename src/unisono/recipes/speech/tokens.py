@@ -31,7 +31,7 @@ class Tokens:
     ids: dict[str, int]
 
     @classmethod
-    def of(cls, engine: Any, where: str) -> Tokens:
+    def from_engine(cls, engine: Any, where: str) -> Tokens:
         """A tokenizer, looked through for the control tokens.
 
         Raises:
@@ -71,7 +71,7 @@ def of_bytes() -> Tokens:
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.decoder = decoders.ByteLevel()
     engine.add_special_tokens(list(CONTROLS))
-    return Tokens.of(engine, "the tokenizer of bytes")
+    return Tokens.from_engine(engine, "the tokenizer of bytes")
 
 
 def read(folder: Path) -> Tokens:
@@ -89,4 +89,4 @@ def read(folder: Path) -> Tokens:
         engine = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    return Tokens.of(engine, str(path))
+    return Tokens.from_engine(engine, str(path))

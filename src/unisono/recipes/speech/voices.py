@@ -17,7 +17,7 @@ from unisono import generator
 RATE = 8000
 VOWELS = {"a": (730, 1090), "e": (530, 1840), "i": (270, 2290), "o": (570, 840), "u": (300, 870)}  # Hz
 CONSONANTS = {"b": 300, "d": 1800, "g": 1200, "s": 3400, "t": 2800}  # Hz, centre of the burst
-_SYLLABLE = 0.16  # seconds
+SYLLABLE = 0.16  # seconds
 
 Array = NDArray[np.float64]
 
@@ -47,7 +47,7 @@ def wav(speaker: int, said: str, take: int) -> bytes:
 
 
 def _syllable(part: str, pitch: float, tract: float, speed: float, rng: np.random.Generator) -> Array:
-    length = int(RATE * _SYLLABLE / speed)
+    length = int(RATE * SYLLABLE / speed)
     time = np.arange(length) / RATE
     vowel = np.zeros(length)
     for harmonic in range(1, int(RATE / 2 / (pitch * 1.1))):

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -123,6 +124,11 @@ class Telemetry(LoopCallback):
         """Record an entry other than a step, after `step` updates."""
         assert self._record is not None
         self._record.note(step, values)
+
+    def publish(self, step: int, name: str, path: Path) -> None:
+        """Send a PNG or WAV file to the trackers, after `step` updates."""
+        assert self._record is not None
+        self._record.publish(step, name, path)
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the record, after everything that may still write to it."""

@@ -69,7 +69,9 @@ def rarefy_once(table: CountTable, depth: int) -> CountTable:
 
 def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None) -> NDArray[np.float64]:
     _check_memory(metric, table)
-    part = tree.of(table.taxa) if metric in PHYLOGENETIC and tree is not None else None  # refuses before it is costly
+    part = (
+        tree.subtree(table.taxa) if metric in PHYLOGENETIC and tree is not None else None
+    )  # refuses before it is costly
     from skbio.diversity import beta_diversity
 
     counts = table.counts.toarray()
@@ -87,7 +89,7 @@ def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None)
 def _compute_faith_pd(table: CountTable, tree: Tree | None) -> NDArray[np.float64]:
     _check_memory("faith_pd", table)
     assert tree is not None
-    part = tree.of(table.taxa)
+    part = tree.subtree(table.taxa)
     from skbio.diversity import alpha_diversity
 
     found = alpha_diversity("faith_pd", table.counts.toarray(), table.samples, taxa=table.taxa, tree=part)

@@ -55,14 +55,14 @@ def filter_study(config: Study) -> FilteredStudy:
     table, known = tables.read_table(config.table), _read_metadata(config)
     filter_ = _StudyFilter(config)
     taxa, sequences = _keep_taxa(config, table, filter_)
-    table = table.of(np.arange(len(table.samples)), np.flatnonzero(taxa))
+    table = table.select(np.arange(len(table.samples)), np.flatnonzero(taxa))
     rows = np.flatnonzero(_keep_samples(config, table, known, filter_))
     if filter_.faults:
         raise DataError(
             f"{config.table}: {'; '.join(filter_.faults)}. Fix the files, or skip these by their reasons in brackets: "
             "data.leave_out=[…]"
         )
-    table = table.of(rows, np.arange(len(table.taxa)))
+    table = table.select(rows, np.arange(len(table.taxa)))
     columns = {} if known is None else known.align(table.samples)
     return FilteredStudy(table, rows, columns, sequences, filter_.left_out)
 

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, file_hash, find_duplicates, format_examples, format_share, safe_paths
+from unisono import (
+    ConfigError,
+    DataError,
+    UnisonoError,
+    check_hdf5,
+    file_hash,
+    find_duplicates,
+    format_examples,
+    format_share,
+)
 from unisono.recipes.microbiome.settings import PairMetric
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -83,7 +92,7 @@ class Matrix:
             raise ConfigError(f"{self}: unsupported format; use {', '.join(readers)}")
         try:
             ids, found = reader()
-        except (DataError, ConfigError):
+        except UnisonoError:
             raise
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{self} cannot be read: {error}") from error
@@ -102,8 +111,8 @@ class Matrix:
     def _h5(self) -> IdsAndDistances:
         import h5py
 
+        check_hdf5(self.path, self)
         with h5py.File(self.path) as file:
-            safe_paths.check_hdf5(file, self)
             arrays = {name: one for name, one in file.items() if isinstance(one, h5py.Dataset)}
             ids = next((arrays[name].asstr()[:] for name in _ID_NAMES if name in arrays), None)
             name = self._select_array({name: one.ndim for name, one in arrays.items() if one.dtype.kind == "f"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, find_duplicates, format_examples, format_share, import_extra, safe_paths
+from unisono import DataError, UnisonoError, check_hdf5, find_duplicates, format_examples, format_share, import_extra
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -48,7 +48,7 @@ class CountTable:
             found.update(part.astype("<i8").tobytes())
         return found.hexdigest()[:32]
 
-    def of(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
+    def select(self, samples: NDArray[np.int64], taxa: NDArray[np.int64]) -> CountTable:
         """Some samples and some taxa of it, in these orders."""
         lineages = None if self.taxonomy is None else [self.taxonomy[number] for number in taxa]
         counts = self.counts if len(samples) == len(self.samples) else self.counts[samples]
@@ -73,8 +73,8 @@ def read_table(path: Path) -> CountTable:
         if start.startswith(_HDF5):
             import h5py
 
+            check_hdf5(path, f"{path} (data.table)")
             with h5py.File(path) as hdf5:
-                safe_paths.check_hdf5(hdf5, path)
                 _check_unique_ids(path, *(_read_ids(hdf5, axis) for axis in ("sample", "observation")))
                 table = biom.Table.from_hdf5(hdf5)
         elif start.lstrip().startswith(b"{"):
@@ -86,7 +86,7 @@ def read_table(path: Path) -> CountTable:
                 f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
                 "Convert tab-separated tables with `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
             )
-    except DataError:
+    except UnisonoError:
         raise
     except Exception as error:  # whatever h5py, json and biom-format raise for a damaged file
         raise DataError(

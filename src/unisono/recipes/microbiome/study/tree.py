@@ -56,7 +56,7 @@ class Tree:
         """The taxa that are not among the tips."""
         return [taxon for taxon in taxa if taxon not in self._tips]
 
-    def of(self, taxa: Sequence[str]) -> Any:
+    def subtree(self, taxa: Sequence[str]) -> Any:
         """The part of the tree that has these taxa, its root where it was.
 
         Raises:

@@ -99,7 +99,7 @@ def examples(pairs: Sequence[tuple[int, Pair]]) -> Puzzles:
         if answer is not None:
             answers[row] = encode_grid(answer)
     groups = np.array([number for number, _ in pairs], dtype=np.int32)
-    return Puzzles.of(ARC_FORMAT, questions, answers, groups=groups)
+    return Puzzles.from_arrays(ARC_FORMAT, questions, answers, groups=groups)
 
 
 def _read_folders(path: Path) -> Iterator[ArcTask]:

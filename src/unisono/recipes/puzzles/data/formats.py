@@ -134,7 +134,7 @@ class Puzzles:
     numbers: NDArray[np.int64]
 
     @classmethod
-    def of(
+    def from_arrays(
         cls,
         format: Format,
         questions: Tokens,

@@ -37,7 +37,7 @@ def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int
         order[row] = rng.permutation(format_.length)
         wanted[row] = rng.integers(clues[0], clues[1] + 1)
     questions, guesses = _without_clues(format_, answers, order, wanted)
-    return Puzzles.of(format_, questions, answers, ratings=guesses.astype(np.float32), numbers=numbers)
+    return Puzzles.from_arrays(format_, questions, answers, ratings=guesses.astype(np.float32), numbers=numbers)
 
 
 def full_grid(format: Format, rng: np.random.Generator) -> Tokens:

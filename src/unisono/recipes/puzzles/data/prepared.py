@@ -54,7 +54,7 @@ class PuzzlePreparation:
         return self.about
 
     @property
-    def of(self) -> Mapping[str, Any]:
+    def inputs(self) -> Mapping[str, Any]:
         """The same."""
         return self.about
 

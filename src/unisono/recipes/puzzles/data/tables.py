@@ -331,5 +331,5 @@ def _checked(table: Table, format_: Format, questions: Tokens, answers: Tokens, 
         except ValueError:
             improper.setdefault(table.lines[row], f"its rating {text!r} is not a number")
     good = np.array([line not in improper for line in table.lines], dtype=bool)
-    puzzles = Puzzles.of(format_, questions, answers, ratings=ratings).subset(good)
+    puzzles = Puzzles.from_arrays(format_, questions, answers, ratings=ratings).subset(good)
     return Checked(puzzles, dict(sorted(improper.items())))
