@@ -1,27 +1,32 @@
 """The puzzles recipe, measured: what it learns, and what its steps cost beside a plain port of the published loop.
 
     python -m benchmarks.puzzles learning [--engines torch jax] [--seeds 0 1 2] [--variants default …] [--steps 1000]
-    python -m benchmarks.puzzles steps [--steps 30] [--repeats 3] [--width 512 --side 9 --rows 16]
+    python -m benchmarks.puzzles steps [--steps 20] [--repeats 3] [--width 512 --side 9 --rows 16] [--contenders jax …]
     python -m benchmarks.puzzles attention [--repeats 5]
     python -m benchmarks.puzzles needed
 
 `learning` trains the embedded 6×6 Sudokus and tells, for puzzles that the run never saw, how many are solved. `steps`
-runs the same model on the same machine in turns: both engines, and the loop as it was published (eager, one number read
-from the device per step, fp64 loss over the batch, examples thrown away by rows that have not halted). `attention` is
-one layer, dense and over row, column and box, forward and backward, for 81 and for 900 cells. `needed` computes what a
-published figure would take. Seconds of the processor are
-told beside those of the clock, since a machine that others use makes the latter say little.
+runs the same model on the same machine in turns, each in a process of its own on one core: both engines, JAX with
+several devices, and the loop as it was published (eager, one number read from the device per step, fp64 loss over the
+batch, examples thrown away by rows that have not halted), which runs twice to tell what two equal things differ by.
+`attention` is one layer, dense and over row, column and box, forward and backward, for 81 and for 900 cells. `needed`
+computes what a published figure would take. Seconds of the processor are told beside those of the clock, since a
+machine that others use makes the latter say little.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,17 @@ VARIANTS: dict[str, list[str]] = {
     "curriculum": ["schedules.l_cycles={kind: constant, peak: 2, start: 0.5, warmup: 0.3}"],
     "one cycle": ["model.h_cycles=1", "model.l_cycles=1"],
 }
+PUBLISHED = "published loop"
+# What is measured by `steps`: keys of the group `layout`, of which the loop as published has none.
+CONTENDERS: dict[str, dict[str, Any]] = {
+    PUBLISHED: {},
+    "published loop again": {},
+    "torch": {"engine": "torch"},
+    "torch compiled": {"engine": "torch", "compile": True},
+    "jax": {"engine": "jax"},
+    **{f"jax, {n} devices": {"engine": "jax", "devices": n, "strategy": "ddp"} for n in (2, 4, 8)},
+}
+WARM = 3  # steps before anything is measured
 
 
 # learning -------------------------------------------------------------------------------------------------------------
@@ -56,9 +72,6 @@ def learning(engines: list[str], seeds: list[int], variants: list[str], steps: i
 
 def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
     """The last evaluation of a run by the command, in a process of its own, and what it took of the processor."""
-    import resource
-    import subprocess
-
     with tempfile.TemporaryDirectory() as folder:
         own = [f"layout.engine={engine}", "layout.world_size=1", f"train.steps={steps}", f"eval.every={steps}"]
         own += [f"checkpoint.every={steps}", f"run.dir={folder}", "run.name=run", "observe.progress=false"]
@@ -97,8 +110,13 @@ def batches(task: Any, rows: int) -> Iterator[dict[str, Any]]:
         yield task.collate(samples)
 
 
-def published(task: Any, rows: int, steps: int) -> list[float]:
-    """Seconds of each step of the loop as it was published, with the same model and the same optimizers."""
+def clocks() -> tuple[float, float]:
+    """Seconds of the clock and of this process's processor."""
+    return time.perf_counter(), time.process_time()
+
+
+def published(task: Any, rows: int, steps: int) -> Iterator[tuple[float, float]]:
+    """The clocks before each step of the loop as it was published, with the same model and the same optimizers."""
     import torch
 
     from unisono.optim.adam_atan2 import AdamAtan2
@@ -112,10 +130,10 @@ def published(task: Any, rows: int, steps: int) -> list[float]:
     rest = [p for name, p in model.named_parameters() if not name.endswith("puzzles.weight")]
     optimizers = [AdamAtan2(rest, lr=1e-4, weight_decay=1.0), RowSignSgd(embeddings, lr=1e-4, weight_decay=1.0)]
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    source, carry, seconds = batches(task, rows), None, []
+    source, carry = batches(task, rows), None
     for _ in range(steps):
+        yield clocks()
         arrays = next(source)
-        began = time.perf_counter()
         batch = {name: torch.as_tensor(value) for name, value in fields_of(arrays).items()}
         if carry is None:
             carry = {name.split("/")[1]: value for name, value in task.initial_carry(
@@ -140,12 +158,11 @@ def published(task: Any, rows: int, steps: int) -> list[float]:
         states = {name: getattr(thought, name).detach() for name in act.STATES}
         carry = {**{name: work[name] for name in act.PUZZLE}, **states, **halted}
         _ = loss.item(), halted["halted"].sum().item(), right.sum().item()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    yield clocks()
 
 
-def of_engine(task: Any, rows: int, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step of an engine, and those until its first."""
+def of_engine(task: Any, rows: int, steps: int, layout: dict[str, Any]) -> Iterator[tuple[float, float]]:
+    """The clocks before each step of an engine, which has the loss of the last one by then."""
     from tests.runs import configuration
     from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
@@ -157,60 +174,92 @@ def of_engine(task: Any, rows: int, steps: int) -> tuple[list[float], float]:
 
     groups = [{"match": "kinds.*.puzzles.weight", "rule": "sign_sgd", "weight_decay": 1.0}]
     config = configuration(
-        layout={"engine": task.engine, "devices": 1, "threads": None},
+        layout={"devices": 1, "threads": None, **layout},
         train={"steps": steps, "global_batch": rows, "clip_norm": None, "guard_every": 10**9},
         optim={"kind": "adam_atan2", "lr": 1e-4, "weight_decay": 1.0, "groups": groups},
         ema={"decay": 0.999},
     )
-    source = task.data()
+    source, devices = task.data(), config.layout.devices_each
+    split = BatchSplit.create(rows, 1, rows // devices, devices)
     plan = build_plan(task, source, config, 1)
-    loader, scalars = Loader(task, source, plan, BatchSplit.create(rows, 1, rows), 0), ScheduledScalars(config, steps)
-    engine = create_engine(EngineJob(task, config, ProcessInfo(), SingleProcess(), BatchSplit.create(rows, 1, rows)))
-    seconds, began = [], time.perf_counter()
+    loader, scalars = Loader(task, source, plan, split, 0), ScheduledScalars(config, steps)
+    engine = create_engine(EngineJob(task, config, ProcessInfo(), SingleProcess(), split))
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
-        until = time.perf_counter() - began
         for step, taken in enumerate(engine.incoming(loader.steps())):
-            began = time.perf_counter()
+            yield clocks()
             engine.step(taken, step, scalars(step))
-            seconds.append(time.perf_counter() - began)
+        yield clocks()
     finally:
         loader.close()
         engine.close()
-    return seconds, until
 
 
-def step_times(side: int, rows: int, steps: int, repeats: int, model: dict[str, Any]) -> None:
-    """Medians of the three in turns, and how long each engine takes until its first step."""
+def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, Any]) -> None:
+    """Measure one of them in this process, on one core, and print what came out as JSON."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    layout, (began, _) = CONTENDERS[name], clocks()
+    if layout.get("engine") == "jax":  # before JAX looks for devices
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", layout.get("devices", 1))
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="puzzles-"))  # each turn compiles
+    task = task_of(layout.get("engine", "torch"), side, rows, model)
+    every = list(of_engine(task, rows, steps, layout) if layout else published(task, rows, steps))
+    measured = every[WARM:]
+    told = {
+        "wall": [after[0] - before[0] for before, after in pairwise(measured)],
+        "processor": [after[1] - before[1] for before, after in pairwise(measured)],
+        "until": every[1][0] - began,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    print(json.dumps(told))
+
+
+def step_times(contenders: list[str], side: int, rows: int, steps: int, repeats: int, width: int) -> None:
+    """Medians of all contenders in turns, a process for each turn."""
     from unisono.recipes.puzzles.model.shape import step_flops
 
-    found: dict[str, list[float]] = {"published loop": [], "torch": [], "jax": []}
-    until: dict[str, list[float]] = {"torch": [], "jax": []}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(repeats):
-        found["published loop"] += published(task_of("torch", side, rows, model), rows, steps)[3:]
-        for engine in ("torch", "jax"):
-            seconds, began = of_engine(task_of(engine, side, rows, model), rows, steps)
-            found[engine] += seconds[3:]
-            until[engine].append(began)
-    task = task_of("torch", side, rows, model)
-    flops = rows * step_flops(
-        task.kinds["sudoku"], task.model_config, task.model_config.h_cycles, task.model_config.l_cycles
+        for name in contenders:
+            words = ["--contenders", name, "--side", side, "--rows", rows, "--steps", steps, "--width", width]
+            command = [sys.executable, "-m", "benchmarks.puzzles", "contender", *map(str, words)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    task = task_of("torch", side, rows, model_of(width))
+    config = task.model_config
+    flops = rows * step_flops(task.kinds["sudoku"], config, config.h_cycles, config.l_cycles)
+
+    def middle(name: str, what: str) -> float:
+        return statistics.median([value for one in found[name] for value in one[what]])
+
+    print(
+        "| | processor ms a step | ms a step | times as fast (processor) | GFLOP/s of processor | s to the second step "
+        "| peak MB |\n|---|---|---|---|---|---|---|"
     )
-    base = statistics.median(found["published loop"])
-    print("| | ms a step | times as fast | GFLOP/s | s to the first step |\n|---|---|---|---|---|")
-    for name, seconds in found.items():
-        middle = statistics.median(seconds)
-        first = f"{statistics.median(until[name]):.1f}" if name in until else "–"
+    for name, turns in found.items():
+        processor = middle(name, "processor")
+        ratio = middle(contenders[0], "processor") / processor
+        until, peak = (statistics.median([one[what] for one in turns]) for what in ("until", "peak"))
         print(
-            f"| {name} | {middle * 1e3:.1f} | {base / middle:.2f} | {flops / middle / 1e9:.1f} | {first} |", flush=True
+            f"| {name} | {processor * 1e3:.0f} | {middle(name, 'wall') * 1e3:.0f} | {ratio:.2f} | "
+            f"{flops / processor / 1e9:.1f} | {until:.0f} | {peak:.0f} |",
+            flush=True,
         )
+
+
+def model_of(width: int) -> dict[str, Any]:
+    """TRM-MLP as published, of another width."""
+    return {"mixer": "mlp", "positions": "none", "width": width}
 
 
 # attention ------------------------------------------------------------------------------------------------------------
 
 
 def attention(repeats: int) -> None:
-    """One layer's attention, dense and sparse: milliseconds, peak memory for the backward pass, FLOPs."""
+    """One layer's attention, dense and sparse, on one core: milliseconds, memory for the backward pass, FLOPs."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import torch
 
     from unisono.recipes.puzzles.data.formats import maze_format, sudoku_format
@@ -219,8 +268,8 @@ def attention(repeats: int) -> None:
     from unisono.recipes.puzzles.settings import Model
 
     print(
-        "| cells | rows | attention | ms | kept for the backward pass, MB | GFLOP of a network "
-        "|\n|---|---|---|---|---|---|"
+        "| cells | rows | attention | processor ms | ms | kept for the backward pass, MB | GFLOP of a network "
+        "|\n|---|---|---|---|---|---|---|"
     )
     for format_, rows in ((sudoku_format(9), 16), (maze_format(30, 30), 2)):
         kinds = {"puzzle": Kind(format_, 1)}
@@ -244,19 +293,21 @@ def attention(repeats: int) -> None:
                 out.sum().backward()
 
             made[mixer] = once, model
-        times: dict[str, list[float]] = {mixer: [] for mixer in made}
+        times: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in made}
         for number in range(repeats + 1):
             for mixer, (once, _) in made.items():
-                began = time.perf_counter()
+                began = clocks()
                 once()
                 if number:
-                    times[mixer].append(time.perf_counter() - began)
+                    ended = clocks()
+                    times[mixer].append((ended[1] - began[1], ended[0] - began[0]))
         for mixer, (_, model) in made.items():
             flops = net_flops(kinds["puzzle"], model) * rows / 1e9
             name = "dense" if mixer == "attention" else mixer
-            middle = statistics.median(times[mixer]) * 1e3
+            processor, wall = (statistics.median(values) * 1e3 for values in zip(*times[mixer], strict=True))
             print(
-                f"| {format_.length} | {rows} | {name} | {middle:.0f} | {kept[mixer] / 1e6:.0f} | {flops:.1f} |",
+                f"| {format_.length} | {rows} | {name} | {processor:.0f} | {wall:.0f} | {kept[mixer] / 1e6:.0f} "
+                f"| {flops:.1f} |",
                 flush=True,
             )
 
@@ -286,7 +337,7 @@ def needed() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["learning", "steps", "attention", "needed"])
+    parser.add_argument("part", choices=["learning", "steps", "contender", "attention", "needed"])
     parser.add_argument("--engines", nargs="+", default=["torch", "jax"], choices=["torch", "jax"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
@@ -295,13 +346,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--side", type=int, default=9, choices=[4, 6, 9])
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("words", nargs="*", default=[], help="settings of the runs, key=value")
     given = parser.parse_args()
     if given.part == "learning":
         learning(given.engines, given.seeds, given.variants, given.steps or 1000, given.words)
     elif given.part == "steps":
-        model = {"mixer": "mlp", "positions": "none", "width": given.width}
-        step_times(given.side, given.rows, given.steps or 20, given.repeats, model)
+        step_times(given.contenders, given.side, given.rows, given.steps or 20, given.repeats, given.width)
+    elif given.part == "contender":
+        one_contender(given.contenders[0], given.side, given.rows, given.steps or 20, model_of(given.width))
     elif given.part == "attention":
         attention(given.repeats)
     else:

@@ -116,7 +116,9 @@ def main(folder: Path, task: str) -> NoReturn:
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = ProofSettings.model_validate(described["proof"])
         cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
-        group = rank_process.join_processes(build_case_config(config, cases[0], proof, place), place)
+        first = build_case_config(config, cases[0], proof, place)
+        rank_process.redirect_native_output(first, folder, place)
+        group = rank_process.join_processes(first, place)
         watch = HangWatch(folder, place.rank)
         progress = Progress(**described["progress"])
         for number, case in enumerate(cases, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -149,7 +150,17 @@ def test_a_peer_that_hangs_alive_ends_the_run_with_its_name(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_jax_task_is_proved(tmp_path: Path) -> None:
-    words = ("precisions=[fp64]", "layouts=[fsdp:2,ddp:1x2,ddp:2x2]", "vary=[accumulate,resume]")
+    words = ("precisions=[fp64]", "layouts=[fsdp:2]", "vary=[accumulate,resume]")
     done = unisono(tmp_path, "prove", SPIRALS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS; certificate" in done.stderr and not {"FAIL", "ABSTAIN"} & set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_jax_task_is_proved_on_several_devices_of_each_process(tmp_path: Path) -> None:
+    done = unisono(tmp_path, "prove", SPIRALS, "precisions=[fp64]", "layouts=[ddp:1x2,fsdp:2x2]", "vary=[]", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    ran = {name: (one["world_size"], one["devices"]) for name, one in told["layouts"].items() if "x" in name}
+    assert ran == {"ddp:1x2 m2 fp64": (1, 2), "fsdp:2x2 m2 fp64": (2, 2)}
+    assert {one["mark"] for one in told["cases"] if one["reference"]} == {"PASS"}

@@ -212,6 +212,14 @@ def die_with_parent() -> None:
         fork_server.die_with_process(cluster.launcher_pid())
 
 
+def redirect_native_output(config: RunConfig, folder: Path, place: ProcessInfo) -> None:
+    """Send what JAX's native code writes to a log of the rank's own, so that it stands in no output of the command."""
+    if config.layout.engine == "jax":
+        from unisono.engines.jax.parallel import runtime
+
+        runtime.redirect_native_output(folder / "logs" / f"rank-{place.rank:05d}.native.log")
+
+
 def main(folder: Path, digest: str) -> NoReturn:
     """Run a process that `unisono.launch.processes.local_processes` started."""
     die_with_parent()
@@ -227,10 +235,7 @@ def main(folder: Path, digest: str) -> NoReturn:
 
         with log_errors(folder, place):
             run = resolve.read_resolved_run(folder, digest)
-            if run.layout.engine == "jax":
-                from unisono.engines.jax.parallel import runtime
-
-                runtime.redirect_native_output(folder / "logs" / f"rank-{place.rank:05d}.native.log")
+            redirect_native_output(run.config, folder, place)
             communicator = join_processes(run.config, place)
             task = build_task(run.config)
             loop.train(task, run, place, communicator, build_callbacks(run.config, task))
