@@ -38,7 +38,7 @@ from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
 from unisono.engines.torch.guards import replicas
 from unisono.proof import comparison
 from unisono.proof.cases import Case
-from unisono.proof.prove import FLOOR
+from unisono.proof.judgement import FLOOR
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from unisono.launch.run import Run, open_run, read_asset
     from unisono.launch.train import train
     from unisono.proof.prove import prove_task as prove
-    from unisono.proof.scripts.script_comparison import compare
+    from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals
     from unisono.runtime import safe_paths
@@ -92,7 +92,7 @@ _HOME = {
     "Recipe": "config.recipes",
     "Run": "launch.run",
     "World": "proof.scripts.script_recorder",
-    "compare": "proof.scripts.script_comparison",
+    "compare": "proof.scripts.function_proof",
     "choose_kernel": "engines.kernel_choice",
     "count_parameters": "engines.torch.train_state",
     "linear_cross_entropy": "engines.torch.losses.linear_cross_entropy",

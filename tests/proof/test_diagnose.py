@@ -244,8 +244,8 @@ def of_terms(folder: Path, ours: dict[str, float], theirs: dict[str, float], cro
 @pytest.mark.parametrize(
     ("ours", "crosses", "fault"),
     [
-        ({"pairs": 0.5, "own": 2.0}, "rows", "Pairs across processes are missing"),
-        ({"pairs": 0.5, "own": 2.0}, "whole", "A statistic of the batch is taken of its parts"),
+        ({"pairs": 0.5, "own": 2.0}, "rows", "The loss across samples depends on the layout"),
+        ({"pairs": 0.5, "own": 2.0}, "whole", "The loss across samples depends on the layout"),
         ({"pairs": 0.5, "own": 2.5}, "rows", "The loss depends on the layout"),
         ({"pairs": 0.5, "own": 2.0}, "", "The loss depends on the layout"),
     ],
@@ -275,7 +275,7 @@ def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path
 @pytest.mark.parametrize(
     ("size", "crosses", "fault"),
     [
-        (6e-2, "rows", "Gathered rows carry no gradient"),
+        (6e-2, "rows", "The gradients across samples depend on the layout"),
         (3e-3, "rows", "The gradients depend on the layout"),
         (6e-2, "whole", "The gradients depend on the layout"),
         (6e-2, "", "The gradients depend on the layout"),

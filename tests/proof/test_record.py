@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import ADAMW, configuration
 from tests.tasks import LinearTask
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
@@ -158,7 +158,7 @@ def verdicts(root: Path, name: str) -> dict[str, Verdict]:
         for c in every
         if (trace_folder(root, c.name) / "facts.json").is_file()
     }
-    found, alone = prove.judge_cases(every, traces, adaptive=True)
+    found, alone = judgement.judge_cases(every, traces, adaptive=True)
     return {v.case.removeprefix(f"{name} "): v for v in (*alone, *found)}
 
 

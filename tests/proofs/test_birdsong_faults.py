@@ -17,7 +17,7 @@ from tests import processes
 from tests.recipes.birdsong import small
 from tests.runs import SGD, configuration
 from unisono import Context, Loss
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
@@ -84,7 +84,7 @@ def verdicts(
         with made if reference or one is case else nullcontext():
             processes.alone(run)
     traces = {one.name: Trace(trace_folder(folder, one.name)) for one in (ONE, case)}
-    found, alone = prove.judge_cases([ONE, case], traces, adaptive=False)
+    found, alone = judgement.judge_cases([ONE, case], traces, adaptive=False)
     return found[0], alone
 
 
@@ -108,7 +108,7 @@ def test_sigreg_of_devices_is_named(tmp_path: Path) -> None:
     fault = mock.patch.object(birdsong, "sigreg", of_devices)
     verdict, _ = verdicts(tmp_path, DEVICES, fault, birdsong.Birdsong, reference=False)
     assert verdict.mark == "FAIL" and verdict.diagnosis is not None, [c.why for c in verdict.compared]
-    assert verdict.diagnosis.fault == "A statistic of the batch is taken of its parts"
+    assert verdict.diagnosis.fault == "The loss across samples depends on the layout"
     assert "'sigreg'" in verdict.diagnosis.because
 
 

@@ -16,7 +16,7 @@ from tests.proofs.zoo.architectures import WIDTH, task_of
 from tests.recipes.language import corpora
 from tests.runs import ADAMW, SGD, configuration
 from unisono.config.schema.run import RunConfig
-from unisono.proof import comparison, prove
+from unisono.proof import comparison, judgement
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording import case_recorder
@@ -172,7 +172,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     for name, clean in CLEAN.items():
         every = cases_of(name)
         traces = {case.name: Trace(trace_folder(root, case.name)) for case in every}
-        verdicts, alone = prove.judge_cases(every, traces, clean.adaptive)
+        verdicts, alone = judgement.judge_cases(every, traces, clean.adaptive)
         result += [Found(name, verdict, root) for verdict in (*alone, *verdicts)]
     return result
 

@@ -17,7 +17,7 @@ from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import RunConfig
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
@@ -88,7 +88,7 @@ def test_a_proof_passes(proofs: Path, name: str) -> None:
     every = cases_of(name)
     traces = {case.name: Trace(trace_folder(proofs, case.name)) for case in every}
     assert not any(trace.facts.fault for trace in traces.values())
-    verdicts, _ = prove.judge_cases(every, traces, adaptive=True)
+    verdicts, _ = judgement.judge_cases(every, traces, adaptive=True)
     assert len(verdicts) == len(precisions_of(name)) * 3 + 4
     assert {verdict.mark for verdict in [*verdicts]} == {"PASS"}, [(v.case, v.first) for v in verdicts]
     for verdict in verdicts:

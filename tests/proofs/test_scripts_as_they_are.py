@@ -24,6 +24,7 @@ CLEAN = {
     "evaluating": [],
     "with_trainer": DEVICE,
 }
+WITH_CALLBACK = {"with_trainer": [*DEVICE, "--evaluate"], "with_lightning": ACCELERATE}
 # The arguments that switch a fault on, and its name; of must-catch lists that users of other trainers wrote.
 FAULTY = [
     ("regression", [*BATCH, "--fault", "round"], "Gradients are not synchronised"),
@@ -47,6 +48,12 @@ FAULTY = [
     ("contrastive", ["local"], ""),
     ("evaluating", ["per-process"], "The schedule is stepped once per process"),
     ("with_trainer", [*DEVICE, "--local_tokens"], "A mean of means"),
+    # What only the callbacks see.
+    ("with_trainer", [*DEVICE, "--evaluate", "--padded"], "The evaluation depends on the layout"),
+    ("with_lightning", [*ACCELERATE, "--fault", "means"], "A mean of means"),
+    ("with_lightning", [*ACCELERATE, "--fault", "own_loss"], "A metric is not summed over ranks"),
+    ("with_lightning", [*ACCELERATE, "--fault", "padded"], "The evaluation depends on the layout"),
+    ("with_lightning", [*ACCELERATE, "--fault", "sync_dist"], "The evaluation depends on the layout"),
 ]
 UNKNOWN = [
     ("crops", [], "other inputs than on one process"),
@@ -64,6 +71,15 @@ def prove(name: str, arguments: list[str]) -> Report:
 def test_a_correct_script_passes(name: str) -> None:
     report = prove(name, CLEAN[name])
     assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_CALLBACK)
+def test_a_callback_shows_what_the_trainer_reports(name: str) -> None:
+    report = prove(name, WITH_CALLBACK[name])
+    (verdict,) = report.verdicts
+    assert (report.mark, report.unseen) == ("PASS", ["not seen: moving averages"]), report.lines
+    assert {"metrics", "evaluation"} <= {c.quantity for c in verdict.compared if c.mark == "PASS"}
 
 
 @pytest.mark.slow

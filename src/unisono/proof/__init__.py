@@ -9,14 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.proof.scripts.script_comparison import Report, compare
+    from unisono.proof.scripts.function_proof import compare
+    from unisono.proof.scripts.lightning_callback import LightningCallback
+    from unisono.proof.scripts.same_on import same_on
+    from unisono.proof.scripts.script_comparison import Report
     from unisono.proof.scripts.script_recorder import Records, World
+    from unisono.proof.scripts.transformers_callback import TransformersCallback
 
-__all__ = ["Records", "Report", "World", "compare"]
+__all__ = ["LightningCallback", "Records", "Report", "TransformersCallback", "World", "compare", "same_on"]
 
-_HOME = dict.fromkeys(("Records", "World"), "script_recorder") | dict.fromkeys(
-    ("Report", "compare"), "script_comparison"
-)
+_HOME = {
+    "LightningCallback": "lightning_callback",
+    "Records": "script_recorder",
+    "Report": "script_comparison",
+    "TransformersCallback": "transformers_callback",
+    "World": "script_recorder",
+    "compare": "function_proof",
+    "same_on": "same_on",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -88,6 +88,7 @@ class Case:
         interrupted: updates after which it is ended, and continued from its own checkpoint.
         starts_from: the case whose checkpoint it continues.
         starts_after: the update of that checkpoint.
+        new_processes: whether they are others than those that wrote it, so that only the checkpoint is carried on.
         reversed: whether the first rank has the last rows of the global batch.
         attention: the kernel of scaled dot product attention, a name of `torch.nn.attention.SDPBackend`; empty for
             torch's own choice.
@@ -109,6 +110,7 @@ class Case:
     interrupted: tuple[int, ...] = ()
     starts_from: str = ""
     starts_after: int = 0
+    new_processes: bool = False
     reversed: bool = False
     attention: str = ""
     perturbed: float = 0.0
@@ -244,7 +246,9 @@ def _variation_cases(
             yield replace(same, name=_case_name(plain, "workers"), data=data, bitwise=True)
         case "resume":
             stops = tuple(proof.stops)
-            yield replace(same, name=_case_name(plain, "resumed"), interrupted=stops[:1], bitwise=True)
+            # After the last, since what counts passes of a process may agree after one update: setting up makes a pass.
+            own = replace(same, starts_from=plain.name, starts_after=stops[-1], new_processes=True, bitwise=True)
+            yield replace(own, name=_case_name(plain, "resumed"))
             if len(stops) > 1:
                 times = "twice" if len(stops) == 2 else f"{len(stops)} times"
                 yield replace(same, name=_case_name(plain, f"resumed {times}"), interrupted=stops, bitwise=True)

@@ -214,7 +214,8 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
     if pattern.step.replicas and all(detail.startswith("'ema/") for detail in pattern.step.replicas):
         return build_diagnosis("The moving average drifts", f"{pattern.step.replicas[0]}, and their weights are")
-    return build_diagnosis("Replicas drift apart", "rank 0's parameters are those of one process, and others are not")
+    first = f": {pattern.step.replicas[0]}" if pattern.step.replicas else ""
+    return build_diagnosis("Replicas drift apart", f"what rank 0 has is that of one process, and others differ{first}")
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:

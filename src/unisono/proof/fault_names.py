@@ -34,7 +34,7 @@ REMEDIES = {
     "A second resume drifts": "save totals: what is counted from the last start begins at zero with every start",
     # loss
     "A mean of means": "add up sums and counts over micro-batches and ranks, and divide once",
-    "Pairs across processes are missing": "hold local rows against everyone's, and divide by the pairs of all rows",
+    "The loss across samples depends on the layout": "hold local rows against everyone's, and divide by all pairs",
     "A statistic of the batch is taken of its parts": "compute it on all rows of the batch: cross_sample='whole'",
     "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
     "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
@@ -48,7 +48,7 @@ REMEDIES = {
     "Gradients are not synchronised": "call the wrapper, not the module inside; synchronise with the last micro-batch",
     "Some parameters are not synchronised": "do not let the wrapper ignore parameters, and use all of them through it",
     "Gradients are those of a part of the batch": "add up the gradients of all micro-batches, then reduce them once",
-    "Gathered rows carry no gradient": "gather with a backward pass that sums over ranks (torch.distributed.nn)",
+    "The gradients across samples depend on the layout": "gather with a backward pass (torch.distributed.nn)",
     "Gradients are reduced in a lower precision": "reduce gradients in fp32 or wider",
     "Gradients of the step before are added": "clear gradients after every update",
     "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",

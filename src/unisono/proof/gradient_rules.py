@@ -57,7 +57,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return _diagnose_weights(pattern, weights)
     if pattern.mine.facts.crosses == "rows" and pattern.worst.size > _BF16_ROUNDING and not pattern.failed("loss"):
         detail = "the loss crosses samples and agrees, the gradients differ in direction, tensor by tensor"
-        return build_diagnosis("Gathered rows carry no gradient", detail)
+        return build_diagnosis("The gradients across samples depend on the layout", detail)
     return _diagnose_neutrally(pattern, a, b)
 
 

@@ -24,6 +24,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
             "The state was not carried on", f"rows and weights of step {worst.step} agree, its loss does not"
         )
     if pattern.agrees("raw gradients"):
+        if why := pattern.root.unstable_loss:
+            return build_diagnosis("The loss depends on the call", why)
         return _diagnose_report(pattern)
     if pattern.failed("replicas") and not pattern.parts:
         return build_diagnosis(
@@ -36,9 +38,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A mean of means", means)
     if pattern.mine.facts.crosses and (terms := _differing_terms(pattern)):
         detail = f"outputs agree, and so does what rows have alone; {terms} does not, and the loss crosses samples"
-        if pattern.mine.facts.crosses == "whole":
-            return build_diagnosis("A statistic of the batch is taken of its parts", detail)
-        return build_diagnosis("Pairs across processes are missing", detail)
+        return build_diagnosis("The loss across samples depends on the layout", detail)
     if why := pattern.root.unstable_loss:
         return build_diagnosis("The loss depends on the call", why)
     if not pattern.parts and (why := pattern.root.collated):
@@ -49,6 +49,10 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
     if not from_outputs and (detail := pattern.other_draws):
         return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")
+    if pattern.is_resumed:
+        return build_diagnosis(
+            "The state was not carried on", f"rows, weights and outputs of step {worst.step} agree, its loss does not"
+        )
     return _diagnose_neutrally(pattern)
 
 
@@ -248,6 +252,5 @@ def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The evaluation depends on the layout", detail)
     if why := pattern.root.evaluation_draws:
         return build_diagnosis("Evaluation draws at random", why)
-    return build_diagnosis(
-        "The evaluation depends on the layout", "the training agrees, and so do the held-out samples of every rank"
-    )
+    rows = ", and so do the held-out samples of every rank" if theirs else "; which rows were evaluated is not known"
+    return build_diagnosis("The evaluation depends on the layout", f"the training agrees{rows}")

@@ -12,7 +12,7 @@ from tests.proofs.zoo import zoo
 from tests.runs import SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.engines.jax.parallel import runtime
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
@@ -67,7 +67,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     processes.run(run, 2, many, root, timeout=900)
     every = [case_of(name) for name in RUNS]
     traces = {case.name: Trace(trace_folder(root, case.name)) for case in every}
-    judged, _ = prove.judge_cases(every, traces, adaptive=False)
+    judged, _ = judgement.judge_cases(every, traces, adaptive=False)
     return {verdict.case: verdict for verdict in judged}
 
 

@@ -19,7 +19,7 @@ from tests.runs import configuration, distance, trace
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.torch.parallel import data_parallel, wrap
 from unisono.engines.torch.parallel.data_parallel import DataParallel, split_batch, sum_losses
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.errors import ConfigError
@@ -192,7 +192,7 @@ class Recorded:
 def test_a_proof_says_what_of_several_devices_it_cannot_compare(mine: Any, reference: Any, why: str) -> None:
     one: Any = Recorded(**reference)
     two: Any = Recorded(**mine)
-    told = prove._reason_to_abstain(CASE, two, one, one)
+    told = judgement.reason_to_abstain(CASE, two, one, one)
     assert (why in told) if why else told == ""
 
 

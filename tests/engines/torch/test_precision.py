@@ -153,6 +153,15 @@ def test_under_bf16_a_cast_is_what_was_asked_for() -> None:
         assert nn.Linear(3, 2)(torch.ones(1, 3)).float().dtype == torch.float32
 
 
+def test_parameters_of_one_storage_keep_sharing_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    precision.to_master(model, "fp64")
+    assert model[1].weight.dtype == torch.float64
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+    assert model[1].bias.data_ptr() != model[0].bias.data_ptr()
+
+
 @pytest.mark.parametrize("name", ["fp32", "fp64"])
 def test_other_precisions_cast_nothing(name: str) -> None:
     layer = nn.Linear(3, 2, dtype=precision.MASTER[name])

@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, fault, nothing, wrapping
 from tests.tasks import TransformerTask
+from unisono.data.loading import batch_builder
 from unisono.engines import rules
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
+from unisono.engines.torch.train_state import TrainState
 from unisono.optim import schedules
 from unisono.task import Loss
 
@@ -171,6 +173,134 @@ def evaluation_off() -> Iterator[None]:
     def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
         result = original(self, *arguments)
         return replace(result, loss=1.01 * result.loss, terms={n: 1.01 * v for n, v in result.terms.items()})
+
+    with wrapping(TorchEngine, "evaluate", evaluate):
+        yield
+
+
+# in the task itself, and seen only with other micro-batches, or by a new task
+
+
+class Averaging(TransformerTask):
+    """Takes a moving average of its own loss away, which it keeps in an attribute."""
+
+    average = 0.0
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> Loss:
+        done = super().loss(outputs, batch, context)
+        self.average = 0.9 * self.average + 0.1 * float(done.sums["next"].detach())
+        return replace(done, sums={**done.sums, "next": done.sums["next"] - 0.1 * self.average})
+
+
+class Trimmed(TransformerTask):
+    """Pads to the longest row of a micro-batch; a mean over positions then takes padding for words."""
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        batch = super().collate(samples)
+        return {**batch, "tokens": batch["tokens"][:, : int(batch["lengths"].max())]}
+
+
+class Centred(TransformerTask):
+    """Takes the mean of the micro-batch away from the lengths."""
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        batch = super().collate(samples)
+        return {**batch, "lengths": batch["lengths"] - batch["lengths"].mean()}
+
+
+class MixedUp(TransformerTask):
+    """Mixes the lengths of neighbours."""
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        batch = super().collate(samples)
+        return {**batch, "lengths": 0.7 * batch["lengths"] + 0.3 * np.roll(batch["lengths"], 1)}
+
+
+class Ramped(TransformerTask):
+    """Raises the weight of a term with every update, by an attribute that is in no checkpoint."""
+
+    weight, seen = 1.0, -1
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> Loss:
+        if context.training and context.step > self.seen:
+            self.weight, self.seen = self.weight + 0.1, context.step
+        done = super().loss(outputs, batch, context)
+        return replace(done, sums={**done.sums, "length": done.sums["length"] * self.weight})
+
+
+TASKS |= {"averaging": Averaging, "trimmed": Trimmed, "centred": Centred, "mixed up": MixedUp, "ramped": Ramped}
+FAULTS |= {
+    "a moving average inside the loss": Fault(
+        nothing, "The loss depends on the call", task="averaging", twin="transformer"
+    ),
+    "padding counts in a mean": Fault(
+        nothing, "Padding changes the loss", task="trimmed", twin="transformer", micro_batch=4
+    ),
+    "collate takes the mean of its rows away": Fault(
+        nothing, "A sample depends on its neighbours", task="centred", twin="transformer", micro_batch=4
+    ),
+    "mixup in collate": Fault(
+        nothing, "A sample depends on its neighbours", task="mixed up", twin="transformer", micro_batch=4
+    ),
+    "a weight kept in an attribute, lost on resume": Fault(
+        nothing, "The state was not carried on", task="ramped", twin="transformer", new_task=True
+    ),
+}
+
+
+@fault("worker generators by rank", "Augmentation depends on rank or worker")
+def generators_by_rank() -> Iterator[None]:
+    def of(original: Any, self: Any, seed: int) -> Any:
+        return original(self, seed + dist.get_rank())
+
+    with wrapping(batch_builder._ContextPool, "of", of):
+        yield
+
+
+@fault("negatives drawn by rank", "The loss depends on the layout")
+def negatives_by_rank() -> Iterator[None]:
+    def loss(original: Any, self: TransformerTask, outputs: Any, batch: Any, context: Any) -> Any:
+        done = original(self, outputs, batch, context)
+        generator = torch.Generator().manual_seed(1000 * context.step + dist.get_rank())
+        drawn = torch.randint(outputs.shape[-1], (8,), generator=generator)
+        return replace(done, sums={**done.sums, "next": done.sums["next"] + 0.1 * outputs[..., drawn].exp().sum()})
+
+    with wrapping(TransformerTask, "loss", loss):
+        yield
+
+
+@fault("momentum of the second rank is halved", "Replicas drift apart")
+def halved_momentum() -> Iterator[None]:
+    def update(original: Any, self: TrainState, *arguments: Any) -> None:
+        original(self, *arguments)
+        if dist.get_rank() == 1:
+            for state in self.optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
+
+    with wrapping(TrainState, "update", update):
+        yield
+
+
+@fault("weights decay a second time", "The update is computed otherwise")
+def decays_twice() -> Iterator[None]:
+    def update(original: Any, self: TrainState, *arguments: Any) -> None:
+        original(self, *arguments)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(1 - 1e-4)
+
+    with wrapping(TrainState, "update", update):
+        yield
+
+
+@fault("an evaluation that adds to the one before", "The evaluation depends on the layout")
+def evaluation_adds() -> Iterator[None]:
+    calls: list[int] = []
+
+    def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
+        calls.append(1)
+        result = original(self, *arguments)
+        return replace(result, loss=result.loss * (1 + 1e-3 * len(calls)))
 
     with wrapping(TorchEngine, "evaluate", evaluate):
         yield

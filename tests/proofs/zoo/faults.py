@@ -85,6 +85,8 @@ class Fault:
         resumed: how often the run is interrupted and goes on.
         mark: FAIL, or ABSTAIN where no more can be said.
         twin: the task of the clean run, where the fault is in the task itself.
+        micro_batch: rows of its micro-batches; those of the run on one process have two.
+        new_task: whether it goes on from the checkpoint of its twin, by a task that has run nothing.
     """
 
     made: Callable[[], AbstractContextManager[Any]]
@@ -94,6 +96,8 @@ class Fault:
     resumed: int = 0
     mark: str = "FAIL"
     twin: str = ""
+    micro_batch: int = 2
+    new_task: bool = False
 
     @property
     def clean(self) -> Fault:
@@ -525,7 +529,7 @@ def average_of_shards() -> Iterator[None]:
 # losses across samples ------------------------------------------------------------------------------------------------
 
 
-@fault("local pairs only", "Pairs across processes are missing", task="pairs")
+@fault("local pairs only", "The loss across samples depends on the layout", task="pairs")
 def local_pairs() -> Iterator[None]:
     def of_this_rank(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)
@@ -538,7 +542,7 @@ def local_pairs() -> Iterator[None]:
         yield
 
 
-@fault("block-diagonal targets", "Pairs across processes are missing", task="pairs")
+@fault("block-diagonal targets", "The loss across samples depends on the layout", task="pairs")
 def block_diagonal() -> Iterator[None]:
     def weights(original: Any, self: Paired, here: torch.Tensor, rows: int) -> torch.Tensor:
         return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
@@ -547,13 +551,13 @@ def block_diagonal() -> Iterator[None]:
         yield
 
 
-@fault("gather without a gradient", "Gathered rows carry no gradient", task="pairs")
+@fault("gather without a gradient", "The gradients across samples depend on the layout", task="pairs")
 def detached_gather() -> Iterator[None]:
     with mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector):
         yield
 
 
-@fault("gather without a gradient, contrast", "Gathered rows carry no gradient", task="contrast")
+@fault("gather without a gradient, contrast", "The gradients across samples depend on the layout", task="contrast")
 def detached_contrast() -> Iterator[None]:
     with contextmanager(detached_gather)():
         yield
@@ -565,7 +569,7 @@ def gather_times_n() -> Iterator[None]:
         yield
 
 
-@fault("the whole of one rank's rows", "A statistic of the batch is taken of its parts", task="whole")
+@fault("the whole of one rank's rows", "The loss across samples depends on the layout", task="whole")
 def whole_of_a_rank() -> Iterator[None]:
     def counted_everywhere(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
         return replace(original(self, *arguments), first=0)

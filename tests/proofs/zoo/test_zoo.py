@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.proofs.zoo import zoo
+from tests.proofs.zoo import trial, zoo
 from tests.proofs.zoo.faults import FAULTS
 from unisono.proof.verdict import Verdict
 
@@ -30,3 +32,9 @@ def test_its_clean_twin_passes(found: dict[str, Verdict], name: str) -> None:
     verdict = found[name]
     assert verdict.mark == "PASS", (verdict.first, verdict.fault)
     assert {c.quantity for c in verdict.compared if c.mark == "PASS"} >= {"sample ids", "raw gradients", "parameters"}
+
+
+def test_faults_that_no_rule_was_written_for_are_caught_and_none_is_called_by_a_wrong_name(tmp_path: Path) -> None:
+    found = {verdict.case: trial.name_verdict(verdict, trial.FAULTS[verdict.case]) for verdict in trial.judge(tmp_path)}
+    assert len(found) == len(trial.FAULTS)
+    assert set(found.values()) == {"right", "neutral"}, found

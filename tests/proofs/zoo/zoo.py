@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.proofs.zoo import disguised, study  # noqa: F401 - their faults stand
 from tests.proofs.zoo.faults import FAULTS, SETTINGS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
 from unisono.config.schema.run import RunConfig
-from unisono.proof import prove
+from unisono.proof import judgement
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
@@ -31,18 +32,24 @@ _RESUMED = ("whole", "resumed", "resumed twice")
 
 def name_of(fault: Fault) -> str:
     """Of the clean run of a fault."""
-    return " ".join(["clean", fault.twin or fault.task, fault.strategy, _RESUMED[fault.resumed]])
+    rows = [] if fault.micro_batch == 2 else [f"m{fault.micro_batch}"]
+    again = "by a new task" if fault.new_task else _RESUMED[fault.resumed]
+    return " ".join(["clean", fault.twin or fault.task, fault.strategy, again, *rows])
 
 
 REFERENCES = {f"single {task}": Fault(nothing, "", task) for task in TASKS}
-CLEAN = {name_of(fault): fault.clean for fault in FAULTS.values()}
+BEGUN = {name_of(f): f.clean for f in (replace(f, new_task=False, twin="") for f in FAULTS.values() if f.new_task)}
+CLEAN = BEGUN | {name_of(fault): fault.clean for fault in FAULTS.values()}
 RUNS = {**REFERENCES, **CLEAN, **FAULTS}
 
 
 def case_of(name: str, fault: Fault, precision: str = "fp64") -> Case:
-    layout = {"strategy": fault.strategy, "micro_batch": 2}
-    reference = f"single {fault.task}"
-    return Case(name, 2, layout, precision, reference, interrupted=tuple(range(1, fault.resumed + 1)))
+    layout = {"strategy": fault.strategy, "micro_batch": fault.micro_batch}
+    case = Case(name, 2, layout, precision, f"single {fault.task}", other_micro_batch=fault.micro_batch != 2)
+    if fault.new_task:
+        whole = replace(fault, new_task=False, twin="")
+        return replace(case, starts_from=name_of(whole), starts_after=2)
+    return replace(case, interrupted=tuple(range(1, fault.resumed + 1)))
 
 
 def configured(case: Case) -> RunConfig:
@@ -69,11 +76,11 @@ def verdicts(root: Path) -> dict[str, Verdict]:
     """What a proof says of every fault, and of its clean twin."""
     many = [*CLEAN, *FAULTS]
     processes.alone(run, list(REFERENCES), root)
-    processes.run(run, 2, many, root, timeout=300)
+    processes.run(run, 2, many, root, timeout=900)
     every = [Case(name, 1, {"micro_batch": 2}, "fp64") for name in REFERENCES]
     every += [case_of(name, RUNS[name]) for name in many]
     traces = {case.name: Trace(trace_folder(root, case.name)) for case in every}
-    found, _ = prove.judge_cases(every, traces, adaptive=False)
+    found, _ = judgement.judge_cases(every, traces, adaptive=False)
     return {verdict.case: verdict for verdict in found}
 
 

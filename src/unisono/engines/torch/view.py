@@ -65,10 +65,11 @@ class TorchModelView:
         return [float(group["lr"]) for group in self._state.optimizer.param_groups]
 
     def find_differing_replicas(self) -> list[str]:
-        """Parameters and averages whose copies differ between ranks; collective."""
-        copies = dict(self.module.named_parameters()) | self._state.average.named_tensors
+        """Parameters, the optimizer's state and averages whose copies differ between ranks; collective."""
+        copies: dict[str, Tensor] = dict(self.module.named_parameters()) | self._state.average.named_tensors
+        copies |= sharded_tensors.optimizer_tensors(self.module, self._state.optimizer)
         ranks = self._state.parallel.replicas
-        return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of parameters")
+        return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of replicas")
 
     def digests(self) -> dict[str, Any]:
         """Mode of every module, and digests of tensors and of the random state."""

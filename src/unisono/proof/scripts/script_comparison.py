@@ -1,37 +1,29 @@
 """The proof for training scripts that are not ours: one process and many run the same function, and are compared.
 
-The function is run in fresh processes: once on one process, once more with its initial weights changed in their last
-bit, which measures what rounding comes to, and once for every other number of processes.
+A script or function is run in fresh processes: once on one process, once more with its initial weights changed in their
+last bit, which measures what rounding comes to, and once for every other number of processes.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import re
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
-from unisono.config import code_digest, environment
-from unisono.launch import cluster
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
-from unisono.launch.task_objects import reference_to
-from unisono.proof import certificate, comparison, prove, verdict
+from unisono.proof import comparison, judgement, verdict
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
 from unisono.proof.scripts.script_process import ScriptRun
-from unisono.proof.scripts.script_recorder import Records, World
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -73,63 +65,6 @@ class Report:
     def lines(self) -> list[str]:
         """The table, what explains it, and the verdict."""
         return [*verdict.format_verdicts(self.verdicts, self.alone), *self.unseen, self.mark]
-
-
-def compare(
-    train: Callable[[World], Records],
-    worlds: Sequence[int] = (2,),
-    *,
-    precision: Literal["fp64", "fp32"] = "fp64",
-    timeout: float = 300.0,
-    folder: str | Path | None = None,
-    adaptive: bool | None = None,
-    quiet: bool = False,
-) -> Report:
-    """Run a training function on one process and on many, compare everything it records, and print what was found.
-
-    Args:
-        train: defined at the top level of a file. It trains a few steps on a world and returns `world.records(…)`.
-        worlds: numbers of processes to compare with one.
-        precision: fp64 makes float64 torch's default dtype and promotes casts to lower ones; fp32 leaves all as it is.
-        timeout: seconds that every run may take; one that takes longer is a fault, told with the line where it hangs.
-        folder: for the certificate and the traces; None keeps neither.
-        adaptive: whether the optimizer divides by the size of gradients; None: unless its class is called SGD.
-        quiet: print nothing.
-
-    Raises:
-        ConfigError: for a function that other processes cannot import, or one that does not record as it should.
-
-    Example:
-        if __name__ == "__main__":
-            raise SystemExit(compare(train, worlds=[2, 4]).exit_code)
-    """
-    place = cluster.process_info()
-    if place is not None and (place.launcher != "slurm" or place.world_size > 1):
-        raise ConfigError(
-            "unisono.proof.compare starts its own processes, but was called by a process of a run: put the call "
-            "under `if __name__ == '__main__':`, and start the script with plain python"
-        )
-    reference = reference_to(train)
-    if not worlds or min(worlds) < 2:
-        raise ConfigError(f"worlds={list(worlds)}: one process is compared with 2 or more; give numbers of at least 2")
-    if precision not in prove.FLOOR:
-        raise ConfigError(f"precision must be fp64 or fp32, not {precision!r}")
-    digests = code_digest.digest_sources(reference)
-    root = Path(tempfile.mkdtemp(prefix="unisono-proof-")) if folder is None else Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    try:
-        run = ScriptRun(reference, precision, timeout, "", arguments=sys.argv)
-        verdicts, alone = _judge_runs(ScriptRuns(run, worlds, root, quiet), adaptive)
-        report = Report(verdicts, alone)
-        if folder is not None:
-            about = {"script": reference, "precision": precision, "code": digests, "versions": _versions()}
-            report.certificate = certificate.write_certificate(root, verdicts, alone, about)
-    finally:
-        if folder is None:
-            shutil.rmtree(root, ignore_errors=True)
-    if not quiet:
-        say("\n".join(report.lines))
-    return report
 
 
 @dataclass
@@ -182,28 +117,7 @@ class ScriptRuns:
 
     def judge(self, adaptive: bool) -> tuple[list[Verdict], list[Verdict]]:
         """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
-        return prove.judge_cases(self.cases, self.traces, adaptive, self.ended)
-
-
-def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict], list[Verdict]]:
-    """Run all cases, and compare them with the first."""
-    one, again, *many = runs.cases
-    reference = runs.record(one)
-    if reference is None:
-        return runs.judge(adaptive=False)
-    divides = reference.facts.optimizer != "SGD" if adaptive is None else adaptive
-    runs.record(again)
-    stray = runs.explain_stray(divides)
-    if stray:
-        reference.facts.unrepeatable = stray
-        said = [ComparedQuantity("the run", "ABSTAIN", why=f"{one.name} cannot be repeated")]
-        skipped = [Verdict(case.name, case.reference, False, said) for case in many]
-        return skipped, prove.judge_cases([one], runs.traces, divides)[1]
-    for case in many:
-        runs.record(case)
-    verdicts, alone = runs.judge(divides)
-    name_local_statistics(verdicts, runs.traces)
-    return verdicts, alone
+        return judgement.judge_cases(self.cases, self.traces, adaptive, self.ended)
 
 
 def name_local_statistics(verdicts: Sequence[Verdict], traces: Mapping[str, Trace]) -> None:
@@ -251,7 +165,7 @@ def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adapti
     allowed = {**dict.fromkeys(QUANTITIES, math.inf), "sample ids": 0.0}
     found = {c.quantity: c for c in comparison.compare_traces(again, reference, allowed, adaptive=False)}
     if adaptive:  # what it makes of rounding is told from the rest by the floor of the gradients
-        allowed["raw gradients"] = prove.FLOOR[precision]
+        allowed["raw gradients"] = judgement.FLOOR[precision]
         told = comparison.compare_traces(again, reference, allowed, adaptive=True)
         found |= {c.quantity: c for c in told if c.quantity in ("optimizer state", "parameters", "EMA")}
     for quantity in QUANTITIES:
@@ -267,9 +181,3 @@ def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adapti
 def _format_distance(worst: Difference) -> str:
     step = f" at step {worst.step}" if worst.step else ""
     return step if math.isinf(worst.size) else f" by {worst.size:.0e}{step}"
-
-
-def _versions() -> dict[str, str]:
-    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    libraries = {"accelerate", "lightning", "lightning-fabric"} & installed
-    return {**environment.library_versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}

@@ -1,4 +1,4 @@
-"""Runs a training script as it is, and records it through the hooks that torch has for every optimizer and module.
+"""Runs a training script as it is, or a function, and records it through torch's hooks of optimizers and modules.
 
 What the script calls is watched, never changed: `torch.autograd.backward` (losses), `clip_grad_norm_` (gradients before
 they are clipped), the batches of a `DataLoader` (rows), forward passes (inputs, draws) and `Optimizer.step` (the rest).
@@ -10,11 +10,12 @@ import functools
 import gc
 import hashlib
 import inspect
+import re
 import runpy
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,11 @@ from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
 _SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
+
+
+_watches: list[ScriptWatch] = []  # of which there is at most one
 
 
 class _EnoughSteps(BaseException):
@@ -39,34 +44,47 @@ class _EnoughSteps(BaseException):
 
 
 def run_script(path: Path, world: World, steps: int) -> Records:
-    """Run a script as `python path` would, until it has made so many updates or ends.
+    """Run a script as `python path` would, until it has made so many updates or ends; see `run_watched`."""
+    sys.path.insert(0, str(path.parent))  # as `python path` does
+    return run_watched(lambda: runpy.run_path(str(path), run_name="__main__"), path.name, world, steps)
+
+
+def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -> Records:
+    """Run something that trains, until it has made so many updates or ends.
 
     Args:
-        path: of the script; its arguments are in `sys.argv`.
+        train: to call.
+        name: of it, for messages.
         world: the process.
         steps: updates after which it is ended.
 
     Raises:
-        ConfigError: for a script that makes no update.
+        ConfigError: if it makes no update.
     """
     watch = ScriptWatch(world, steps)
-    sys.path.insert(0, str(path.parent))  # as `python path` does
     with watch.installed(), suppress(_EnoughSteps):
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            train()
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
-            f"{path.name} ended without an update by a torch optimizer in this process, so there is nothing to "
+            f"{name} ended without an update by a torch optimizer in this process, so there is nothing to "
             "compare; give it arguments with which it trains, and let it start no processes of its own (mp.spawn)"
         )
     return watch.records
 
 
+def find_watch() -> ScriptWatch | None:
+    """The watch over the script that is being run by this process; None outside of a proof."""
+    return _watches[-1] if _watches else None
+
+
 class ScriptWatch:
     """What is seen of a script while it runs.
+
+    A trainer's callback may add what the trainer reports. It then ends the script, too, after the evaluation.
 
     Args:
         world: the process.
@@ -74,11 +92,14 @@ class ScriptWatch:
 
     Attributes:
         records: of its run, from its first forward pass in training on.
+        has_callback: whether a callback ends the script.
     """
 
     def __init__(self, world: World, steps: int) -> None:
         self._world, self._steps = world, steps
         self.records: Records | None = None
+        self.has_callback = False
+        self._evaluation: dict[str, float] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._members: set[int] = set()  # modules that hold trained parameters
         self._inside = False  # of a forward pass of the model
@@ -105,13 +126,40 @@ class ScriptWatch:
         before = [(home, name, getattr(home, name)) for home, name, _ in replaced]
         for home, name, function in replaced:
             setattr(home, name, function)
+        _watches.append(self)
         try:
             yield
         finally:
+            _watches.remove(self)
             for home, name, function in before:
                 setattr(home, name, function)
             for handle in handles:
                 handle.remove()
+
+    # what a callback says -------------------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether all updates are recorded that are compared."""
+        return self.records is not None and self.records.steps >= self._steps
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Record what this process reports of the last update."""
+        if self.records is not None:
+            self.records.report(_numbers_of(values))
+
+    def report_evaluation(self, values: Mapping[str, Any]) -> None:
+        """Record what an evaluation came to, if it is that after the last update."""
+        if self.is_over():
+            self._evaluation |= _numbers_of(values)
+
+    def end_if_over(self) -> None:
+        """End the script after the last update and its evaluation; called by all processes, once it is through."""
+        if not self.is_over():
+            return
+        assert self.records is not None
+        if self._evaluation:
+            self.records.evaluation(self._evaluation)
+        raise _EnoughSteps
 
     # optimizers ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +173,7 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._updates += 1
-        if self._updates > 1:
+        if self._updates > 1 or self.is_over():
             return None
         records = self._begin([optimizer])
         closure = next((value for value in (*args[1:], *named.values()) if callable(value)), None)
@@ -146,12 +194,12 @@ class ScriptWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
-        if self._updates:
+        if self._updates or self.is_over():
             return
         assert self.records is not None
         self.records.step(rows=self._rows)
         self._rows = []
-        if self.records.steps >= self._steps:
+        if self.is_over() and not self.has_callback:
             raise _EnoughSteps
 
     def _begin(self, optimizers: Sequence[Optimizer]) -> Records:
@@ -237,6 +285,14 @@ class ScriptWatch:
             return batch
 
         return fetch
+
+
+def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """What of a report is a number and should not depend on how fast the run is."""
+    single = {
+        n: v for n, v in values.items() if isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
+    }
+    return {name: float(value) for name, value in single.items() if not _MEASURES_TIME.search(name)}
 
 
 def _watch_indices(original: Callable[..., Any]) -> Callable[..., Any]:

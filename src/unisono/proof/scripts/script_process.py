@@ -34,13 +34,13 @@ class ScriptRun:
     """What the processes of one run need to know.
 
     Attributes:
-        reference: to the user's function.
+        reference: to the user's function, or the path of a script.
         precision: fp64 or fp32.
         timeout: seconds.
         trace: the folder of the trace, in that of the run.
         perturbed: size of the relative change of the initial weights.
         arguments: of the user's command line.
-        steps: updates after which a script that is run as it is ends; 0: `reference` is to a function.
+        steps: updates after which what is run as it is ends; 0: a function that records itself.
     """
 
     reference: str
@@ -70,7 +70,7 @@ def main(folder: Path) -> NoReturn:
     def work() -> None:
         torch.set_default_dtype(precision.MASTER[run.precision])
         with HangWatch(folder, place.rank).limit(run.timeout), precision.promotion(run.precision):
-            train = _load_script(run) if run.steps else _load_function(run.reference)
+            train = _load_watched(run) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)
             if not isinstance(records, Records):
@@ -82,14 +82,17 @@ def main(folder: Path) -> NoReturn:
     rank_process.run_and_exit(work, place, report)
 
 
-def _load_function(reference: str) -> Callable[[World], Any]:
+def _load_function(reference: str) -> Callable[..., Any]:
     module, _, name = reference.rpartition(":")
-    found: Callable[[World], Any] = getattr(references.load_module(reference, module), name)
+    found: Callable[..., Any] = getattr(references.load_module(reference, module), name)
     return found
 
 
-def _load_script(run: ScriptRun) -> Callable[[World], Any]:
-    return lambda world: script_hooks.run_script(Path(run.reference), world, run.steps)
+def _load_watched(run: ScriptRun) -> Callable[[World], Any]:
+    if run.reference.endswith(".py"):
+        return lambda world: script_hooks.run_script(Path(run.reference), world, run.steps)
+    train = _load_function(run.reference)
+    return lambda world: script_hooks.run_watched(train, train.__name__, world, run.steps)
 
 
 def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:

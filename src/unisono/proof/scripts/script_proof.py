@@ -7,15 +7,16 @@ the rest abstains with the reason.
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+import yaml
+from pydantic import Field, PositiveFloat, ValidationError
 
 from unisono.config.schema.base import Settings
+from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
@@ -23,6 +24,7 @@ from unisono.proof.scripts import self_check
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -45,11 +47,39 @@ class ScriptSettings(Settings):
     timeout: PositiveFloat = Field(300.0, description="seconds that every run may take")
 
 
-def prove_script(script: Path, arguments: Sequence[str], settings: ScriptSettings, *, quiet: bool = False) -> Report:
+def parse_settings(words: Sequence[str]) -> ScriptSettings:
+    """The settings that stand as `key=value` on the command line.
+
+    Raises:
+        ConfigError: for words that are none, and values that do not fit.
+    """
+    values = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in ScriptSettings.model_fields:
+            raise ConfigError(
+                f"'{word}' is not a setting of a proof of a script ({', '.join(ScriptSettings.model_fields)}); "
+                f"arguments of the script stand after `--`: unisono prove train.py worlds=[1,2] -- {word}"
+            )
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"'{word}' cannot be parsed: {str(error).splitlines()[0]}") from None
+    try:
+        return ScriptSettings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        ) from error
+
+
+def prove_script(
+    script: Path | Callable[[], object], arguments: Sequence[str], settings: ScriptSettings, *, quiet: bool = False
+) -> Report:
     """Run a script on one process and on many, and compare all that can be seen.
 
     Args:
-        script: the file, as it is.
+        script: the file, as it is; or a function at the top level of a file, without parameters.
         arguments: its own; `{16/world}` is computed for every number of processes.
         settings: of the proof.
         quiet: print no progress.
@@ -57,20 +87,19 @@ def prove_script(script: Path, arguments: Sequence[str], settings: ScriptSetting
     Raises:
         ConfigError: for a script that is not there, arguments that cannot be computed, and one that makes no update.
     """
-    if not script.is_file():
+    if isinstance(script, Path) and not script.is_file():
         raise ConfigError(f"{script}: no such file; a script is given as path/to/train.py")
+    reference = str(script.resolve()) if isinstance(script, Path) else reference_to(script)
     worlds = [world for world in dict.fromkeys(settings.worlds) if world > 1]
     if not worlds:
         raise ConfigError(f"worlds={settings.worlds}: one process is compared with 2 or more, e.g. worlds=[1,2]")
-    words = {world: [str(script), *fill_arguments(arguments, world)] for world in (1, *worlds)}
+    name = str(script) if isinstance(script, Path) else sys.argv[0]
+    words = {world: [name, *fill_arguments(arguments, world)] for world in (1, *worlds)}
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
     for precision in ladder:
-        root = Path(tempfile.mkdtemp(prefix="unisono-proof-"))
-        try:
-            run = ScriptRun(str(script.resolve()), precision, settings.timeout, "", steps=settings.steps)
+        with trace_room() as root:
+            run = ScriptRun(reference, precision, settings.timeout, "", steps=settings.steps)
             report = _prove(ScriptRuns(run, worlds, root, quiet, words), lower=precision != ladder[-1])
-        finally:
-            shutil.rmtree(root, ignore_errors=True)
         if report is not None:
             break
         if not quiet:
@@ -134,7 +163,9 @@ def _describe_unseen(trace: Trace, steps: int) -> list[str]:
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in trace.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
         "clipping (torch.nn.utils.clip_grad_norm_ was not called)": not trace.tensors("clipped gradients", 0),
-        "moving averages, metrics and evaluations": True,
+        "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
+        "evaluations (no callback)": not trace.facts.evaluation,
+        "moving averages": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
     if made < steps:

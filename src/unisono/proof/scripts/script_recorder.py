@@ -139,6 +139,7 @@ class Records:
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
         self.seen = RankFacts()
         self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
+        self._reported: dict[str, float] = {}  # since the last update
         self._norm: float | None = None
         self._clean: bool | None = None  # not known until a backward pass has reached a leaf
         self._random = False
@@ -190,6 +191,7 @@ class Records:
             self._random,
             self._see_buffers(),
         ]
+        self._gather_reported()
         everyone = self._group.gather(mine, "the facts of a step")
         by_rank, rates, losses, reported, clean, random, seen = (list(told) for told in zip(*everyone, strict=True))
         self._ranks.append(seen)
@@ -218,6 +220,17 @@ class Records:
         self._rates = self._norm = self._clean = None
         self.seen = RankFacts()
 
+    def report(self, values: Mapping[str, float]) -> None:
+        """Keep what this process reports of the last update, after it; not collective."""
+        self._reported |= values
+
+    def _gather_reported(self) -> None:
+        """Add what was reported since the last update to its metrics."""
+        everyone = self._group.gather(self._reported, "what was reported of a step")
+        if any(everyone):
+            self._facts.steps[-1].metrics = [values for values in everyone if values]
+        self._reported = {}
+
     def evaluation(self, values: Mapping[str, float | Tensor]) -> None:
         """Record what an evaluation after the last step came to; a second call checks that evaluation repeats."""
         if self._facts.evaluation_again:
@@ -236,6 +249,7 @@ class Records:
         """
         if not self._facts.steps:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
+        self._gather_reported()
         if self._world.rank == 0:
             (self._world.folder / _RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
@@ -343,12 +357,13 @@ class Records:
         return whole
 
     def _differing_replicas(self) -> list[str]:
-        """Parameters of which some ranks hold the same piece with other bits."""
-        parameters = _by_plain_name(self._model.named_parameters())
-        mine = {
-            name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in parameters.items()
-        }
-        everyone = self._group.gather(mine, "the digests of parameters")
+        """Parameters, state and averages of which some ranks hold the same piece with other bits."""
+        assert self._optimizer is not None
+        state = sharded_tensors.optimizer_tensors(self._model, self._optimizer).items()
+        averages = () if self._ema is None else ((f"ema/{name}", value) for name, value in self._ema.named_parameters())
+        copies = _by_plain_name([*self._model.named_parameters(), *state, *averages])
+        mine = {name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in copies.items()}
+        everyone = self._group.gather(mine, "the digests of replicas")
         result = []
         for name in dict.fromkeys(name for rank in everyone for name in rank):
             pieces: dict[str, dict[int | None, list[int]]] = {}  # ranks by what they hold of each piece

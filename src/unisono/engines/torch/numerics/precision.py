@@ -64,14 +64,17 @@ def _promote(value: Any) -> Any:
 def to_master(model: torch.nn.Module, precision: str) -> None:
     """Give parameters and buffers the dtype in which they are kept, in place; complex ones stay complex.
 
-    `Module.to(dtype)` would throw imaginary parts away.
+    `Module.to(dtype)` would throw imaginary parts away. Tensors of one storage, as `b.data = a.data` makes them, stay
+    tensors of one.
     """
     real = MASTER[precision]
+    cast: dict[tuple[Any, ...], torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(real)
-        elif tensor.is_complex():
-            tensor.data = tensor.data.to(real.to_complex())
+        kind = real.to_complex() if tensor.is_complex() else real if tensor.is_floating_point() else tensor.dtype
+        if kind != tensor.dtype:
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            shared = cast.get(place) if tensor.numel() and not tensor.is_meta else None
+            cast[place] = tensor.data = tensor.data.to(kind) if shared is None else shared
 
 
 def promotion(precision: str) -> AbstractContextManager[Any]:

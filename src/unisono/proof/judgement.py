@@ -1,0 +1,217 @@
+"""What the traces of a proof show: a verdict for every case against the one that it must equal, and for references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unisono.launch.processes import local_processes
+from unisono.proof import comparison, diagnosis, engines
+from unisono.proof.cases import EPSILON, Case
+from unisono.proof.recording.trace import QUANTITIES, Trace
+from unisono.proof.verdict import Verdict
+from unisono.runtime.errors import ConfigError, KernelError
+
+# Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
+FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
+_MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
+
+
+def judge_cases(
+    every: list[Case],
+    traces: Mapping[str, Trace],
+    adaptive: bool,
+    ended: Mapping[str, local_processes.WorkerError] | None = None,
+    recipe: str = "",
+) -> tuple[list[Verdict], list[Verdict]]:
+    """Compare every case with its reference; returns the verdicts, and those of references alone.
+
+    Args:
+        every: the cases.
+        traces: of those that were run to their end, by name.
+        adaptive: whether the optimizer divides by the size of gradients.
+        ended: by the name of the case that was under way, the error that ended its processes.
+        recipe: that a case on another engine is of.
+    """
+    verdicts: list[Verdict] = []
+    alone: list[Verdict] = []
+    for case in every:
+        begun = next((v for v in (*verdicts, *alone) if v.case == case.starts_from and v.mark == "FAIL"), None)
+        if case.reference not in ("", case.starts_from) and begun is not None and case.name in traces:
+            why = f"it continues from {begun.case}, which failed"
+            verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
+        elif case.reference:
+            verdicts.append(_judge_case(case, every, traces, adaptive, ended or {}, recipe))
+        elif case.name not in traces:
+            alone.append(_not_run_verdict(case, traces, ended or {}))
+        elif not case.perturbed:
+            alone.append(_judge_reference(case, traces[case.name]))
+    return verdicts, alone
+
+
+def _abstain(why: str) -> comparison.ComparedQuantity:
+    return comparison.ComparedQuantity("the run", "ABSTAIN", why=why)
+
+
+def _judge_case(
+    case: Case,
+    every: list[Case],
+    traces: Mapping[str, Trace],
+    adaptive: bool,
+    ended: Mapping[str, local_processes.WorkerError],
+    recipe: str,
+) -> Verdict:
+    known = case.name in traces and case.reference in traces and case.name not in ended
+    if not known or traces[case.reference].facts.fault:
+        return _not_run_verdict(case, traces, ended)
+    mine, reference = traces[case.name], traces[case.reference]
+    found = Verdict(case.name, case.reference, case.bitwise)
+    why = reason_to_abstain(case, mine, reference, traces[_root_reference(case, every).name])
+    if why:
+        found.compared = [_abstain(why)]
+        return found
+    found.fault = mine.facts.fault
+    if not found.fault and case.weights_from:
+        found.compared, found.invariants = engines.compared(mine, reference, recipe), comparison.check_invariants(mine)
+    elif not found.fault:
+        allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else measure_tolerance(case, every, traces, adaptive)
+        found.compared = comparison.compare_traces(mine, reference, allowed, adaptive and not case.bitwise)
+        # What the reference fails on by itself is told of the reference.
+        shared = {c.quantity for c in comparison.check_invariants(reference) if c.mark == "FAIL"}
+        found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity not in shared]
+    found.diagnosis = diagnosis.diagnose(
+        mine,
+        reference,
+        [*found.compared, *found.invariants],
+        case.world_size,
+        case.starts,
+        traces[_root_reference(case, every).name],
+    )
+    return found
+
+
+def _root_reference(case: Case, every: list[Case]) -> Case:
+    """The run on one process that a case is compared with in the end, and that was looked at most closely."""
+    by_name = {one.name: one for one in every}
+    while case.reference:
+        case = by_name[case.reference]
+    return case
+
+
+def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
+    """Why a run cannot be compared, empty if it can."""
+    if mine.facts.fault.startswith(ConfigError.__name__) and not mine.facts.steps:
+        return mine.facts.fault  # the engine refused the layout: nothing was computed that could be wrong
+    for facts in (mine.facts, reference.facts, first.facts):
+        if facts.unrepeatable:
+            return f"it cannot be repeated: {facts.unrepeatable}"
+    if case.attention and not first.facts.attention:
+        return "the model uses none of torch's fused attention kernels, so there is no other kernel to compare with"
+    if case.layout.get("strategy") == "dp" and (why := _dp_reason_to_abstain(mine, first)):
+        return why
+    if case.other_micro_batch and reference.facts.neighbours:
+        return (
+            "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, "
+            "experts with a capacity), so different micro-batches are a different computation"
+        )
+    if case.synchronised and first.facts.neighbours:
+        return (
+            "batch statistics are those of the rows that processes compute at the same time, and with several "
+            "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
+        )
+    if case.other_micro_batch and mine.facts.random:
+        return "the forward pass draws random numbers, which belong to the micro-batch"
+    return ""
+
+
+def _dp_reason_to_abstain(mine: Trace, first: Trace) -> str:
+    """Why a run of one process on several devices cannot be compared, empty if it can."""
+    if mine.facts.devices < 2:
+        return "this host has fewer than two accelerators, so dp ran on one device, with nothing to split"
+    if mine.facts.random or first.facts.random:
+        return "the forward pass draws random numbers (dropout), and under dp every device draws for its own rows"
+    if first.facts.neighbours:
+        return (
+            "what the model computes for a row depends on the rows beside it (batch statistics, experts with a "
+            "capacity), and under dp only those on the same device count"
+        )
+    return ""
+
+
+def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> dict[str, float]:
+    """How far a quantity may be from the reference.
+
+    Rows, initial parameters and learning rates are equal. For the rest it is measured: a run on one process whose
+    initial weights, and whatever the model computes in lower precision inside, were changed in their last bit. What no
+    model needs to stay below is the least that is allowed.
+    """
+    exact = {"sample ids": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
+    floor = FLOOR.get(case.precision, 16 * EPSILON[case.precision])
+    result = {**dict.fromkeys(QUANTITIES, floor), **exact}
+    first = _root_reference(case, every)
+    perturbed = next((c for c in every if c.perturbed and c.precision == case.precision and c.name in traces), None)
+    if perturbed and not traces[perturbed.name].facts.fault:
+        pair = traces[perturbed.name], traces[first.name]
+        infinite = dict.fromkeys(QUANTITIES, float("inf"))
+        found = comparison.compare_traces(*pair, infinite, adaptive=False)
+        if adaptive:  # what is left out of a comparison must not widen it: Lion and Adam-atan2 step as far by rounding
+            (gradients,) = (c for c in found if c.quantity == "raw gradients")
+            known = {**infinite, "raw gradients": max(floor, _MARGIN * gradients.worst.size)}
+            found = comparison.compare_traces(*pair, known, adaptive=True)
+        for compared in found:
+            if compared.quantity not in exact:
+                result[compared.quantity] = max(floor, _MARGIN * compared.worst.size)
+    # From equal gradients and equal state there is nothing to amplify.
+    return {**result, "update": FLOOR["fp64" if case.precision == "fp64" else "fp32"]}
+
+
+def _not_run_verdict(
+    case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local_processes.WorkerError]
+) -> Verdict:
+    """Of a case that says nothing: its reference failed, or its processes ended, in it or in one before."""
+    found = Verdict(case.name, case.reference, case.bitwise)
+    reference = traces.get(case.reference)
+    if case.name in ended:
+        error = ended[case.name]
+        found.fault, found.diagnosis = str(error), diagnosis.diagnose_error(error.fault, str(error))
+        return found
+    if reference is not None and reference.facts.fault:
+        why = f"{case.reference} could not be run: {reference.facts.fault}"
+    elif case.reference and reference is None:
+        why = f"{case.reference} was not run"
+    else:
+        why = "the processes ended before it"
+    found.compared = [_abstain(why)]
+    return found
+
+
+def _judge_reference(case: Case, trace: Trace) -> Verdict:
+    found = Verdict(case.name, "", False)
+    if lacks_kernel(trace):
+        found.compared = [
+            comparison.ComparedQuantity("the run", "ABSTAIN", why=f"no {case.precision} kernel: {trace.facts.fault}")
+        ]
+        return found
+    if trace.facts.unrepeatable:
+        why = f"it cannot be repeated: {trace.facts.unrepeatable}"
+        found.compared = [_abstain(why)]
+        found.invariants = [c for c in comparison.check_invariants(trace) if c.quantity in comparison.REPEATED]
+        found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
+        return found
+    found.fault = trace.facts.fault
+    if not found.fault:
+        found.invariants = comparison.check_invariants(trace)
+    if trace.facts.kernels:
+        found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
+    if trace.facts.overwritten:
+        found.notes.append(f"outputs() or loss() changes '{trace.facts.overwritten}' of its batch in place")
+    if trace.facts.lower:
+        found.notes.append(
+            f"computes partly in a lower precision, whose rounding was measured: {', '.join(trace.facts.lower)}"
+        )
+    found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
+    return found
+
+
+def lacks_kernel(trace: Trace) -> bool:
+    """Whether torch has no kernel of an operation for a dtype, or the task none that it was asked for."""
+    return "not implemented for" in trace.facts.fault or trace.facts.fault.startswith(KernelError.__name__)
