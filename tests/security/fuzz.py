@@ -391,7 +391,6 @@ def _biom(version: int) -> Callable[[], Reader]:
             path.write_text(made.to_json("fuzz"))
         return path
 
-    hdf5._ask_process = _fork  # 20,000 processes that import h5py would take hours
     return lambda: Reader(make, lambda folder: table.read_table(folder / "a.biom"), plain if version == 1 else None)
 
 
@@ -560,6 +559,7 @@ READERS: dict[str, Callable[[], Reader]] = {
 def _child(name: str, first: int, count: int) -> int:
     """One reader, in a process whose address space is bounded; says where it is before each mutation."""
     READERS[name]()  # what it imports is not of its memory
+    hdf5._ask_process = _fork  # 20,000 processes that import h5py would take hours
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     fuzz(name, 3)
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY + (4 << 30),) * 2)  # threads of libraries reserve some GB
