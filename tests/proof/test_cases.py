@@ -67,12 +67,11 @@ def test_a_case_is_run_after_the_one_that_it_continues_and_processes_start_seldo
     done: set[str] = {""}
     for phase in runs:
         assert len({case.world_size for case in phase}) == 1
-        before = set(done)
         for case in phase:
-            assert case.starts_from in (before if case.new_processes else done)
+            assert case.starts_from in done
             done.add(case.name)
     assert [case.name for case in every if case.name not in done] == []
-    assert [phase[0].world_size for phase in runs] == [1, 2, 4, 1, 2, 4]
+    assert [phase[0].world_size for phase in runs] == [1, 2, 4, 1]
 
 
 def test_every_run_of_many_processes_has_a_reference_of_its_precision() -> None:
@@ -137,15 +136,16 @@ def test_the_last_batch_is_short_and_the_others_are_full() -> None:
         assert 0 < rows - 2 * batch < batch or batch == 2
 
 
-def test_a_run_is_interrupted_once_and_after_every_kth_update() -> None:
-    every = made(steps=6, resume_every=2, layouts=["ddp:2"]).values()
-    assert {case.interrupted for case in every} == {(), (2, 4)}
-    there = {case.starts_from: case for case in every if case.starts_from}
-    alone = there["ddp:2 m4 fp64"]
-    assert (alone.name, alone.starts_after, alone.bitwise) == ("ddp:2 m4 resumed fp64", 4, True)
-    assert (there["single m4 fp64"].world_size, there["single m4 fp64"].starts_after) == (2, 2)
-    back = there["ddp:2 m4 resumed from single fp64"]
+def test_a_run_is_interrupted_after_every_kth_update_and_resumed_in_new_processes() -> None:
+    every = made(steps=6, resume_every=2, layouts=["ddp:2"])
+    assert {case.interrupted for case in every.values()} == {(), (2, 4)}
+    there = {case.starts_from: case for case in every.values() if case.starts_from}
+    assert (there["single m4 fp64"].world_size, there["single m4 fp64"].starts_after) == (2, 4)
+    back = there["ddp:2 m4 fp64"]
     assert (back.world_size, back.starts_after, back.reference) == (1, 4, "single m4 fp64")
+    phases = plan_phases([*every.values()])
+    begun = {case.name: number for number, phase in enumerate(phases) for case in phase}
+    assert all(begun[case.name] > begun[case.starts_from] for case in there.values()), "the processes are others"
 
 
 def test_no_place_for_an_interruption_is_refused() -> None:
@@ -157,6 +157,6 @@ def test_no_place_for_an_interruption_is_refused() -> None:
 def test_what_only_executes_otherwise_is_compared_with_the_same_layout() -> None:
     every = made(vary=EVERY, layouts=["ddp:2"])
     words = {name.removeprefix("ddp:2 m4 ").removesuffix(" fp64"): case.reference for name, case in every.items()}
-    for kind in ("recompute", "compile", "attention by matmul", "optimizer loop", "workers", "resumed"):
+    for kind in ("recompute", "compile", "attention by matmul", "optimizer loop", "workers", "resumed twice"):
         assert words[kind] == "ddp:2 m4 fp64"
     assert words["ranks reversed"] == words["resumed from single"] == "single m4 fp64"

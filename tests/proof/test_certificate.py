@@ -329,7 +329,7 @@ def test_a_certificate_lists_what_it_covers_and_what_abstained():
         "case": "ddp:2 m1 fp64", "strategy": "ddp", "world_size": 2, "precision": "fp64",
         "micro_batches": "equal", "resume": False, "evaluation": False,
     }  # fmt: skip
-    assert covers["ddp:2 m4 resumed fp64"]["resume"]
+    assert covers["ddp:2 m4 resumed twice fp64"]["resume"]
     assert "single m1 fp64" not in covers
     assert held["abstained"] == [{"case": "single m1 fp64", "quantity": "loss", "why": "it is random"}]
     covers = {one["case"]: one for one in json.loads(certify().read_text())["covers"]}

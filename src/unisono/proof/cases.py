@@ -88,7 +88,6 @@ class Case:
         interrupted: updates after which it is ended, and continued from its own checkpoint.
         starts_from: the case whose checkpoint it continues.
         starts_after: the update of that checkpoint.
-        new_processes: whether they are others than those that wrote it, so that only the checkpoint is carried on.
         reversed: whether the first rank has the last rows of the global batch.
         attention: the kernel of scaled dot product attention, a name of `torch.nn.attention.SDPBackend`; empty for
             torch's own choice.
@@ -110,7 +109,6 @@ class Case:
     interrupted: tuple[int, ...] = ()
     starts_from: str = ""
     starts_after: int = 0
-    new_processes: bool = False
     reversed: bool = False
     attention: str = ""
     perturbed: float = 0.0
@@ -246,17 +244,15 @@ def _variation_cases(
             yield replace(same, name=_case_name(plain, "workers"), data=data, bitwise=True)
         case "resume":
             stops = tuple(proof.stops)
-            # After the last, since what counts passes of a process may agree after one update: setting up makes a pass.
-            own = replace(same, starts_from=plain.name, starts_after=stops[-1], new_processes=True, bitwise=True)
-            yield replace(own, name=_case_name(plain, "resumed"))
-            if len(stops) > 1:
-                times = "twice" if len(stops) == 2 else f"{len(stops)} times"
-                yield replace(same, name=_case_name(plain, f"resumed {times}"), interrupted=stops, bitwise=True)
+            often = "resumed" + {1: "", 2: " twice"}.get(len(stops), f" {len(stops)} times")
+            yield replace(same, name=_case_name(plain, often), interrupted=stops, bitwise=True)
+            # In new processes, to which nothing but the checkpoint is carried on. After the last update but one, since
+            # what counts passes of a process may agree after one update: setting up makes a pass.
             there = replace(plain, name=_case_name(plain, "resumed from single"), starts_from=alone.name)
-            yield replace(there, starts_after=stops[0])
+            yield replace(there, starts_after=stops[-1])
             name = _case_name(alone, f"resumed from {plain.name.partition(' ')[0]}")
-            back = there if len(stops) > 1 else plain
-            yield replace(alone, name=name, reference=alone.name, starts_from=back.name, starts_after=stops[:2][-1])
+            back = replace(alone, name=name, reference=alone.name, starts_from=plain.name)
+            yield replace(back, starts_after=stops[-1])
         case "ranks":
             yield replace(plain, name=_case_name(plain, "ranks reversed"), reversed=True)
         case "recompute":

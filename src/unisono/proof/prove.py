@@ -158,19 +158,16 @@ def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> ProofResult
 def plan_phases(every: list[Case]) -> list[list[Case]]:
     """The cases in the order in which they can be run, those of one place together: processes start once for them.
 
-    A case that continues another's checkpoint comes after it, if need be in a second phase of its place, and
-    always in one where its processes have to be new.
+    A case that continues another's checkpoint comes after it, if need be in a second phase of its place.
     """
     result: list[list[Case]] = []
     left, done = list(every), {""}
     while left:
         phase: list[Case] = []
-        before = frozenset(done)
         ready = {_place(case) for case in left if {case.starts_from, case.weights_from} <= done}
         place = min(ready, key=lambda one: (any(one == _place(phase[0]) for phase in result), one))
         for case in left:
-            there = before if case.new_processes else done
-            if _place(case) == place and {case.starts_from, case.weights_from} <= there:
+            if _place(case) == place and {case.starts_from, case.weights_from} <= done:
                 phase.append(case)
                 done.add(case.name)
         left = [case for case in left if case not in phase]
