@@ -345,8 +345,9 @@ def padded() -> Iterator[None]:
 
 @fault("last batch dropped", "Rows are dropped")
 def dropped() -> Iterator[None]:
-    def init(original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int) -> None:
-        original(self, stream, global_batch, length // global_batch * global_batch if stream.shuffle else length)
+    def init(original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int, *groups: Any) -> None:
+        length = length // global_batch * global_batch if stream.shuffle else length
+        original(self, stream, global_batch, length, *groups)
 
     with wrapping(StreamPlan, "__init__", init):
         yield
