@@ -144,9 +144,9 @@ def test_of_a_known_piece_only_the_rows_that_are_asked_for_are_read(
     reader = saved(tmp_path, [ArrayShard("a", (10, 6), (0, 0), array)])
     read: list[int] = []
 
-    def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
+    def read_bytes(folder: Path, name: str, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
         read.append(len(into))
-        return read_bytes_of_the_module(file, at, into, hashed=hashed)
+        return read_bytes_of_the_module(folder, name, at, into, hashed=hashed)
 
     read_bytes_of_the_module = arrays.read_bytes
     monkeypatch.setattr(arrays, "read_bytes", read_bytes)
@@ -326,7 +326,8 @@ def test_a_piece_that_ends_early_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="'a'"):
         ArrayReader(tmp_path, described).read("a", (0,), (4,))
-    assert hash_range(tmp_path / "file", 0, 10**6) is None
+    with (tmp_path / "file").open("rb") as file:
+        assert hash_range(file, 0, 10**6) is None
 
 
 def test_a_dtype_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:

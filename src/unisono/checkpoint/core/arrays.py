@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
 from unisono.engines.state import ArrayShard
+from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import CheckpointError
 
@@ -191,17 +193,17 @@ class ArrayReader:
         if content.nbytes + before > piece["bytes"] or (content.nbytes != piece["bytes"] and not known):
             raise CheckpointError(f"{self._folder}: '{name}' has a piece of {piece['bytes']} bytes in {piece['file']}")
         try:
-            found = read_bytes(file, piece["at"] + before, content.data, hashed=not known)
+            found = read_bytes(self._folder, piece["file"], piece["at"] + before, content.data, hashed=not known)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         if found is None or (not known and found != piece["sha256"]):
             raise CheckpointError(f"{file} is damaged: the content of '{name}' is not what was written")
 
 
-def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
+def read_bytes(folder: Path, name: str, at: int, into: memoryview, *, hashed: bool = True) -> str | None:
     """Fill memory from a file and return the hash of what was read; None if the file is too short or not hashed."""
     sha256 = hashlib.sha256()
-    with file.open("rb", buffering=0) as opened:
+    with safe_paths.open_inside(folder, name) as opened:
         opened.seek(at)
         done = 0
         while done < len(into):
@@ -214,18 +216,17 @@ def read_bytes(file: Path, at: int, into: memoryview, *, hashed: bool = True) ->
     return sha256.hexdigest()
 
 
-def hash_range(file: Path, at: int, length: int) -> str | None:
-    """The hash of a range of a file; None if the file is too short."""
+def hash_range(file: BufferedReader, at: int, length: int) -> str | None:
+    """The hash of a range of an open file; None if it is too short."""
     sha256 = hashlib.sha256()
     buffer = memoryview(bytearray(min(_CHUNK, length)))
-    with file.open("rb", buffering=0) as opened:
-        opened.seek(at)
-        while length:
-            count = opened.readinto(buffer[: min(len(buffer), length)])
-            if not count:
-                return None
-            sha256.update(buffer[:count])
-            length -= count
+    file.seek(at)
+    while length:
+        count = file.readinto(buffer[: min(len(buffer), length)])
+        if not count:
+            return None
+        sha256.update(buffer[:count])
+        length -= count
     return sha256.hexdigest()
 
 

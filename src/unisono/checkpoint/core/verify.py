@@ -7,12 +7,14 @@ by the rank that reads it (`ArrayReader`).
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.checkpoint.core.arrays import hash_range
 from unisono.checkpoint.core.manifest import Checkpoint, deletion_advice
+from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Communicator, usable_cores
 from unisono.runtime.errors import CheckpointError
 
@@ -88,12 +90,13 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
         return ", ".join(f"'{name}'" for name in arrays_in_file(checkpoint, stretch.file)[:3])
 
     try:
-        if file.is_symlink():
-            return f"{file} is a link; a checkpoint's files must be in its folder. It should hold parts of {holds()}"
-        size = file.stat().st_size
-        if size != written:
-            return f"{file} is damaged: it has {size} bytes instead of {written}. It holds parts of {holds()}"
-        found = hash_range(file, stretch.at, stretch.length)
+        with safe_paths.open_inside(checkpoint.path, stretch.file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != written:
+                return f"{file} is damaged: it has {size} bytes instead of {written}. It holds parts of {holds()}"
+            found = hash_range(opened, stretch.at, stretch.length)
+    except safe_paths.UnsafePathError as error:
+        return f"{error}. It should hold parts of {holds()}"
     except FileNotFoundError:
         return f"{file} is missing. It held parts of {holds()}"
     except OSError as error:

@@ -1,0 +1,97 @@
+"""Every module that opens a file: those whose files' names come from other files open them by `safe_paths`.
+
+A module that begins to read files fails here until it is listed: as one that takes names out of files, and then uses
+`safe_paths`, or with the reason why its names are not foreign.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import unisono
+
+SOURCE = Path(unisono.__file__).parent
+OPENERS = {"open_inside", "read_bytes", "read_text", "path_inside", "copy_inside", "is_inside", "destination",
+           "components", "open_regular"}  # fmt: skip
+READS = {"open", "read_text", "read_bytes", "memory_map", "safe_open", "load_file", "memmap", "File", "ParquetFile",
+         "OSFile"}  # fmt: skip
+LOADERS = {"np", "torch", "yaml", "json"}  # whose `load` takes a path or a file
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Modules whose files' names stand in other files: manifests, indices, lists of assets, data sets, stores.
+FOREIGN = _names("""
+    checkpoint.core.arrays checkpoint.core.assets checkpoint.core.manifest checkpoint.core.verify
+    checkpoint.exchange.export_formats checkpoint.exchange.hf_config checkpoint.exchange.hf_shards
+    checkpoint.exchange.pickle_import checkpoint.remote.restore config.safe_yaml data.prepare.manifest
+    data.sources.discovery launch.nodes.shared_secret recipes.birdsong.export recipes.language.tokenizer
+    recipes.speech.codec recipes.speech.folder
+""")
+# Modules that read the path that a user names, a file of fixed name beside it, or a list that may name any file.
+CHOSEN = _names("""
+    audio.recordings cli.main cli.new config.code_digest data.recordings.archives
+    data.recordings.decoded_cache data.recordings.metadata
+    data.recordings.scan data.recordings.source data.sources.arrow data.sources.lines data.sources.npy
+    data.sources.parquet data.sources.storage data.table_files proof.certificate
+    recipes.microbiome.study.matrices recipes.microbiome.study.sequences recipes.microbiome.study.table
+    recipes.puzzles.data.arc recipes.puzzles.data.arrays recipes.puzzles.data.tables recipes.speech.generate
+    recipes.speech.manifest recipes.speech.samples runtime.hdf5 supervise.diagnose
+""")
+# Modules that read what this program has written for itself, bytes in memory, or files of the kernel.
+OWN = _names("""
+    audio.codecs checkpoint.exchange.export checkpoint.exchange.pickle_process checkpoint.remote.object_store
+    checkpoint.remote.store_lock checkpoint.remote.upload checkpoint.remote.upload_process config.environment
+    data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards data.sources.index
+    doctor.all_reduce_process doctor.facts doctor.rates engines.jax.profiler engines.torch.profiler
+    launch.autobatch.memory launch.autobatch.probe launch.autobatch.search launch.nodes.agreement
+    launch.processes.monitor_client launch.processes.preloading observe.events observe.figures observe.logs
+    observe.profile observe.tensorboard observe.trackers proof.case_process proof.hangs
+    proof.recording.case_recorder proof.recording.trace proof.scripts.script_process proof.scripts.script_recorder
+    recipes.language.tokens recipes.puzzles.data.library recipes.puzzles.data.prepared
+    recipes.speech.library recipes.speech.show recipes.speech.voices runtime.collective_log runtime.files
+    runtime.heartbeat runtime.safe_paths supervise.collective_mismatch supervise.identity supervise.monitor
+    supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.callbacks.telemetry
+    training.loop
+""")
+
+
+def _calls(path: Path) -> set[tuple[str, str]]:
+    """All calls of a module, as owner and name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            found.add((owner, node.func.attr))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found.add(("", node.func.id))
+    return found
+
+
+def _modules() -> dict[str, set[tuple[str, str]]]:
+    paths = (path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "faults")  # its own test bed
+    return {".".join(path.relative_to(SOURCE).with_suffix("").parts): _calls(path) for path in paths}
+
+
+def _reads(calls: set[tuple[str, str]]) -> bool:
+    return any(
+        owner not in ("safe_paths", "os") and (name in READS or (name == "load" and owner in LOADERS))
+        for owner, name in calls
+    )
+
+
+def test_every_module_that_opens_files_is_listed() -> None:
+    reading = {name for name, calls in _modules().items() if _reads(calls)}
+    assert len(reading) > 50
+    assert reading - FOREIGN - CHOSEN - OWN == set(), "whose files' names come from other files? then use safe_paths"
+    assert (CHOSEN | OWN) - reading == set(), "these open no files any more"
+
+
+def test_names_out_of_files_are_opened_by_one_module() -> None:
+    modules = _modules()
+    using = {name for name, calls in modules.items() if any(o == "safe_paths" and n in OPENERS for o, n in calls)}
+    assert using >= FOREIGN, f"{sorted(FOREIGN - using)} take names from files and do not use safe_paths"
+    assert using - FOREIGN - CHOSEN - OWN == set(), "list them as FOREIGN"
