@@ -345,9 +345,11 @@ def padded() -> Iterator[None]:
 
 @fault("last batch dropped", "Rows are dropped")
 def dropped() -> Iterator[None]:
-    def init(original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int, *groups: Any) -> None:
+    def init(
+        original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int, *more: Any, **others: Any
+    ) -> None:
         length = length // global_batch * global_batch if stream.shuffle else length
-        original(self, stream, global_batch, length, *groups)
+        original(self, stream, global_batch, length, *more, **others)
 
     with wrapping(StreamPlan, "__init__", init):
         yield
