@@ -190,7 +190,7 @@ def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Pat
         saver.save(3, state(1.0), {})
         with pytest.raises(SaveError, match=r"\d+ attempts in 0 s \(checkpoint.retry_for\)"):
             saver.finish()
-    assert len(made) > 2
+    assert len(made) >= 2, "it was tried again"
     assert not list(tmp_path.iterdir())
 
 

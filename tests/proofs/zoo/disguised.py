@@ -250,10 +250,10 @@ FAULTS |= {
 
 @fault("worker generators by rank", "Augmentation depends on rank or worker")
 def generators_by_rank() -> Iterator[None]:
-    def of(original: Any, self: Any, seed: int) -> Any:
+    def get(original: Any, self: Any, seed: int) -> Any:
         return original(self, seed + dist.get_rank())
 
-    with wrapping(batch_builder._ContextPool, "of", of):
+    with wrapping(batch_builder._ContextPool, "get", get):
         yield
 
 

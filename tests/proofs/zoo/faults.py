@@ -375,10 +375,10 @@ def other_order() -> Iterator[None]:
 
 @fault("worker generators identical", "Augmentation depends on rank or worker")
 def worker_generators() -> Iterator[None]:
-    def of(original: Any, self: Any, seed: int) -> Any:
+    def get(original: Any, self: Any, seed: int) -> Any:
         return original(self, 0)
 
-    with wrapping(batch_builder._ContextPool, "of", of):
+    with wrapping(batch_builder._ContextPool, "get", get):
         yield
 
 

@@ -341,7 +341,7 @@ class BatchBuilder:
         self._now.pop(threading.get_ident(), None)
 
 
-_PROCESS_LOCAL = ("_now", "at", "_kept", "_stand_in", "_contexts", "_draws")  # attributes that are not pickled
+_PROCESS_LOCAL = ("_now", "note_row", "_kept", "_stand_in", "_contexts", "_draws")  # attributes that are not pickled
 _UNUSED_CONTEXT = SampleContext(generator("unused"), training=True)  # for tasks that do not define sample()
 
 
