@@ -1,6 +1,6 @@
 """Recordings to normalised features: samples a second of Unisono and its peers, stages, and workers against memory.
 
-    python -m benchmarks.audio [--loaders] [--stages] [--workers] [--rounds 3] [--seconds 6] [--write]
+    python -m benchmarks.audio [--loaders] [--stages] [--workers] [--crops] [--scans] [--rounds 3] [--write]
 
 Every loader runs in a process of its own, in turn, round after round, so that what else a machine does meets all alike.
 A window in which others used more than a tenth of the cores is marked, and left out of the medians where enough others
@@ -32,6 +32,7 @@ _HEADS = {
     "workers": "Workers and memory",
     "stages": "Stages",
     "crops": "Windows of long recordings",
+    "scans": "Scans",
 }
 _QUIET = 0.10  # of the cores, that others may use
 
@@ -51,7 +52,9 @@ def tree(pid: int) -> tuple[float, float]:
     for process in [root, *root.children(recursive=True)]:
         try:
             times = process.cpu_times()
-            seconds += times.user + times.system
+            seconds += (
+                times.user + times.system + times.children_user + times.children_system
+            )  # also of those that ended
             memory += process.memory_full_info().pss / 1e6
         except (psutil.Error, FileNotFoundError):
             continue
@@ -251,6 +254,24 @@ def crops(folder: Path, repeat: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def scans(folder: Path, rounds: int) -> str:
+    """Recordings a second of `unisono data scan`, on all cores."""
+    from unisono.data.recordings import open_recordings
+    from unisono.data.recordings.scan import scan
+
+    lines = ["| whole clips of 5 s, looked for damage | recordings/s |", "|---|---|"]
+    for kind in SETS:
+        source = open_recordings(folder / kind / "rows.arrow", label="label")
+        rates = []
+        for number in range(rounds):
+            began = perf_counter()
+            done = scan(source, folder / f"{kind}-{number}.jsonl")
+            rates.append(done.rows / (perf_counter() - began))
+            assert not done.bad
+        lines.append(f"| {kind.upper()} {SETS[kind][0] / 1000:g} kHz | {median(rates):.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def write(name: str, text: str) -> None:
     """Put a table into the page, and leave the others as they are."""
     tables = dict(part.split("\n", 1) for part in page.found("audio").split("### ")[1:])
@@ -262,7 +283,7 @@ def write(name: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", nargs=5, help=argparse.SUPPRESS)
-    for name in ("loaders", "stages", "workers", "crops"):
+    for name in _HEADS:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0)
@@ -274,7 +295,7 @@ def main() -> None:
         name, folder, kind, seconds, count = options.window
         print(json.dumps(window(name, Path(folder), kind, float(seconds), int(count) if count else None)), flush=True)
         os._exit(0)  # peers leave threads and processes behind
-    chosen = [n for n in ("loaders", "stages", "workers", "crops") if getattr(options, n)]
+    chosen = [n for n in _HEADS if getattr(options, n)]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for kind in SETS:
@@ -285,6 +306,7 @@ def main() -> None:
             "crops": lambda: crops(folder, 20),
             "workers": lambda: workers(folder, options.rounds, options.seconds, options.most),
             "loaders": lambda: loaders(folder, options.rounds, options.seconds, only),
+            "scans": lambda: scans(folder, options.rounds),
         }
         for name, act in acts.items():
             if name in chosen or not chosen:

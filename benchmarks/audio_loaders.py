@@ -206,22 +206,24 @@ def _one_thread(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def _data_loader(rows: Any, **more: Any) -> Batches:
-    from torch.utils.data import DataLoader
+def _data_loader(rows: Any) -> Batches:
+    """Batches of random rows without end, so that no window measures the start of workers for a new epoch."""
+    from torch.utils.data import DataLoader, RandomSampler
 
-    while True:
-        loader = DataLoader(rows, BATCH, num_workers=WORKERS, worker_init_fn=_one_thread, drop_last=True, **more)
-        yield from (batch[0] if isinstance(batch, list | tuple) else batch["features"] for batch in loader)
+    sampler = RandomSampler(rows, replacement=True, num_samples=10**9)
+    loader = DataLoader(rows, BATCH, sampler=sampler, num_workers=WORKERS, worker_init_fn=_one_thread)
+    for batch in loader:
+        yield batch[0] if isinstance(batch, list | tuple) else batch["features"]
 
 
 def soundfile_soxr(folder: Path, kind: str) -> Batches:
     """The plain way: soundfile, soxr, a DataLoader."""
-    return _data_loader(_Rows(folder, kind, _by_soundfile), shuffle=True, persistent_workers=False)
+    return _data_loader(_Rows(folder, kind, _by_soundfile))
 
 
 def torchcodec(folder: Path, kind: str) -> Batches:
     """Torchcodec decodes and resamples, in a DataLoader."""
-    return _data_loader(_Rows(folder, kind, _by_torchcodec), shuffle=True)
+    return _data_loader(_Rows(folder, kind, _by_torchcodec))
 
 
 def _map_audio(record: Any) -> Any:
@@ -235,7 +237,7 @@ def hf_datasets(folder: Path, kind: str) -> Batches:
 
     rows = datasets.Dataset.from_parquet(str(folder / kind / "rows.parquet"), cache_dir=str(folder / "hf"))
     rows = rows.cast_column("audio", datasets.Audio(sampling_rate=RATE)).with_transform(_map_audio)
-    return _data_loader(rows, shuffle=True)
+    return _data_loader(rows)
 
 
 def grain(folder: Path, kind: str) -> Batches:
@@ -319,7 +321,7 @@ class _Cuts:
 
 def lhotse(folder: Path, kind: str) -> Batches:
     """Lhotse's cuts in a DataLoader."""
-    return _data_loader(_Cuts(folder, kind), shuffle=True)
+    return _data_loader(_Cuts(folder, kind))
 
 
 LOADERS: dict[str, Callable[[Path, str], Batches]] = {

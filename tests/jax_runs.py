@@ -87,7 +87,7 @@ def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np
     from unisono.engines.jax.batches import ColumnNames
     from unisono.engines.jax.step import Step
 
-    batch, names = engine.batches.of(batches), ColumnNames.of(batches[0])
+    batch, names = engine.batches.to_devices(batches), ColumnNames.from_micro_batch(batches[0])
     forward = engine.programs.forward(True, scalars, names)
     rows = engine._count_rows(batches, "a test")
     defer = engine._config.layout.defer_reduction

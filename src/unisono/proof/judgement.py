@@ -36,7 +36,7 @@ def judge_cases(
     alone: list[Verdict] = []
     for case in every:
         begun = next((v for v in (*verdicts, *alone) if v.case == case.starts_from and v.mark == "FAIL"), None)
-        if case.reference not in ("", case.starts_from) and begun is not None and case.name in traces:
+        if case.reference and begun is not None and case.name in traces:
             why = f"it continues from {begun.case}, which failed"
             verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
         elif case.reference:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.runtime.errors import DataError
+from unisono.runtime.resource_limits import lower_limit
 from unisono.runtime.safe_paths import UnsafePathError
 from unisono.runtime.text import one_line
 
@@ -66,13 +67,13 @@ def check_within_limits(path: str) -> str:
     Ends the process that calls it, if the file exceeds the limits.
     """
     import h5py
+    import psutil
 
     size = Path(path).stat().st_size
     used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if _linux() else 0
-    _limit(resource.RLIMIT_CPU, used + 1 + _seconds(size))
-    _limit(resource.RLIMIT_AS, addresses + _memory(size))
-    _limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_CPU, used + 1 + _seconds(size))
+    lower_limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _memory(size))
+    lower_limit(resource.RLIMIT_CORE, 0)
     try:
         with h5py.File(path) as file:
             for name, entry in _entries(file):
@@ -131,22 +132,12 @@ def _read_attributes(entry: Any) -> None:
         entry.attrs[name]
 
 
-def _limit(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(what, (most, most))
-
-
 def _seconds(size: int) -> int:
     return _SECONDS + size // _BYTES_PER_SECOND
 
 
 def _memory(size: int) -> int:
     return _MEMORY + _MEMORY_RATIO * size
-
-
-def _linux() -> bool:
-    return sys.platform == "linux"
 
 
 if __name__ == "__main__":

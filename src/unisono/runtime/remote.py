@@ -17,7 +17,8 @@ from unisono.runtime.errors import DataError
 Options = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
 DEADLINE = 60.0  # seconds without an answer
-_PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline bounds the time without progress
+PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline bounds the time without progress
+_READ_AHEAD = 1 << 20  # bytes that are read ahead of streams
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ def open_remote(url: str, where: RemoteOptions, size: int | None = None) -> io.R
     return _RemoteFile(url, remote_size(url, where) if size is None else size, where)
 
 
+def stream_remote(url: str, where: RemoteOptions, size: int | None = None) -> io.BufferedReader:
+    """Open a remote file for sequential reading, in bounded memory. The caller closes it."""
+    return io.BufferedReader(open_remote(url, where, size), buffer_size=_READ_AHEAD)
+
+
 def remote_size(url: str, where: RemoteOptions) -> int:
     """The size of a remote file in bytes."""
     size: int | None = ask_remote(url, where, lambda system, path: system.info(path)["size"])
@@ -143,7 +149,7 @@ def read_remote(url: str, first: int, last: int, where: RemoteOptions) -> bytes:
             )
         return content
 
-    pieces = [ask(start, min(start + _PIECE_BYTES, last)) for start in range(first, last, _PIECE_BYTES)]
+    pieces = [ask(start, min(start + PIECE_BYTES, last)) for start in range(first, last, PIECE_BYTES)]
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.data.recordings.written import encoded, table, write
-from tests.data.sources.servers import serving
+from tests.data.sources.servers import Server, serving
 from unisono import audio
 from unisono.data.recordings import open_recordings
 from unisono.runtime.errors import DataError
@@ -74,22 +75,25 @@ def test_a_url_within_a_table_is_read_with_the_options_of_the_table(tmp_path: Pa
         audio.decode(open_recordings(tmp_path / "a.parquet")[0]["audio"])
 
 
-def test_a_server_that_never_answers_is_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Server, audio.ByteRange]]:
+    """A server of an archive, and the first recording in it."""
     path = Path(write(tmp_path / "tar", "tar"))
     with serving(path.parent) as server:
-        part = open_recordings(f"{server.url}/{path.name}")[0]["audio"]
-        server.mode = "silent"
-        with pytest.raises(DataError, match=r"no answer within 0\.5 s; check the server"):
-            audio.decode(replace(part, where=RemoteOptions(deadline=0.5)))
-        whole = audio.ByteRange(f"{server.url}/{path.name}", 0, -1, RemoteOptions(deadline=0.5))
-        with pytest.raises(DataError, match=r"no answer within 0\.5 s; check the server"):
-            audio.decode(whole)
+        yield server, open_recordings(f"{server.url}/{path.name}")[0]["audio"]
 
 
-def test_an_archive_cut_off_behind_its_server_is_an_error(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "tar", "tar"))
-    with serving(path.parent) as server:
-        part = open_recordings(f"{server.url}/{path.name}")[0]["audio"]
-        server.mode = "half"
-        with pytest.raises(DataError, match=r"http://.*\.tar"):
-            audio.decode(part)
+def test_a_server_that_never_answers_is_an_error(served: tuple[Server, audio.ByteRange]) -> None:
+    server, part = served
+    server.mode = "silent"
+    hurried = RemoteOptions(deadline=0.5)
+    for source in (replace(part, where=hurried), audio.ByteRange(part.url, 0, -1, hurried)):
+        with pytest.raises(DataError, match=r"no answer within 0\.5 s; check the server"):
+            audio.decode(source)
+
+
+def test_an_archive_cut_off_behind_its_server_is_an_error(served: tuple[Server, audio.ByteRange]) -> None:
+    server, part = served
+    server.mode = "half"
+    with pytest.raises(DataError, match=r"http://.*\.tar"):
+        audio.decode(part)

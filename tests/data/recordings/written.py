@@ -92,10 +92,11 @@ class Listener(Task):
     Args:
         path: of the recordings.
         backend: of the pipeline.
+        settings: of `Task`.
     """
 
-    def __init__(self, path: str, backend: str = "auto") -> None:
-        super().__init__()
+    def __init__(self, path: str, backend: str = "auto", **settings: Any) -> None:
+        super().__init__(**settings)
         self.path = path
         self.pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0, backend=backend)  # type: ignore[arg-type]
 

@@ -119,7 +119,7 @@ def test_an_object_that_became_shorter_is_named(tmp_path: Path, memory: Any) -> 
 
 def test_large_reads_are_made_of_pieces(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the deadline is one of progress."""
-    monkeypatch.setattr(remote, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(remote, "PIECE_BYTES", 10)
     memory.pipe("/a.txt", b"0123456789" * 10 + b"end")
     asked: list[int] = []
     read = type(memory).cat_file

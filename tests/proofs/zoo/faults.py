@@ -217,8 +217,9 @@ def round_the_wrapper() -> Iterator[None]:
         yield
 
 
-@fault("accumulation overwrites", "Gradients are those of a part of the batch")
-def overwritten() -> Iterator[None]:
+@contextmanager
+def weighing_micro_batches(last_one: float, others: float) -> Iterator[None]:
+    """Weigh the loss of the last micro-batch of a step, and those of the others; outside of steps each counts once."""
     last: list[Any] = []
 
     def accumulate(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
@@ -227,9 +228,15 @@ def overwritten() -> Iterator[None]:
 
     def forward(original: Any, self: Passes, micro: Any, *rest: Any) -> Any:
         total, loss = original(self, micro, *rest)
-        return total * float(not last or micro is last[0]), loss
+        return total * (1.0 if not last else last_one if micro is last[0] else others), loss
 
     with wrapping(TrainStep, "_accumulate", accumulate), wrapping(Passes, "forward", forward):
+        yield
+
+
+@fault("accumulation overwrites", "Gradients are those of a part of the batch")
+def overwritten() -> Iterator[None]:
+    with weighing_micro_batches(last_one=1.0, others=0.0):
         yield
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests import processes
 from tests.proofs.zoo import zoo
-from tests.proofs.zoo.faults import TASKS, Fault, collector, nothing, wrapping
+from tests.proofs.zoo.faults import TASKS, Fault, collector, nothing, weighing_micro_batches, wrapping
 from tests.tasks import Transformer, TransformerTask
 from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.engines import rules
@@ -29,7 +29,6 @@ from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
-from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.train_state import TrainState
 from unisono.optim import schedules
 from unisono.proof import judgement
@@ -46,17 +45,7 @@ fault = collector(FAULTS, Fault)
 
 @fault("the last micro-batch counts twice", "")
 def last_twice() -> Iterator[None]:
-    last: list[Any] = []
-
-    def accumulate(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
-        last[:] = batches[-1:]
-        return original(self, batches, step)
-
-    def forward(original: Any, self: Passes, micro: Any, *rest: Any) -> Any:
-        total, loss = original(self, micro, *rest)
-        return total * (2.0 if last and micro is last[0] else 1.0), loss
-
-    with wrapping(TrainStep, "_accumulate", accumulate), wrapping(Passes, "forward", forward):
+    with weighing_micro_batches(last_one=2.0, others=1.0):
         yield
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unisono.checkpoint.exchange import sandbox
+from unisono.runtime.resource_limits import lower_limit
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
@@ -52,9 +53,7 @@ def limit_resources(source: str, limit: int) -> list[str]:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+        lower_limit(what, most)
     packages = [
         entry for entry in sys.path if entry.rstrip("/").endswith(("-packages", ".zip")) or "/lib/python" in entry
     ]

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
-from unisono.runtime.remote import RemoteOptions, ask_remote, remote_options
+from unisono.runtime.remote import DEADLINE, PIECE_BYTES, RemoteOptions, ask_remote, remote_options
 
 T = TypeVar("T")
-PIECE_BYTES = 8 << 20  # bytes per request, so that the deadline limits progress and not size
 LARGEST = 256 << 20  # limit for objects that are read into memory, such as manifests
 _MAX_PARTS = 9_000  # of one object; S3 allows 10,000
 # Protocols without directories: creating one would create a bucket.
@@ -46,7 +45,9 @@ class ObjectStore:
     where: RemoteOptions = field(default_factory=RemoteOptions)
 
     @classmethod
-    def for_run(cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = 60.0) -> ObjectStore:
+    def for_run(
+        cls, url: str, name: str, given: dict[str, Any] | None = None, deadline: float = DEADLINE
+    ) -> ObjectStore:
         """The store of a run below the URL for all runs."""
         return cls(f"{url.rstrip('/')}/{name}", remote_options(given, deadline))
 

@@ -6,7 +6,6 @@ An archive is indexed once; after that a recording is a byte range, and only wha
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,7 @@ from unisono.audio.recordings import ByteRange, data_of
 from unisono.data.recordings.metadata import AUDIO_SUFFIXES
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
-from unisono.runtime.remote import is_remote, open_remote, remote_options
-
-_READ_AHEAD = 1 << 20  # bytes that are read ahead of a remote archive while it is indexed
+from unisono.runtime.remote import is_remote, remote_options, stream_remote
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
@@ -148,7 +145,7 @@ class Archives:
     def _opened(self, path: str) -> Any:
         if not is_remote(path):
             return Path(path).open("rb")
-        return io.BufferedReader(open_remote(path, self._where), _READ_AHEAD)
+        return stream_remote(path, self._where)
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 from unisono.runtime.errors import DataError
-from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_remote
+from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_remote, stream_remote
 
-_READ_AHEAD = 1 << 20  # bytes that are read ahead of remote streams
+_READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
 _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
 
@@ -81,7 +81,7 @@ class File:
         """Open for sequential reading, in bounded memory. The caller closes it."""
         self.check()
         if is_remote(self.path):
-            return io.BufferedReader(open_remote(self.path, self.where, self.size), buffer_size=_READ_AHEAD)
+            return stream_remote(self.path, self.where, self.size)
         return Path(self.path).open("rb")
 
     @contextmanager

@@ -60,7 +60,7 @@ class ColumnNames:
     work: tuple[str, ...]
 
     @classmethod
-    def of(cls, micro: MicroBatch) -> ColumnNames:
+    def from_micro_batch(cls, micro: MicroBatch) -> ColumnNames:
         """Those of a micro-batch."""
         return cls(tuple(sorted(micro.counts)), tuple(micro.work))
 
@@ -92,14 +92,14 @@ class Batches:
         """Copy the next step's arrays to the devices; call it while they compute this step."""
         if self._upcoming is not None and (batches := self._upcoming.peek()):
             with suppress(ConfigError):  # it is raised when the turn of these batches comes
-                self._started = batches, self.of(batches)
+                self._started = batches, self.to_devices(batches)
 
     def take(self, batches: list[MicroBatch]) -> DeviceBatch:
         """The arrays of a step, which may already be on the devices."""
         begun, self._started = self._started, None
-        return begun[1] if begun is not None and begun[0] is batches else self.of(batches)
+        return begun[1] if begun is not None and begun[0] is batches else self.to_devices(batches)
 
-    def of(self, batches: Sequence[MicroBatch], rows: int | None = None) -> DeviceBatch:
+    def to_devices(self, batches: Sequence[MicroBatch], rows: int | None = None) -> DeviceBatch:
         """Micro-batches of one step as global arrays.
 
         Args:

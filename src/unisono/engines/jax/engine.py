@@ -87,7 +87,7 @@ class JaxEngine:
         self._switches = precision.pin(self._kind)
         self.profiler = JaxProfiler()
         self._devices = _all_devices(job.split)
-        self.grid = Grid.of(config.layout, self._devices)
+        self.grid = Grid.from_layout(config.layout, self._devices)
         self.batches = Batches(job.split, self.grid, self._kind, self.profiler.part)
         self._compiler = Compiler(job.communicator)
         self._spikes = SpikeDetection(config.optim.skip_spikes)
@@ -112,13 +112,13 @@ class JaxEngine:
             task, self._config, self.structure, self.optimizer, self.grid, self._compiler, given, recompute
         )
         rules.sum_counts(batches)
-        names = ColumnNames.of(batches[0])
+        names = ColumnNames.from_micro_batch(batches[0])
         self._check_functions(batches[0], scalars, names)
         arrays = model.initialise(task, self.structure, self.seed, self.grid, self._kind)
         self.constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
         average = {name: arrays[name].copy() for name in ema.averaged(self._config.ema, list(arrays))}
         placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
-        batch = self.batches.of(batches)
+        batch = self.batches.to_devices(batches)
         made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)
         self.train_state = State(arrays, average, made, self._initial_carry(batch))
         self.view = JaxModelView(self)
@@ -183,7 +183,7 @@ class JaxEngine:
             rules.sum_counts(batches)
             self.view.begin(scalars, step)
             self._observers.on_step_begin(step, batches)
-            batch, names = self.batches.take(batches), ColumnNames.of(batches[0])
+            batch, names = self.batches.take(batches), ColumnNames.from_micro_batch(batches[0])
             inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
             given = self.train_state, self.constants, batch, inputs
             rows = self._count_rows(batches, f"step {step + 1}")
@@ -314,12 +314,12 @@ class JaxEngine:
         columns, rows = None, 0
         with self._translate_errors("the other processes in the evaluation", f"the evaluation after step {step}"):
             for batches in steps:
-                names = ColumnNames.of(batches[0])
+                names = ColumnNames.from_micro_batch(batches[0])
                 if not rows:  # alike everywhere, though a first batch that is short gives some processes less
                     own = max(micro.size for micro in batches)
                     rows = max(self.communicator.gather(own, "the rows of a micro-batch of the evaluation"))
                 real = self._count_rows(batches, "the evaluation")
-                batch = self.batches.of(batches, rows)
+                batch = self.batches.to_devices(batches, rows)
                 inputs = self.programs.inputs(step, scalars, False, None)
                 program, columns = self.programs.evaluation(
                     parameters, self.constants, batch, inputs, names, scalars, real

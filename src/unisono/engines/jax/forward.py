@@ -39,7 +39,9 @@ class Inputs:
     floats: Any
 
     @classmethod
-    def of(cls, step: int, seed: int, purpose: str, started: bool, floats: Mapping[str, float], kind: str) -> Inputs:
+    def for_step(
+        cls, step: int, seed: int, purpose: str, started: bool, floats: Mapping[str, float], kind: str
+    ) -> Inputs:
         """Those of a step, as NumPy arrays.
 
         Args:

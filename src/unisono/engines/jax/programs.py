@@ -73,7 +73,7 @@ class Programs:
         floats = {name: scalars[name] for name in self.scalars}
         floats |= {name: controls.get(name, math.inf) for name in CONTROLS} if controls is not None else {}
         purpose = "eval" if controls is None else "dropout"
-        return Inputs.of(step, self.config.run.seed, purpose, started, floats, self.config.train.precision)
+        return Inputs.for_step(step, self.config.run.seed, purpose, started, floats, self.config.train.precision)
 
     def step(
         self,
@@ -98,13 +98,13 @@ class Programs:
             rows: real rows of the global batch, for a loss across samples; else 0.
             observed: whether it also returns what observers look at; see `Step.observed`.
         """
-        placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
-        seen = ObservedStep(placed[0].parameters, placed[0].parameters, self.grid.batch)
-        passes = batch.number.shape[0]
 
         def make(forward: Forward) -> Any:
+            placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
+            passes = batch.number.shape[0]
             step = Step(forward, self.optimizer, passes, self.config.layout.defer_reduction, rows)
             if observed:
+                seen = ObservedStep(placed[0].parameters, placed[0].parameters, self.grid.batch)
                 return jax.jit(step.observed, out_shardings=(*placed, seen))
             return jax.jit(step, donate_argnums=0, out_shardings=placed)
 
@@ -163,5 +163,5 @@ class Programs:
         key = ProgramKey(name, signature(batch), static, rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
-        program = self.compiler.of(key, lambda: make(self._forwards[key]), *arguments)
+        program = self.compiler.get(key, lambda: make(self._forwards[key]), *arguments)
         return program, self._forwards[key].columns

@@ -92,15 +92,15 @@ def load(
     _check_arrays(mine, saved)
     found = {name: _read(reader, name, array) for name, array in mine.items()}
 
-    def of(kind: str, like: Mapping[str, Any]) -> dict[str, Any]:
+    def loaded(kind: str, like: Mapping[str, Any]) -> dict[str, Any]:
         return {name: found.get(f"{kind}{name}", array) for name, array in like.items()}
 
     optimizer = state.optimizer
     if OPTIMIZER in kinds:
         names = [name for name, _ in optimizer_arrays(optimizer, state.parameters)]
         optimizer = jax.tree.unflatten(jax.tree.structure(optimizer), [found[name] for name in names])
-    loaded = State(of(MODEL, state.parameters), of(AVERAGE, state.average), optimizer, state.carry)
-    return loaded, of(MODEL, constants)
+    averages = loaded(AVERAGE, state.average)
+    return State(loaded(MODEL, state.parameters), averages, optimizer, state.carry), loaded(MODEL, constants)
 
 
 def load_rows(state: State, reader: StateReader) -> bool:

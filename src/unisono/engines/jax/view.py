@@ -166,7 +166,7 @@ class JaxModelView:
         self, what: str, made: Any, micro: MicroBatch, rows: int, step: int, scalars: Mapping[str, float]
     ) -> Any:
         """A function of a micro-batch in training, with as many rows, on one device."""
-        engine, names = self._engine, ColumnNames.of(micro)
+        engine, names = self._engine, ColumnNames.from_micro_batch(micro)
         forward = engine.programs.forward(True, scalars, names, Grid.single_device(jax.local_devices()[0]))
         inputs = engine.programs.inputs(step, scalars, False, {})
 

@@ -71,7 +71,7 @@ class Compiler:
         self.cached = 0
         self.take_recompiled: list[str] = []
 
-    def of(self, key: ProgramKey, make: Callable[[], Any], *arguments: Any) -> Program:
+    def get(self, key: ProgramKey, make: Callable[[], Any], *arguments: Any) -> Program:
         """The program for a key, compiled if there is none; collective where it is compiled.
 
         Args:

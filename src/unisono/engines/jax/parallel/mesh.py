@@ -37,7 +37,7 @@ class Grid:
     mesh: Mesh
 
     @classmethod
-    def of(cls, layout: Layout, devices: Sequence[jax.Device]) -> Grid:
+    def from_layout(cls, layout: Layout, devices: Sequence[jax.Device]) -> Grid:
         """The grid of a layout.
 
         Args:
