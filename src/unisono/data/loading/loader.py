@@ -270,7 +270,7 @@ class Loader:
             self._seconds += made.seconds
         for sample in (sample for micro in batches if micro.info for sample in micro.info.masked):
             self._masked += 1
-            log.warning("step %d: row %d of the source left out: %s", step + 1, sample.row, sample.reason)
+            log.warning("step %d: left out: %s", step + 1, sample.reason)
             if self._masked <= _MAX_REPORTED:
                 self._news.append(f"step {step + 1}: left out: {_shorten_reason(sample)}")
             elif str(self._masked).strip("0") == "1":

@@ -25,14 +25,16 @@ class Synthetic(Settings):
     """The example that needs no download: songs made on the spot, of species with different calls."""
 
     kind: Literal["synthetic"]
-    species: Annotated[int, Field(ge=2, le=64)] = Field(8, description="that sing")
-    recordings: PositiveInt = Field(2000, description="to train on")
-    held_out: NonNegativeInt = Field(400, description="to evaluate on; of other birds of the same species")
-    seconds: PositiveFloat = Field(3.0, description="of a recording")
-    rate: Annotated[int, Field(ge=8000, le=48_000)] = Field(16_000, description="samples a second")
-    most: PositiveInt = Field(1, description="species in a recording, from one to so many")
-    snr_db: float = Field(10.0, description="ratio of song and background noise in dB; birds differ by 6 dB either way")
-    seed: NonNegativeInt = Field(0, description="of species and songs")
+    species: Annotated[int, Field(ge=2, le=64)] = Field(8, description="number of species")
+    recordings: PositiveInt = Field(2000, description="number of training recordings")
+    held_out: NonNegativeInt = Field(
+        400, description="number of held-out recordings, by other birds of the same species"
+    )
+    seconds: PositiveFloat = Field(3.0, description="length of a recording in seconds")
+    rate: Annotated[int, Field(ge=8000, le=48_000)] = Field(16_000, description="sample rate in Hz")
+    most: PositiveInt = Field(1, description="maximum number of species per recording; at least one sings")
+    snr_db: float = Field(10.0, description="mean signal-to-noise ratio in dB; birds differ from it by up to 6 dB")
+    seed: NonNegativeInt = Field(0, description="seed for species and songs")
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Synthetic:
@@ -53,7 +55,7 @@ class RecordingsData(Data):
         description="Arrow or Parquet with an audio column, saved data sets, archives, a folder with metadata.csv"
     )
     test: str | list[str] | None = Field(
-        None, description="the same, of recordings to evaluate on; null: those that held_out keeps apart"
+        None, description="held-out recordings, in the same formats; null: split off by held_out"
     )
     label: str | None = Field(
         "auto",
@@ -61,34 +63,32 @@ class RecordingsData(Data):
         "labels; null: none",
     )
     names: str | None = Field(
-        None, description="classes' names: a column, or a JSON file {name: class}; null: as the data set says"
+        None, description="class names: a column, or a JSON file {name: class}; null: those of the data set"
     )
     group: str | None = Field(
         "auto",
         description="column whose equal values stay on one side of the split: recordist; auto: the recording; null: "
         "each row for itself",
     )
-    where: dict[str, str | int] = Field(
-        {}, description="only rows whose columns have these values, e.g. {source: phoebe}"
-    )
+    where: dict[str, str | int] = Field({}, description="use only rows with these column values, e.g. {source: phoebe}")
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.2, description="of the groups, to evaluate on; without test"
+        0.2, description="fraction of the groups to hold out, if there is no test"
     )
-    held_out_groups: list[str] | None = Field(None, description="groups to evaluate on; null: a fraction of them")
-    fold: NonNegativeInt = Field(0, description="which part of the groups is held out")
+    held_out_groups: list[str] | None = Field(None, description="groups to hold out; null: a fraction of them")
+    fold: NonNegativeInt = Field(0, description="which fold of the groups to hold out")
     leave_out: Path | list[int] | None = Field(
-        None, description="rows that are not read: their numbers, or a file of `unisono data scan`"
+        None, description="rows to skip: their numbers, or a file written by `unisono data scan`"
     )
-    leave_out_test: Path | list[int] | None = Field(None, description="the same of data.test")
+    leave_out_test: Path | list[int] | None = Field(None, description="rows of data.test to skip")
     window_seconds: PositiveFloat | None = Field(
-        None, description="cut every recording into windows, a row each; null: a row is a recording"
+        None, description="cut recordings into windows of this length, one row each; null: one row per recording"
     )
-    hop_seconds: PositiveFloat | None = Field(None, description="from window to window; null: data.window_seconds")
+    hop_seconds: PositiveFloat | None = Field(None, description="step between windows; null: data.window_seconds")
     events: Path | None = Field(
         None,
-        description="CSV (recording, start, end, label) that gives windows their classes; needs data.window_seconds",
+        description="CSV (recording, start, end, label) of events that label the windows; needs data.window_seconds",
     )
-    overlap: PositiveFloat = Field(0.5, description="s that an event is heard in a window to give it its class")
+    overlap: PositiveFloat = Field(0.5, description="minimum overlap in seconds for an event to label a window")
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> RecordingsData:
@@ -112,39 +112,47 @@ BirdsongData = Annotated[SyntheticData | RecordingsData, Field(discriminator="ki
 class SoundSettings(Settings):
     """How a stretch of sound becomes a picture: the log filter-bank energies of Kaldi, as in Bird-MAE."""
 
-    rate: Annotated[int, Field(ge=1000, le=1_000_000)] = Field(32_000, description="samples a second")
-    duration: PositiveFloat = Field(5.0, description="seconds of a clip")
-    window_ms: PositiveFloat = Field(25.0, description="of a frame")
-    hop_ms: PositiveFloat = Field(10.0, description="from frame to frame; 2 for a fine resolution in time")
-    low_hz: PositiveFloat = Field(20.0, description="lower end of the first band")
-    high_hz: NonNegativeFloat = Field(0.0, description="upper end of the last band; 0: half the rate")
-    mean: float = Field(-7.2, description="taken off the energies")
-    std: PositiveFloat = Field(8.86, description="that they are divided by then")
+    rate: Annotated[int, Field(ge=1000, le=1_000_000)] = Field(32_000, description="sample rate in Hz")
+    duration: PositiveFloat = Field(5.0, description="length of a clip in seconds")
+    window_ms: PositiveFloat = Field(25.0, description="length of an analysis frame in ms")
+    hop_ms: PositiveFloat = Field(10.0, description="step between frames in ms; 2 gives a fine time resolution")
+    low_hz: PositiveFloat = Field(20.0, description="lower edge of the lowest band in Hz")
+    high_hz: NonNegativeFloat = Field(0.0, description="upper edge of the highest band in Hz; 0: half the sample rate")
+    mean: float = Field(-7.2, description="mean that is subtracted from the log energies")
+    std: PositiveFloat = Field(8.86, description="standard deviation that they are divided by")
     resampling: Literal["sinc_hann", "kaiser_fast", "kaiser_best"] = Field(
-        "sinc_hann", description="of recordings with another rate; it moves what the model sees, so keep it"
+        "sinc_hann",
+        description="resampling of recordings with another rate; it changes the features, so keep it for a model",
     )
 
 
 class EncoderSettings(Settings):
     """A vision transformer on spectrograms: the group `model`."""
 
-    sound: SoundSettings = Field(SoundSettings(), description="from samples to frames of bands")
-    frames: PositiveInt = Field(512, description="of a clip; fewer are filled up with the clip's least value")
-    mels: PositiveInt = Field(128, description="bands of a frame")
-    patch: tuple[PositiveInt, PositiveInt] = Field((16, 16), description="frames and bands of a patch")
-    width: PositiveInt = Field(384, description="features of a patch")
-    depth: PositiveInt = Field(12, description="blocks")
-    heads: PositiveInt = Field(6, description="of attention; they share out the features")
-    expansion: PositiveFloat = Field(4.0, description="of the MLP; SwiGLU takes 2/3 of it, for as many parameters")
-    mlp: Literal["gelu", "swiglu"] = Field("swiglu", description="of a block")
-    positions: Literal["rope", "learned"] = Field(
-        "rope", description="how a patch knows its place: turned queries and keys in time and frequency, or a table"
+    sound: SoundSettings = Field(SoundSettings(), description="filter bank")
+    frames: PositiveInt = Field(512, description="frames per clip; shorter clips are padded with their minimum")
+    mels: PositiveInt = Field(128, description="mel bands")
+    patch: tuple[PositiveInt, PositiveInt] = Field((16, 16), description="size of a patch in frames and bands")
+    width: PositiveInt = Field(384, description="embedding dimension")
+    depth: PositiveInt = Field(12, description="number of transformer blocks")
+    heads: PositiveInt = Field(6, description="attention heads; they divide the width")
+    expansion: PositiveFloat = Field(
+        4.0,
+        description="hidden width of the MLP relative to the width; SwiGLU uses 2/3 of it, to have as many parameters",
     )
-    rope_base: PositiveFloat = Field(100.0, description="of the wavelengths, in patches")
-    qk_norm: bool = Field(True, description="normalise queries and keys of each head")
-    layer_scale: PositiveFloat | None = Field(1e-4, description="first factor of what a block adds; null: none")
-    class_tokens: NonNegativeInt = Field(1, description="their mean is the embedding; 0: the mean of the patches")
-    registers: NonNegativeInt = Field(0, description="tokens besides, which nobody reads")
+    mlp: Literal["gelu", "swiglu"] = Field("swiglu", description="kind of MLP")
+    positions: Literal["rope", "learned"] = Field(
+        "rope", description="position encoding: 2-D RoPE over time and frequency, or a learned table"
+    )
+    rope_base: PositiveFloat = Field(100.0, description="base of the RoPE wavelengths, in patches")
+    qk_norm: bool = Field(True, description="normalise the queries and keys of each head")
+    layer_scale: PositiveFloat | None = Field(
+        1e-4, description="initial LayerScale factor of each residual branch; null: no LayerScale"
+    )
+    class_tokens: NonNegativeInt = Field(
+        1, description="class tokens, whose mean is the embedding; 0: the mean of the patches"
+    )
+    registers: NonNegativeInt = Field(0, description="register tokens, whose outputs are not used")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -193,46 +201,48 @@ class EncoderSettings(Settings):
 class Augment(Settings):
     """What is done to clips and views of the training."""
 
-    frequency_masks: NonNegativeInt = Field(2, description="stretches of bands that are hidden (SpecAugment)")
-    frequency_width: Fraction = Field(0.1, description="share of the bands in each at most")
-    time_masks: NonNegativeInt = Field(2, description="stretches of frames that are hidden")
-    time_width: Fraction = Field(0.1, description="share of the frames in each at most")
+    frequency_masks: NonNegativeInt = Field(2, description="frequency masks per clip (SpecAugment)")
+    frequency_width: Fraction = Field(0.1, description="maximum width of a frequency mask, as a fraction of the bands")
+    time_masks: NonNegativeInt = Field(2, description="time masks per clip")
+    time_width: Fraction = Field(0.1, description="maximum width of a time mask, as a fraction of the frames")
     noise: NonNegativeFloat = Field(
-        0.2, description="largest deviation of noise that is added, in those of the energies"
+        0.2, description="maximum standard deviation of added noise, relative to that of the energies"
     )
-    gain: NonNegativeFloat = Field(0.3, description="largest change of all energies together, either way; likewise")
+    gain: NonNegativeFloat = Field(0.3, description="maximum shift of all energies up or down, in the same unit")
 
 
 class Asymmetric(Settings):
     """The asymmetric loss for several labels (Ridnik et al., 2021)."""
 
-    negative: NonNegativeFloat = Field(4.0, description="focus on hard negatives")
-    positive: NonNegativeFloat = Field(1.0, description="focus on hard positives")
-    clip: Fraction = Field(0.05, description="probability up to which a negative costs nothing")
+    negative: NonNegativeFloat = Field(4.0, description="focusing exponent for negatives")
+    positive: NonNegativeFloat = Field(1.0, description="focusing exponent for positives")
+    clip: Fraction = Field(0.05, description="probability below which a negative has no loss")
 
 
 class LeJepa(Settings):
     """LeJEPA (Balestriero & LeCun, 2025): views of a clip agree, and embeddings are a standard normal (SIGReg)."""
 
-    views: Annotated[int, Field(ge=2)] = Field(4, description="of each clip")
-    length: Fraction = Field(0.5, description="share of a clip's frames in a view, in whole patches")
-    hidden: PositiveInt = Field(2048, description="features of the projector's two hidden layers")
-    width: PositiveInt = Field(16, description="features that it projects to")
-    weight: Share = Field(0.02, description="of SIGReg; the agreement of views has the rest")
+    views: Annotated[int, Field(ge=2)] = Field(4, description="views per clip")
+    length: Fraction = Field(0.5, description="length of a view as a fraction of the clip, in whole patches")
+    hidden: PositiveInt = Field(2048, description="width of the projector's two hidden layers")
+    width: PositiveInt = Field(16, description="output dimension of the projector")
+    weight: Share = Field(0.02, description="weight of SIGReg; the invariance term has the rest")
     directions: PositiveInt = Field(
-        256, description="along which embeddings are held against a normal, drawn each step"
+        256, description="random directions per step in which embeddings are compared with a normal distribution"
     )
-    knots: Annotated[int, Field(ge=3)] = Field(17, description="of the integral over the characteristic function")
-    reach: PositiveFloat = Field(3.0, description="upper end of that integral")
+    knots: Annotated[int, Field(ge=3)] = Field(
+        17, description="quadrature points of the integral over the characteristic function"
+    )
+    reach: PositiveFloat = Field(3.0, description="upper limit of that integral")
 
 
 class Pixio(Settings):
     """Masked autoencoding as in Pixio: most patches are hidden, and a small decoder tells what was there."""
 
-    masked: Share = Field(0.75, description="share of the patches that is hidden, exactly")
-    width: PositiveInt = Field(512, description="features of the decoder")
-    depth: PositiveInt = Field(8, description="blocks of the decoder")
-    heads: PositiveInt = Field(8, description="of its attention")
+    masked: Share = Field(0.75, description="exact fraction of patches to mask")
+    width: PositiveInt = Field(512, description="width of the decoder")
+    depth: PositiveInt = Field(8, description="number of decoder blocks")
+    heads: PositiveInt = Field(8, description="attention heads of the decoder")
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Pixio:
@@ -247,10 +257,11 @@ class BirdsongConfig(Settings):
     """What the encoder is trained for."""
 
     objective: Literal["supervised", "lejepa", "pixio"] = Field(
-        "supervised", description="labels; agreement of views; hidden patches. A linear probe learns beside each"
+        "supervised",
+        description="labels, views that agree, or masked patches; each with an online linear probe",
     )
     loss: Literal["cross_entropy", "asymmetric"] = Field(
-        "cross_entropy", description="of labels, for the supervised objective and the probe; asymmetric: several a row"
+        "cross_entropy", description="loss of the supervised objective and the probe; asymmetric: multi-label"
     )
     weights: Path | None = Field(
         None,
@@ -265,7 +276,7 @@ class BirdsongConfig(Settings):
     asymmetric: Asymmetric = Field(Asymmetric(), description="with task.loss=asymmetric")
     lejepa: LeJepa = Field(LeJepa(), description="with task.objective=lejepa")
     pixio: Pixio = Field(Pixio(), description="with task.objective=pixio")
-    augment: Augment = Field(Augment(), description="of the training")
+    augment: Augment = Field(Augment(), description="augmentation of training clips")
     collapse: bool = Field(
         True,
         description="measure spread and rank of embeddings over the global batch; false spares supervised and pixio a "

@@ -19,13 +19,13 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Augmented(Settings):
     """What all kinds of puzzles have."""
 
-    augment: bool = Field(True, description="show each puzzle of the training under a drawn symmetry")
+    augment: bool = Field(True, description="show each training puzzle under a random symmetry")
     augmentations: PositiveInt | None = Field(
-        None, description="symmetries of each puzzle there are, besides none; null: any, drawn anew each time"
+        None, description="number of symmetries per puzzle besides the identity; null: any, drawn anew each time"
     )
-    seed: NonNegativeInt = Field(0, description="of generated puzzles, subsets and numbered augmentations")
+    seed: NonNegativeInt = Field(0, description="seed for generated puzzles, subsets and numbered augmentations")
     cache: Path | None = Field(
-        None, description="for puzzles that were read and checked; null: $UNISONO_CACHE or ~/.cache/unisono"
+        None, description="cache for puzzles that have been read and checked; null: $UNISONO_CACHE or ~/.cache/unisono"
     )
 
 
@@ -33,11 +33,12 @@ class Embedded(Augmented):
     """The example that needs no download: Sudokus with one solution, made on the spot."""
 
     kind: Literal["embedded"]
-    side: Literal[4, 6, 9] = Field(6, description="cells on a side")
-    puzzles: PositiveInt = Field(2000, description="to train on")
-    held_out: PositiveInt = Field(500, description="to evaluate on")
+    side: Literal[4, 6, 9] = Field(6, description="cells per side")
+    puzzles: PositiveInt = Field(2000, description="number of training puzzles")
+    held_out: PositiveInt = Field(500, description="number of held-out puzzles")
     clues: tuple[NonNegativeInt, NonNegativeInt] = Field(
-        (10, 14), description="fewest and most; a puzzle keeps more where its solution would not be the only one"
+        (10, 14),
+        description="minimum and maximum number of clues; a puzzle keeps more if its solution would not be unique",
     )
 
     @model_validator(mode="after")
@@ -52,9 +53,9 @@ class FromTables(Augmented):
 
     path: Path = Field(description="a CSV file, or a folder with train.csv and test.csv")
     test: Path | None = Field(None, description="a CSV file to evaluate on; null: test.csv of the folder, or held_out")
-    held_out: Share = Field(0.1, description="fraction of the puzzles to evaluate on, where there is no file of them")
-    puzzles: PositiveInt | None = Field(None, description="train on so many of them, drawn; null: all")
-    improper: Literal["stop", "skip"] = Field("stop", description="skip: leave out puzzles that cannot be used")
+    held_out: Share = Field(0.1, description="fraction of the puzzles to hold out if there is no test file")
+    puzzles: PositiveInt | None = Field(None, description="size of a random training subset; null: all puzzles")
+    improper: Literal["stop", "skip"] = Field("stop", description="stop, or skip puzzles that cannot be used")
 
 
 class Sudoku(FromTables):
@@ -62,7 +63,7 @@ class Sudoku(FromTables):
 
     kind: Literal["sudoku"]
     unique: bool = Field(
-        False, description="solve every puzzle before the start, to see that it has one solution; minutes for 50,000"
+        False, description="solve every puzzle before training to check that its solution is unique; minutes for 50,000"
     )
 
 
@@ -78,12 +79,12 @@ class Arc(Augmented):
 
     kind: Literal["arc"]
     path: Path = Field(description="a folder with <set>/<task>.json, or with *_challenges.json and *_solutions.json")
-    sets: list[str] | None = Field(None, description="only these sets of tasks; null: all that are there")
+    sets: list[str] | None = Field(None, description="use only these sets of tasks; null: all")
     evaluate: list[str] | None = Field(
         None, description="sets whose tests are held out; null: those called evaluation…, else all"
     )
-    augmentations: PositiveInt = Field(1000, description="of each task besides the task as it is")
-    translate: bool = Field(True, description="place the grids of the training anywhere in the 30×30 field")
+    augmentations: PositiveInt = Field(1000, description="augmentations of each task besides the original")
+    translate: bool = Field(True, description="place training grids at random offsets in the 30×30 field")
 
 
 class Arrays(Settings):
@@ -97,7 +98,7 @@ class Prepared(Settings):
     """A folder made by `unisono data prepare puzzles`."""
 
     kind: Literal["prepared"]
-    path: Path = Field(description="the folder, with train and test in it")
+    path: Path = Field(description="folder that contains train and test")
 
 
 Part = Annotated[Embedded | Sudoku | Maze | Arc | Arrays | Prepared, Field(discriminator="kind")]
@@ -131,7 +132,7 @@ class SeveralData(Data):
     """`data=several`: puzzles of several kinds; a micro-batch holds one kind, so that nothing is padded."""
 
     kind: Literal["several"]
-    parts: dict[str, Part] = Field(description="the kinds by a name for each")
+    parts: dict[str, Part] = Field(description="kinds of puzzles, each under a name")
 
     @model_validator(mode="after")
     def _at_least_two(self) -> SeveralData:
@@ -155,29 +156,31 @@ PuzzlesData = Annotated[
 class Model(Settings):
     """A small network that is applied to its own state again and again (TRM), or two of them (HRM)."""
 
-    width: PositiveInt = Field(512, description="features of a cell")
-    heads: PositiveInt = Field(8, description="of attention; they share out the features")
-    layers: PositiveInt = Field(2, description="of the network")
-    expansion: PositiveFloat = Field(4.0, description="of SwiGLU, whose inner width is 2/3 of it, rounded up")
+    width: PositiveInt = Field(512, description="hidden dimension of a cell")
+    heads: PositiveInt = Field(8, description="attention heads; they divide the width")
+    layers: PositiveInt = Field(2, description="layers of the network")
+    expansion: PositiveFloat = Field(4.0, description="expansion of SwiGLU, whose inner width is 2/3 of it, rounded up")
     inner_multiple: PositiveInt = Field(256, description="the inner width of SwiGLU is a multiple of it")
     mixer: Literal["attention", "mlp", "sparse"] = Field(
         "attention",
         description="how cells see each other: attention, a SwiGLU over all cells, or attention to the cells of the "
         "same row, column and box alone",
     )
-    positions: Literal["rope", "learned", "none"] = Field("rope", description="how a cell knows its place")
-    prefix: PositiveInt = Field(
-        16, description="places before the first cell; the first one holds the puzzle embedding"
-    )
+    positions: Literal["rope", "learned", "none"] = Field("rope", description="position encoding")
+    prefix: PositiveInt = Field(16, description="positions before the first cell, which hold the puzzle embedding")
     embedding: NonNegativeInt = Field(
-        512, description="features of a puzzle embedding, up to prefix × width; 0: puzzles have none"
+        512, description="dimension of puzzle embeddings, up to prefix × width; 0: no puzzle embeddings"
     )
     nets: Literal[1, 2] = Field(1, description="1: one network for both states (TRM); 2: one for each (HRM)")
-    h_cycles: PositiveInt = Field(3, description="updates of the answer state; schedules.h_cycles varies it")
-    l_cycles: PositiveInt = Field(6, description="updates of the latent state in each; schedules.l_cycles varies it")
+    h_cycles: PositiveInt = Field(
+        3, description="updates of the answer state per step; schedules.h_cycles schedules it"
+    )
+    l_cycles: PositiveInt = Field(
+        6, description="updates of the latent state in each of them; schedules.l_cycles schedules it"
+    )
     gradient: Literal["cycle", "step", "all"] = Field(
         "cycle",
-        description="through the last cycle of the answer state (TRM), the last update of each state (HRM), or all",
+        description="backpropagate through the answer state's last cycle (TRM), each state's last update (HRM), or all",
     )
 
     @model_validator(mode="after")
@@ -205,35 +208,39 @@ class Model(Settings):
 class Weights(Settings):
     """How much each term of the loss counts."""
 
-    answer: PositiveFloat = Field(1.0, description="cross-entropy of the cells, the mean over those of a puzzle")
-    halt: NonNegativeFloat = Field(0.5, description="of the halting head, which tells whether the answer is right")
+    answer: PositiveFloat = Field(1.0, description="weight of the cells' cross-entropy, averaged over a puzzle")
+    halt: NonNegativeFloat = Field(
+        0.5, description="weight of the halting head, which predicts whether the answer is correct"
+    )
     q_continue: NonNegativeFloat = Field(
         0.0,
-        description="of the value of going on, learnt by Q-learning, which halting then has to exceed (HRM); 0: none",
+        description="weight of the Q-value of continuing, which halting must exceed (HRM); 0: none",
     )
     consistency: NonNegativeFloat = Field(
         0.0,
-        description="of the squared change of the answer state in its last cycle, so that it comes to rest; 0: none",
+        description="weight of the squared change of the answer state in its last cycle, so that it converges",
     )
 
 
 class PuzzlesConfig(Settings):
     """How puzzles are learnt."""
 
-    weights: Weights = Field(Weights(), description="of the terms of the loss")
-    cross_entropy: Literal["stablemax", "softmax"] = Field("stablemax", description="of the cells")
-    halt_steps: PositiveInt = Field(16, description="supervision steps of a puzzle at most, and always in evaluation")
+    weights: Weights = Field(Weights(), description="weights of the loss terms")
+    cross_entropy: Literal["stablemax", "softmax"] = Field("stablemax", description="cross-entropy of the cells")
+    halt_steps: PositiveInt = Field(16, description="maximum supervision steps per puzzle; evaluation always uses all")
     halt_exploration: Fraction = Field(
         0.1,
-        description="share of rows that may not halt before a drawn step; schedules.halt_exploration varies it",
+        description="fraction of rows that must not halt before a random step; schedules.halt_exploration schedules it",
     )
     refill: bool = Field(
-        False, description="whether a row that is still at work keeps the example it is given for its next turn"
+        False, description="a row that has not halted keeps its next example for later, instead of dropping it"
     )
     votes: PositiveInt = Field(
-        1, description="ARC: augmentations of a question whose answers vote in an evaluation; 1: the task as it is"
+        1, description="ARC: augmentations per question whose answers vote in evaluation; 1: no voting"
     )
-    pass_at: list[PositiveInt] = Field([1, 2], description="ARC with votes: right if among so many best-voted answers")
+    pass_at: list[PositiveInt] = Field(
+        [1, 2], description="ARC with voting: report whether the answer is among the top k, for each k"
+    )
 
     @model_validator(mode="after")
     def _order_is_a_function(self) -> PuzzlesConfig:

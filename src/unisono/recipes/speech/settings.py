@@ -28,14 +28,15 @@ class SpeechConfig(Settings):
         16, description="rows of a micro-batch are padded to the longest, rounded up to this"
     )
     shown: NonNegativeInt = Field(
-        2, description="held-out samples whose predictions each evaluation writes as sound and picture, per process 0"
+        2,
+        description="held-out samples whose predictions process 0 writes as audio and spectrogram in evaluations",
     )
 
 
 class ModelGroup(Settings):
     """What all models have."""
 
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="kernel of attention")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="attention kernel")
 
 
 class FromConfig(ModelGroup):
@@ -61,12 +62,16 @@ class KMeans(Settings):
     """The codec that needs no weights: residual k-means over log-mel frames, fitted on the training sounds."""
 
     kind: Literal["kmeans"] = "kmeans"
-    rate: Literal[8000, 16000, 24000, 32000, 48000] = Field(16000, description="Hz that sounds are brought to")
-    mels: Annotated[int, Field(ge=8, le=128)] = Field(40, description="bands of the log-mel frames, 100 a second")
-    codebooks: Annotated[int, Field(ge=1, le=16)] = Field(8, description="stages, each of what the one before left")
-    codes: Annotated[int, Field(ge=2, le=4096)] = Field(64, description="entries of a codebook")
-    fit_clips: PositiveInt = Field(2000, description="recordings it is fitted on at most, chosen by their names")
-    phase_steps: PositiveInt = Field(32, description="iterations of Griffin and Lim when codes become sound again")
+    rate: Literal[8000, 16000, 24000, 32000, 48000] = Field(
+        16000, description="sample rate in Hz to which recordings are resampled"
+    )
+    mels: Annotated[int, Field(ge=8, le=128)] = Field(40, description="mel bands of the frames, 100 per second")
+    codebooks: Annotated[int, Field(ge=1, le=16)] = Field(
+        8, description="number of codebooks; each quantises the residual of the one before"
+    )
+    codes: Annotated[int, Field(ge=2, le=4096)] = Field(64, description="entries per codebook")
+    fit_clips: PositiveInt = Field(2000, description="maximum number of recordings to fit it on, chosen by their names")
+    phase_steps: PositiveInt = Field(32, description="Griffin-Lim iterations when decoding")
 
 
 class Higgs(Settings):
@@ -74,26 +79,32 @@ class Higgs(Settings):
 
     kind: Literal["higgs"]
     path: Path = Field(description="directory with config.json and safetensors weights")
-    bandwidth: PositiveFloat | None = Field(None, description="kbit/s, which decides the codebooks; null: the largest")
+    bandwidth: PositiveFloat | None = Field(
+        None, description="bandwidth in kbit/s, which sets the number of codebooks; null: the largest"
+    )
 
 
 class SpeechData(Data):
     """What all speech has, wherever it comes from."""
 
     codec: Annotated[KMeans | Higgs, Field(discriminator="kind")] = Field(
-        KMeans(), description="between sound and codes"
+        KMeans(), description="codec between audio and codes"
     )
     task: Literal["auto"] | Kind = Field(
         "auto",
-        description="of samples that do not say theirs; auto: voice cloning where their speaker has another recording",
+        description="task of samples that name none; auto: voice cloning if their speaker has another recording",
     )
     split: Literal["share", "speaker"] = Field(
-        "share", description="what is held out: a share of the samples, or whole speakers"
+        "share", description="what to hold out: a fraction of the samples, or whole speakers"
     )
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.05, description="share that is kept for evaluation")
-    held_out_speakers: list[str] = Field([], description="split=speaker: these, in place of a share")
-    max_seconds: PositiveFloat = Field(30.0, description="longest recording; a longer one is refused")
-    cache: Path | None = Field(None, description="for codes and codecs; null: $UNISONO_CACHE or ~/.cache/unisono")
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.05, description="fraction to hold out")
+    held_out_speakers: list[str] = Field(
+        [], description="split=speaker: hold out these speakers, instead of a fraction"
+    )
+    max_seconds: PositiveFloat = Field(
+        30.0, description="maximum length of a recording in seconds; longer ones are refused"
+    )
+    cache: Path | None = Field(None, description="cache for codes and codecs; null: $UNISONO_CACHE or ~/.cache/unisono")
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> SpeechData:
@@ -106,8 +117,8 @@ class Embedded(SpeechData):
     """The example that needs no download: syllables in made-up voices, synthesised on the spot."""
 
     kind: Literal["embedded"]
-    speakers: Annotated[int, Field(ge=2, le=64)] = Field(4, description="voices")
-    clips: Annotated[int, Field(ge=2)] = Field(32, description="recordings of each voice")
+    speakers: Annotated[int, Field(ge=2, le=64)] = Field(4, description="number of voices")
+    clips: Annotated[int, Field(ge=2)] = Field(32, description="recordings per voice")
 
 
 class Folder(SpeechData):
@@ -121,8 +132,8 @@ class Manifest(SpeechData):
     """Conversations as messages: JSON, JSONL, or the JSONL of ms-swift."""
 
     kind: Literal["manifest"]
-    path: Path = Field(description="file of the manifest")
-    root: Path | None = Field(None, description="folder that its recordings are relative to; null: the manifest's own")
+    path: Path = Field(description="manifest file")
+    root: Path | None = Field(None, description="folder that recordings are relative to; null: that of the manifest")
 
 
 AnyData = Annotated[Embedded | Folder | Manifest, Field(discriminator="kind")]
