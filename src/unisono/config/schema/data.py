@@ -14,7 +14,7 @@ from unisono.runtime.errors import nearest
 class WeightChange(Settings):
     """Other weights of a mixture from some step on."""
 
-    step: PositiveInt = Field(description="updates made before the weights change")
+    step: PositiveInt = Field(description="number of updates after which the weights change")
     weights: dict[str, NonNegative] = Field(description="weight of each source")
 
 
@@ -22,14 +22,14 @@ class Mixture(Settings):
     """How much of each source a run sees."""
 
     weights: dict[str, NonNegative] = Field(description="weight of each source; 0: never read")
-    by: Literal["samples", "tokens"] = Field("samples", description="what the weights share out")
+    by: Literal["samples", "tokens"] = Field("samples", description="unit that the weights divide")
     until: Literal["first", "all"] = Field(
         "all", description="an epoch ends when the first source is used up, or when all have been"
     )
     block: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        1000, description="positions in each of which every source has its exact share"
+        1000, description="number of positions within which every source has its exact share"
     )
-    changes: list[WeightChange] = Field([], description="other weights from some step on, in the order of the steps")
+    changes: list[WeightChange] = Field([], description="changes of the weights at later steps, in order")
 
     @model_validator(mode="after")
     def _check_weights(self) -> Mixture:
@@ -50,16 +50,18 @@ class Mixture(Settings):
 class Packing(Settings):
     """Several samples in one row."""
 
-    length: PositiveInt | None = Field(None, description="units a row holds, e.g. tokens; null: what the task says")
+    length: PositiveInt | None = Field(
+        None, description="capacity of a row in units, e.g. tokens; null: as the task says"
+    )
     method: Literal["online", "offline", "concatenate"] = Field(
         "online",
         description="online: best fit over open_bins, in the samples' order; offline: best fit, the longest first; "
         "concatenate: one after the other, cut where a row is full",
     )
-    open_bins: PositiveInt = Field(64, description="online: rows that are filled at the same time")
-    chunk: PositiveInt = Field(8192, description="samples that are packed together; none shares a row across chunks")
+    open_bins: PositiveInt = Field(64, description="online: number of rows being filled at a time")
+    chunk: PositiveInt = Field(8192, description="number of samples to pack together; rows never span chunks")
     cut: Literal["long", "never"] = Field(
-        "long", description="long: what is longer than a row is cut into several; never: it is an error"
+        "long", description="long: split samples longer than a row; never: raise an error for them"
     )
 
 
@@ -68,13 +70,13 @@ class Data(Settings):
 
     workers: PositiveInt | Literal["auto"] = Field(
         1,
-        description="that prepare micro-batches, per process, at least 1; auto: by the cores and what preparing costs",
+        description="workers per process that prepare micro-batches; auto: from the cores and the measured cost",
     )
     worker_kind: Literal["threads", "processes", "auto"] = Field(
-        "threads", description="processes where Python itself is what takes the time; auto: measured before the start"
+        "threads", description="processes are faster where Python code takes the time; auto: measured before the start"
     )
     prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
-    prefetch_mb: Positive = Field(512.0, description="MB prepared ahead at most, per process, however many that are")
+    prefetch_mb: Positive = Field(512.0, description="maximum MB prepared ahead, per process")
     on_error: Literal["stop", "mask"] = Field(
         "stop",
         description="when a sample cannot be built: stop the run, or mask it (its place stays empty, counts nothing, "
@@ -95,8 +97,8 @@ class Data(Settings):
         description="rows of similar length that stand together in a global batch, at best as many as in a "
         "micro-batch: less padding, the same rows; null: rows stand in the order",
     )
-    mixture: Mixture | None = Field(None, description="null: every source by its size")
-    packing: Packing | None = Field(None, description="null: a row is a sample")
+    mixture: Mixture | None = Field(None, description="how to mix several sources; null: in proportion to their sizes")
+    packing: Packing | None = Field(None, description="how to pack samples into rows; null: one sample per row")
 
     @model_validator(mode="after")
     def _check_groups(self) -> Data:

@@ -14,10 +14,12 @@ class Prepare(Settings):
     """Of `unisono data prepare`."""
 
     out: Path | None = Field(None, description="folder for the shards; null: the recipe's cache")
-    shard: str = Field("1/1", description="which share of the shards is made, i/n")
-    workers: PositiveInt | Literal["auto"] = Field("auto", description="shards made at the same time; auto: the cores")
+    shard: str = Field("1/1", description="make only part i of n of the shards, as i/n")
+    workers: PositiveInt | Literal["auto"] = Field(
+        "auto", description="shards to make at a time; auto: the number of cores"
+    )
     worker_kind: Literal["threads", "processes"] = Field(
-        "threads", description="processes where Python itself is what takes the time"
+        "threads", description="processes are faster where Python code takes the time"
     )
     shard_mb: Positive | None = Field(None, description="MB of the source per shard; null: 64")
 
@@ -25,50 +27,52 @@ class Prepare(Settings):
 class Reshard(Settings):
     """Of `unisono data reshard`."""
 
-    shards: PositiveInt = Field(description="how many there are to be")
-    out: Path = Field(description="folder for them")
+    shards: PositiveInt = Field(description="number of new shards")
+    out: Path = Field(description="folder for the new shards")
 
 
 class Preview(Settings):
     """Of `unisono data preview`."""
 
-    position: NonNegativeInt = Field(0, description="rows of the run before the first that is shown")
-    count: PositiveInt = Field(8, description="rows that are shown")
-    world_size: PositiveInt | None = Field(None, description="processes; null: layout.world_size")
+    position: NonNegativeInt = Field(
+        0, description="position of the first row to show, counted from the start of the run"
+    )
+    count: PositiveInt = Field(8, description="number of rows to show")
+    world_size: PositiveInt | None = Field(None, description="number of processes; null: layout.world_size")
 
 
 class Scan(Settings):
     """Of `unisono data scan`."""
 
-    out: Path = Field(Path("bad_recordings.jsonl"), description="file for the rows that cannot be decoded")
-    audio: str | None = Field(None, description="column of the recordings; null: audio, or file and the like")
-    workers: PositiveInt | Literal["auto"] = Field("auto", description="recordings decoded at a time; auto: the cores")
+    out: Path = Field(Path("bad_recordings.jsonl"), description="file to write the rows to that cannot be decoded")
+    audio: str | None = Field(None, description="column of the recordings; null: audio, file or a similar name")
+    workers: PositiveInt | Literal["auto"] = Field(
+        "auto", description="recordings to decode at a time; auto: the number of cores"
+    )
 
 
 class AudioCache(Settings):
     """Of `unisono data audio-cache`."""
 
     out: Path = Field(description="folder for the cache")
-    audio: str | None = Field(None, description="column of the recordings; null: audio, or file and the like")
-    leave_out: Path | None = Field(None, description="file of `unisono data scan`, whose rows are left out")
-    kind: Literal["features", "samples"] = Field(
-        "features", description="Kaldi filter banks, or the samples themselves"
-    )
+    audio: str | None = Field(None, description="column of the recordings; null: audio, file or a similar name")
+    leave_out: Path | None = Field(None, description="file written by `unisono data scan`; its rows are left out")
+    kind: Literal["features", "samples"] = Field("features", description="cache Kaldi filter banks or the samples")
     windows: Literal["first", "centre", "all"] = Field(
-        "first", description="which part of each recording; all: a row each"
+        "first", description="which window of each recording; all: every window, one row each"
     )
-    rate: PositiveInt = Field(32_000, description="Hz that everything is resampled to")
-    duration: Positive = Field(5.0, description="seconds of a window")
-    num_mel_bins: PositiveInt = Field(128, description="bands")
+    rate: PositiveInt = Field(32_000, description="sample rate in Hz to resample to")
+    duration: Positive = Field(5.0, description="length of a window in seconds")
+    num_mel_bins: PositiveInt = Field(128, description="number of mel bands")
     window_type: Literal["povey", "hanning", "hamming", "blackman", "rectangular"] = Field(
-        "hanning", description="of a frame"
+        "hanning", description="window function of a frame"
     )
-    frames: PositiveInt | None = Field(None, description="frames that rows are padded to; null: those of the duration")
-    mean: float = Field(0.0, description="is taken off the features")
-    std: Positive = Field(1.0, description="that they are divided by then")
-    method: Literal["sinc_hann", "kaiser_fast", "kaiser_best"] = Field("sinc_hann", description="of resampling")
-    dtype: Literal["float32", "float16"] = Field("float32", description="of what is kept")
+    frames: PositiveInt | None = Field(None, description="number of frames to pad rows to; null: those of the duration")
+    mean: float = Field(0.0, description="mean to subtract from the features")
+    std: Positive = Field(1.0, description="standard deviation to divide them by")
+    method: Literal["sinc_hann", "kaiser_fast", "kaiser_best"] = Field("sinc_hann", description="resampling method")
+    dtype: Literal["float32", "float16"] = Field("float32", description="dtype of the cache")
     on_error: Literal["stop", "mask"] = Field(
-        "stop", description="of a recording that cannot be used; mask: leave it out"
+        "stop", description="what to do with a recording that cannot be used; mask: leave it out"
     )
-    workers: PositiveInt | Literal["auto"] = Field("auto", description="threads; auto: the cores")
+    workers: PositiveInt | Literal["auto"] = Field("auto", description="number of threads; auto: the number of cores")

@@ -46,14 +46,14 @@ class Layout(Settings):
         "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
     )
     sync_batch_norm: bool = Field(
-        False, description="batch normalisation by the rows of all processes, not by those of each for itself"
+        False, description="compute batch statistics over the rows of all processes instead of each process alone"
     )
     reduction: Literal["fast", "ordered"] = Field(
         "fast",
         description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
     )
     compile: bool = Field(False, description="torch.compile, block by block")
-    deterministic: bool = Field(False, description="jax: kernels of accelerators that give the same bits twice")
+    deterministic: bool = Field(False, description="jax: use deterministic kernels on accelerators")
     activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
         0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
     )
@@ -139,16 +139,17 @@ class Launch(Settings):
         600.0, description="jax: seconds for all processes to meet at its coordinator"
     )
     heartbeat_timeout: Positive = Field(
-        300.0, description="jax: seconds without a heartbeat after which its coordinator gives a process up"
+        300.0, description="jax: seconds without a heartbeat after which its coordinator considers a process dead"
     )
     preempt_deadline: Positive = Field(
-        30.0, description="seconds from SIGTERM or SIGUSR1 to the end of all processes, saving included if it fits"
+        30.0,
+        description="seconds from SIGTERM or SIGUSR1 to the end of all processes, including a save if there is time",
     )
     nodes: PositiveInt = Field(
-        1, description="hosts on which this command is given; each starts its share of processes"
+        1, description="number of hosts on which this command is started; each starts its share of processes"
     )
     node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
-    rendezvous: str | None = Field(None, description="host:port of node 0, where the nodes meet; a free port of it")
+    rendezvous: str | None = Field(None, description="host:port where the nodes meet: node 0 and a free port on it")
     desync: bool = Field(
         True, description="compare before each update which collectives the processes have made, and from which lines"
     )
@@ -157,7 +158,7 @@ class Launch(Settings):
     )
     monitor: bool = Field(True, description="a process per node that ends the run when one dies, freezes or is stuck")
     stuck_after: Positive = Field(
-        20.0, description="seconds without progress in a step after which the monitor ends the run, at least"
+        20.0, description="minimum seconds without progress in a step after which the monitor ends the run"
     )
     stuck_factor: Positive = Field(5.0, description="and at least as many times the median step")
     deadlines: Deadlines = Deadlines()
@@ -165,7 +166,7 @@ class Launch(Settings):
         2.0, description="a rank that is this many times slower than the others is named, not ended"
     )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
-        0, description="times that all processes are started again from the newest checkpoint after one died or stuck"
+        0, description="how often all processes are restarted from the newest checkpoint after one died or got stuck"
     )
 
     @model_validator(mode="after")

@@ -14,9 +14,9 @@ class ParameterGroup(Settings):
 
     match: str = Field(description="glob over parameter names, e.g. '*.embed_tokens.*'")
     lr_scale: NonNegative = 1.0
-    weight_decay: NonNegative | None = Field(None, description="null: as for the rest")
+    weight_decay: NonNegative | None = Field(None, description="null: as for the other parameters")
     muon: bool | None = Field(
-        None, description="optim=muon: whether it takes them; null: the matrices of blocks, embeddings excepted"
+        None, description="optim=muon: update these by Muon; null: matrices of blocks, except embeddings"
     )
     rule: Literal["sign_sgd"] | None = Field(
         None,
@@ -35,11 +35,15 @@ class SkipSpikes(Settings):
     """When an update is left out because its loss or its gradient is far from those of the steps before."""
 
     history: Annotated[int, Field(ge=3)] = Field(
-        128, description="steps that a step is held against; none is judged before there are so many"
+        128, description="number of previous steps to compare with; no step is judged before there are that many"
     )
-    sigma: Positive = Field(6.0, description="a spike lies so many standard deviations above the median of the history")
-    of: list[Literal["loss", "grad_norm"]] = Field(["loss", "grad_norm"], description="what is looked at", min_length=1)
-    in_a_row: PositiveInt = Field(10, description="spikes in a row that end the run")
+    sigma: Positive = Field(
+        6.0, description="number of standard deviations above the median of the history that make a spike"
+    )
+    of: list[Literal["loss", "grad_norm"]] = Field(
+        ["loss", "grad_norm"], description="quantities to watch", min_length=1
+    )
+    in_a_row: PositiveInt = Field(10, description="consecutive spikes that end the run")
 
 
 class OptimizerGroup(Settings):
@@ -53,7 +57,7 @@ class OptimizerGroup(Settings):
     implementation: Literal["auto", "fused", "foreach", "loop"] = Field(
         "auto", description="auto: fused where the device and the optimizer have it, else foreach"
     )
-    skip_spikes: SkipSpikes | None = Field(None, description="null: every update is made")
+    skip_spikes: SkipSpikes | None = Field(None, description="skip updates at spikes; null: never")
 
 
 class AdamW(OptimizerGroup):
@@ -108,7 +112,8 @@ class Adafactor(OptimizerGroup):
     lr: NonNegative = Field(1e-2, description="largest relative step; a step also scales with the parameter's size")
     beta2_decay: Annotated[float, Field(le=0.0)] = -0.8
     eps: tuple[NonNegative | None, NonNegative] = Field(
-        (None, 1e-3), description="of the second moment (null: that of the dtype), and least size of a parameter"
+        (None, 1e-3),
+        description="epsilon of the second moment (null: that of the dtype), and of the size of a parameter",
     )
     clip: Annotated[float, Field(ge=1.0)] = Field(1.0, description="largest root mean square of an update")
 
@@ -125,13 +130,14 @@ class Muon(OptimizerGroup):
     momentum: Fraction = 0.95
     nesterov: bool = True
     ns_coefficients: tuple[float, float, float] = Field(
-        (3.4445, -4.7750, 2.0315), description="of the quintic Newton-Schulz iteration"
+        (3.4445, -4.7750, 2.0315), description="coefficients of the quintic Newton-Schulz iteration"
     )
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(5, description="iterations")
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(5, description="number of iterations")
     ns_dtype: Literal["auto", "bf16"] = Field(
-        "auto", description="auto: that of the master weights; bf16: faster on accelerators, some 0.5 % off"
+        "auto",
+        description="auto: the precision of the master weights; bf16: faster on accelerators, about 0.5 % off",
     )
-    eps: Positive = Field(1e-7, description="least norm that a matrix is divided by")
+    eps: Positive = Field(1e-7, description="minimum norm to divide a matrix by")
     adjust_lr: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
         description="match_rms_adamw: 0.2·√max(rows, columns), for the lr and decay of AdamW; original: √max(1, "

@@ -42,7 +42,9 @@ EVENT_NAMES = frozenset(
 class Run(Settings):
     """Which run this is and where it lies: `<dir>/<name>/`."""
 
-    name: str | None = Field(None, description="folder of the run; null makes a new one from the recipe and the time")
+    name: str | None = Field(
+        None, description="name of the run and its folder; null: made from the recipe and the time"
+    )
     dir: Path = Field(Path("runs"), description="folder that holds all runs")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     resume: Literal["auto", "never", "must", "exact"] = Field(
@@ -53,7 +55,7 @@ class Run(Settings):
     stop_after: PositiveInt | None = Field(
         None, description="updates after which this start ends, saved, before train.steps; a later start resumes"
     )
-    allow_change: list[str] = Field([], description="keys whose change from the interrupted run is meant")
+    allow_change: list[str] = Field([], description="keys that may differ from the interrupted run")
 
     @model_validator(mode="after")
     def _check_name(self) -> Run:
@@ -74,14 +76,14 @@ class Run(Settings):
 class Train(Settings):
     """How long, and with what batch and precision."""
 
-    steps: PositiveInt | None = Field(None, description="updates; give steps or epochs")
+    steps: PositiveInt | None = Field(None, description="number of updates; give steps or epochs")
     epochs: Positive | None = Field(
         None, description="passes over the data; the last batch is short, not dropped or padded"
     )
     global_batch: PositiveInt = Field(32, description="rows per update, over all processes and micro-batches together")
     clip_norm: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: no clipping")
     precision: Literal["fp64", "fp32", "bf16"] = Field(
-        "fp32", description="of the computation; bf16 keeps fp32 master weights"
+        "fp32", description="precision of the computation; bf16 keeps fp32 master weights"
     )
     guard_every: PositiveInt = Field(
         100, description="steps between checks that replicas agree; the first step is always checked"
@@ -99,9 +101,9 @@ class Lora(Settings):
     """LoRA (Hu et al., 2021): the model stays as it is, and each targeted layer gets alpha / rank · B·A, trained."""
 
     kind: Literal["lora"]
-    rank: PositiveInt = Field(8, description="columns of B and rows of A")
-    alpha: Positive = Field(16.0, description="over the rank: what the product is multiplied with")
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="of what goes into A")
+    rank: PositiveInt = Field(8, description="rank of the adapters")
+    alpha: Positive = Field(16.0, description="scale of the adapters, divided by the rank")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout of the adapters' input")
     targets: list[str] = Field(
         [],
         description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
@@ -113,13 +115,15 @@ class Ema(Settings):
     """A moving average of the weights: after an update, `average ← decay · average + (1 - decay) · weights`."""
 
     decay: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None, description="of the moving average of the weights, e.g. 0.999; null: none is kept"
+        None, description="decay of the moving average of the weights, e.g. 0.999; null: no average"
     )
     start: Annotated[int, Field(ge=0)] = Field(
-        0, description="updates before the average begins; until then it is the weights"
+        0, description="number of updates before averaging begins; until then it equals the weights"
     )
-    every: PositiveInt = Field(1, description="updates between one renewal of the average and the next")
-    warmup: bool = Field(True, description="the decay of the n-th renewal is n / (n + 9), up to ema.decay")
+    every: PositiveInt = Field(1, description="steps between updates of the average")
+    warmup: bool = Field(
+        True, description="let the decay of the n-th update of the average be n / (n + 9), up to ema.decay"
+    )
     exclude: list[str] = Field(
         [], description="globs over parameter names that are not averaged, e.g. large sparse embeddings"
     )
@@ -136,12 +140,10 @@ class Eval(Settings):
     """Evaluation on the rows that the task holds out, exact at any world size."""
 
     every: PositiveInt | None = Field(None, description="steps between evaluations; null: only at the end")
-    rows: PositiveInt | None = Field(
-        None, description="so many of the held-out rows, drawn from all of them; null: all"
-    )
-    micro_batch: PositiveInt | None = Field(None, description="rows in one pass; null: as in training")
+    rows: PositiveInt | None = Field(None, description="number of held-out rows, drawn at random; null: all")
+    micro_batch: PositiveInt | None = Field(None, description="rows per micro-batch; null: as in training")
     weights: Literal["both", "model", "ema"] = Field(
-        "both", description="the model's, their moving average, or both where there is an average (ema.decay)"
+        "both", description="evaluate the weights, their moving average, or both if there is one (ema.decay)"
     )
     at_end: bool = True
 
@@ -149,8 +151,10 @@ class Eval(Settings):
 class KeepBest(Settings):
     """The checkpoint that an evaluation found to be the best."""
 
-    metric: str = Field("loss", min_length=1, description="of the evaluation after the same step, as events name it")
-    mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is the best")
+    metric: str = Field(
+        "loss", min_length=1, description="metric of the evaluation after the same step, as named in events"
+    )
+    mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is best")
 
 
 class Upload(Settings):
@@ -159,13 +163,15 @@ class Upload(Settings):
     url: str | None = Field(
         None,
         min_length=1,
-        description="below which they go, to <url>/<run.name>/, e.g. s3://bucket/runs; null: they stay in the folder",
+        description="where to upload checkpoints, to <url>/<run.name>/, e.g. s3://bucket/runs; null: no upload",
     )
-    keep: PositiveInt | None = Field(None, description="newest checkpoints to keep there; null: as many as here")
-    options: store_options.Options = Field({}, description="of the file system of fsspec, e.g. {endpoint_url: …}")
-    deadline: Positive = Field(60.0, description="seconds that one answer of the store may take")
+    keep: PositiveInt | None = Field(
+        None, description="number of newest checkpoints to keep there; null: as many as locally"
+    )
+    options: store_options.Options = Field({}, description="options of fsspec's file system, e.g. {endpoint_url: …}")
+    deadline: Positive = Field(60.0, description="maximum seconds for one answer of the store")
     timeout: Positive = Field(
-        600.0, description="seconds that the end of a run waits for its last checkpoint to be there"
+        600.0, description="seconds that a run waits at its end for the upload of its last checkpoint"
     )
     required: bool = Field(
         False, description="fail the run if its last checkpoint is not in the store at the end; false: only warn"
@@ -184,16 +190,14 @@ class Checkpoint(Settings):
     """Checkpoints: whole or absent."""
 
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
-    keep: PositiveInt = Field(2, description="newest checkpoints to keep")
-    keep_every: PositiveInt | None = Field(None, description="checkpoints of steps that this divides are kept, too")
-    keep_best: KeepBest | None = Field(None, description="the best checkpoint by a metric is kept, too")
+    keep: PositiveInt = Field(2, description="number of newest checkpoints to keep")
+    keep_every: PositiveInt | None = Field(None, description="also keep checkpoints of steps divisible by this")
+    keep_best: KeepBest | None = Field(None, description="also keep the best checkpoint by a metric")
     at_end: bool = True
     final: Literal["everything", "model"] = Field(
-        "everything", description="what the checkpoint of the end holds; model: weights alone, which cannot be resumed"
+        "everything", description="what the last checkpoint contains; model: weights alone, which cannot be resumed"
     )
-    retry_for: NonNegative = Field(
-        60.0, description="seconds for which a save is tried again that fails by an error of the disk that may pass"
-    )
+    retry_for: NonNegative = Field(60.0, description="seconds to retry a save after a temporary disk error")
     background: bool = Field(True, description="write while training continues; takes memory for one copy of the state")
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
@@ -215,17 +219,17 @@ class Checkpoint(Settings):
 class Observe(Settings):
     """What is shown and written while training."""
 
-    log_every: PositiveInt = Field(10, description="steps between lines where there is no terminal to redraw")
+    log_every: PositiveInt = Field(10, description="steps between progress lines without a terminal")
     progress: bool = Field(True, description="show progress on the console")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         [], description="where metrics go besides events.jsonl; each needs its extra, e.g. unisono[wandb]"
     )
-    project: str = Field("unisono", min_length=1, description="wandb and trackio: the project that runs stand in")
+    project: str = Field("unisono", min_length=1, description="wandb and trackio: the project of the runs")
     tracker_timeout: Positive = Field(
-        60.0, description="seconds that trackers have at the end of a run to send what is queued"
+        60.0, description="seconds that trackers have at the end of a run to send their queue"
     )
     profile: tuple[PositiveInt, PositiveInt] | None = Field(
-        None, description="first and last step, from 1, of which a trace and a table of where time goes are written"
+        None, description="first and last step, from 1, to profile: a trace and a table of times"
     )
 
     @model_validator(mode="after")

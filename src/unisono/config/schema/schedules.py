@@ -14,11 +14,11 @@ class ScheduleGroup(Settings):
 
     peak: float | None = Field(
         None,
-        description="the largest value; null for lr, weight_decay and clip_norm: theirs are in optim and train",
+        description="maximum value; null for lr, weight_decay and clip_norm, which take theirs from optim and train",
     )
     warmup: NonNegative = Field(0, description="steps of linear warm-up; below 1: that fraction of all steps")
-    start: Fraction = Field(0.0, description="factor before the warm-up")
-    floor: Fraction = Field(0.0, description="factor below which it does not fall")
+    start: Fraction = Field(0.0, description="factor at the start of the warm-up")
+    floor: Fraction = Field(0.0, description="minimum factor")
     steps: PositiveInt | None = Field(None, description="length; null: the whole run")
 
 
@@ -45,7 +45,7 @@ class Wsd(ScheduleGroup):
 
     kind: Literal["wsd"]
     decay: NonNegative = Field(0.2, description="steps of decay at the end; below 1: that fraction of all steps")
-    shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="of the decay; sqrt is 1 − √progress")
+    shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="shape of the decay; sqrt: 1 − √progress")
 
 
 class InverseSqrt(ScheduleGroup):

@@ -20,14 +20,14 @@ class LanguageConfig(Settings):
     pad_to_multiple: PositiveInt = Field(
         64, description="rows of a micro-batch are padded to the longest, rounded up to this"
     )
-    loss_chunk: PositiveInt = Field(1024, description="tokens whose logits are in memory at the same time")
+    loss_chunk: PositiveInt = Field(1024, description="number of tokens whose logits are in memory at a time")
 
 
 class ModelGroup(Settings):
     """What all models have."""
 
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = Field(
-        "auto", description="kernel of attention; auto: flash where it is installed and fits, else sdpa, flex, eager"
+        "auto", description="attention kernel; auto: flash if installed and supported, else sdpa, flex, eager"
     )
     experts: Literal["auto", "grouped", "loop"] = Field(
         "auto", description="kernel of the experts; auto: grouped if torch has it for device and precision"
@@ -67,7 +67,7 @@ class AllDocuments(Data):
     """Settings of all documents, however they are tokenised."""
 
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.05, description="fraction of the documents kept for evaluation, of each source"
+        0.05, description="fraction of each source's documents to hold out"
     )
     verify: Literal["content", "sizes"] = Field(
         "content",
@@ -91,7 +91,9 @@ class Documents(AllDocuments):
         None,
         description="a tokenizer's directory or file; null: the pretrained model's, or one trained on the documents",
     )
-    vocab_size: Annotated[int, Field(ge=257)] = Field(4096, description="of a tokenizer trained on the documents")
+    vocab_size: Annotated[int, Field(ge=257)] = Field(
+        4096, description="vocabulary size of a tokenizer trained on the documents"
+    )
     tokenise: Literal["ahead", "on_the_fly"] = Field(
         "ahead", description="ahead: once, into the cache; on_the_fly: when needed, one row per document"
     )
@@ -99,7 +101,9 @@ class Documents(AllDocuments):
         "stop",
         description="tokenise=on_the_fly: for documents longer than task.sequence; cut: use only their beginning",
     )
-    cache: Path | None = Field(None, description="for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono")
+    cache: Path | None = Field(
+        None, description="cache for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono"
+    )
 
 
 class EmbeddedDocuments(Documents):
@@ -118,7 +122,7 @@ class ReadOptions(Settings):
     column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
     split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
     separator: str | None = Field(
-        None, description="text files: what separates documents, e.g. two line ends; null: a file is a document"
+        None, description="text files: separator between documents, e.g. two line ends; null: a file is a document"
     )
 
 

@@ -26,32 +26,30 @@ MISSING = (
 class Samples(Data):
     """Settings of all tables of samples."""
 
-    target: str | None = Field(None, description="column of the metadata to predict; null: none")
+    target: str | None = Field(None, description="metadata column to predict; null: none")
     target_kind: Literal["auto", "regression", "classification"] = Field(
-        "auto", description="auto: regression where all values of the column are numbers"
+        "auto", description="auto: regression if all values of the column are numbers"
     )
     classes: list[str] | None = Field(
-        None, description="classification: the classes in this order; null: those of the column, sorted"
+        None, description="classification: classes in this order; null: the sorted values of the column"
     )
     group: str | None = Field(
         None,
         description="column of the metadata, e.g. of the subject: samples that share its value are held out together; "
         "null: every sample for itself",
     )
-    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.2, description="fraction of the groups kept for evaluation"
-    )
-    fold: NonNegativeInt = Field(0, description="which of the 1 / held_out parts of the groups is held out")
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.2, description="fraction of the groups to hold out")
+    fold: NonNegativeInt = Field(0, description="which of the 1 / held_out folds to hold out")
     held_out_groups: list[str] | None = Field(None, description="names of the held-out groups, instead of a fraction")
     rarefy: PositiveInt | None = Field(
-        None, description="reads drawn of each sample, anew in each epoch; null: all of them"
+        None, description="reads to draw from each sample, anew in each epoch; null: all"
     )
-    max_taxa: PositiveInt | None = Field(1024, description="taxa of a sample at most; null: all of them")
+    max_taxa: PositiveInt | None = Field(1024, description="maximum number of taxa per sample; null: all")
     keep: Keep = Field(
-        "abundance", description="which taxa of a sample with more than max_taxa; first: in the table's order"
+        "abundance", description="which taxa to keep of a sample with more than max_taxa; first: the first in the table"
     )
     metric: Metric = Field(
-        "unweighted_unifrac", description="distance between samples, or diversity of each one, to predict"
+        "unweighted_unifrac", description="distance between samples, or diversity of a sample, to predict"
     )
     distances_of: Literal["whole", "rarefied"] = Field(
         "whole",
@@ -63,8 +61,10 @@ class Samples(Data):
         description="skip these samples and taxa instead of raising an error: samples that are empty, shallow (fewer "
         "reads than rarefy), with no_metadata, no_group, no_target, no_distances; taxa not_in_tree, not_dna",
     )
-    missing: list[str] = Field(list(MISSING), description="values of the metadata that mean missing, in any case")
-    cache: Path | None = Field(None, description="for computed distances; null: $UNISONO_CACHE or ~/.cache/unisono")
+    missing: list[str] = Field(list(MISSING), description="metadata values that mean missing, in upper or lower case")
+    cache: Path | None = Field(
+        None, description="cache for computed distances; null: $UNISONO_CACHE or ~/.cache/unisono"
+    )
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Any:
@@ -86,20 +86,20 @@ class Study(Samples):
 
     kind: Literal["study"]
     table: Path = Field(description="reads per taxon and sample: BIOM, HDF5 or JSON")
-    metadata: Path | None = Field(None, description="of the samples: a table of tab-separated values, or .csv")
-    id_column: str | None = Field(None, description="column of the metadata with the samples' ids; null: the first")
+    metadata: Path | None = Field(None, description="metadata of the samples, tab-separated or .csv")
+    id_column: str | None = Field(None, description="metadata column with the sample ids; null: the first")
     white_space: Literal["stop", "strip"] = Field(
-        "stop", description="around names of columns and values of the metadata; strip: it is taken away"
+        "stop", description="white space around column names and values of the metadata; strip: remove it"
     )
-    tree: Path | None = Field(None, description="of the taxa, Newick with branch lengths; for UniFrac and Faith's PD")
-    distances: Path | None = Field(
-        None, description="ready distances of `metric`, not computed: .npy, .npz, .h5, .tsv, .qza"
+    tree: Path | None = Field(
+        None, description="phylogenetic tree of the taxa, Newick with branch lengths; for UniFrac and Faith's PD"
     )
+    distances: Path | None = Field(None, description="precomputed distances of `metric`: .npy, .npz, .h5, .tsv, .qza")
     distances_key: str | None = Field(
-        None, description="array of a .npz or .h5; null: the one that is called like the metric, or the only one"
+        None, description="array in a .npz or .h5; null: the one named after the metric, or the only one"
     )
     taxonomy: Path | None = Field(
-        None, description="tab-separated: taxon, lineage; null: that of the table, where it has one"
+        None, description="tab-separated: taxon, lineage; null: that of the table, if it has one"
     )
     fasta: Path | None = Field(None, description="sequences of the taxa; null: their ids are their sequences")
 
@@ -108,11 +108,15 @@ class Simulated(Samples):
     """The example that needs no download: made-up communities, whose subjects belong to two kinds."""
 
     kind: Literal["simulated"]
-    subjects: Annotated[int, Field(ge=4)] = Field(24, description="hosts, half of each kind")
-    visits: PositiveInt = Field(4, description="samples of each subject")
-    taxa: Annotated[int, Field(ge=8)] = Field(96, description="in the tree that their sequences evolve along")
-    bases: Annotated[int, Field(ge=16)] = Field(60, description="of each sequence")
-    reads: Annotated[int, Field(ge=100)] = Field(2000, description="of a sample, about; they differ by a factor of 2")
+    subjects: Annotated[int, Field(ge=4)] = Field(24, description="number of subjects, half of each kind")
+    visits: PositiveInt = Field(4, description="samples per subject")
+    taxa: Annotated[int, Field(ge=8)] = Field(
+        96, description="taxa, the leaves of the tree along which their sequences evolve"
+    )
+    bases: Annotated[int, Field(ge=16)] = Field(60, description="length of each sequence")
+    reads: Annotated[int, Field(ge=100)] = Field(
+        2000, description="approximate reads per sample; they vary by a factor of 2"
+    )
 
 
 MicrobiomeData = Annotated[Study | Simulated, Field(discriminator="kind")]
@@ -121,30 +125,31 @@ MicrobiomeData = Annotated[Study | Simulated, Field(discriminator="kind")]
 class ModelSettings(Settings):
     """From nucleotides to one vector per sample."""
 
-    features: PositiveInt = Field(128, description="of every vector: a nucleotide's, a taxon's, a sample's")
-    heads: PositiveInt = Field(4, description="of attention; they share out the features")
+    features: PositiveInt = Field(128, description="dimension of the vectors of nucleotides, taxa and samples")
+    heads: PositiveInt = Field(4, description="attention heads; they divide the width")
     encoder: Literal["transformer", "convolution", "taxon"] = Field(
         "transformer",
-        description="what makes a vector of a taxon: of its DNA, or, for tables without DNA, a learnt one of its own",
+        description="how a taxon becomes a vector: from its DNA, or a learned embedding for tables without DNA",
     )
-    sequence_layers: PositiveInt = Field(4, description="of the encoder of sequences")
-    taxon_layers: PositiveInt = Field(4, description="over the taxa of a sample, whose counts they do not see")
-    sample_layers: PositiveInt = Field(4, description="over the taxa of a sample and their counts")
-    kernel: PositiveInt = Field(5, description="encoder=convolution: nucleotides that a kernel sees; an odd number")
+    sequence_layers: PositiveInt = Field(4, description="layers of the sequence encoder")
+    taxon_layers: PositiveInt = Field(4, description="layers over the taxa of a sample, without their counts")
+    sample_layers: PositiveInt = Field(4, description="layers over the taxa of a sample and their counts")
+    kernel: PositiveInt = Field(5, description="encoder=convolution: kernel size in nucleotides, odd")
     positions: Literal["none", "learned"] = Field(
-        "none", description="of a taxon in its sample, whose taxa are in the order of the data; none: a sample is a set"
+        "none", description="position encoding of taxa, in the order of the data; none: a sample is a set"
     )
     counts: Literal["none", "add", "concat", "film"] = Field(
-        "add", description="how log(1 + count) joins the vector of a taxon"
+        "add", description="how log(1 + count) is combined with the vector of a taxon"
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="on the residual branches; with task.weights.distance it moves distances, so 0 is best there"
+        0.0, description="dropout on the residual branches; it biases distances, so use 0 with task.weights.distance"
     )
-    chunk: PositiveInt = Field(256, description="sequences that are encoded at the same time")
+    chunk: PositiveInt = Field(256, description="number of sequences to encode at a time")
     recompute: bool = Field(
-        True, description="chunks are computed again in the backward pass, so that memory does not grow with sequences"
+        True,
+        description="recompute chunks in the backward pass, so that memory does not grow with the number of sequences",
     )
-    from_run: Path | None = Field(None, description="run whose encoder is taken over; null: random weights")
+    from_run: Path | None = Field(None, description="run whose encoder weights to start from; null: random weights")
     freeze: bool = Field(False, description="train only the heads; with from_run")
 
     @model_validator(mode="after")
@@ -169,11 +174,17 @@ class ModelSettings(Settings):
 class LossWeights(Settings):
     """Weights of the losses; a loss of weight 0 is not computed, nor anything that only it needs."""
 
-    nucleotides: NonNegativeFloat = Field(0.0, description="cross-entropy of masked nucleotides")
-    counts: NonNegativeFloat = Field(0.0, description="squared error of a taxon's count over the largest of its sample")
-    distance: NonNegativeFloat = Field(0.0, description="squared error of the distances of all pairs of samples")
-    faith_pd: NonNegativeFloat = Field(0.0, description="squared error of Faith's phylogenetic diversity, standardised")
-    target: NonNegativeFloat = Field(0.0, description="of the column data.target")
+    nucleotides: NonNegativeFloat = Field(0.0, description="weight of the cross-entropy of masked nucleotides")
+    counts: NonNegativeFloat = Field(
+        0.0, description="weight of the squared error of a taxon's count, relative to the largest in its sample"
+    )
+    distance: NonNegativeFloat = Field(
+        0.0, description="weight of the squared error of the distances of all pairs of samples"
+    )
+    faith_pd: NonNegativeFloat = Field(
+        0.0, description="weight of the squared error of Faith's phylogenetic diversity, standardised"
+    )
+    target: NonNegativeFloat = Field(0.0, description="weight of the loss of the column data.target")
 
     @model_validator(mode="after")
     def _something(self) -> LossWeights:
@@ -187,24 +198,24 @@ class LossWeights(Settings):
 class Masking(Settings):
     """Which nucleotides are masked, to be predicted from the others."""
 
-    share: Share = Field(0.15, description="of a sequence's nucleotides")
-    kind: Literal["random", "spans"] = Field("random", description="single nucleotides, or 3 to 5 beside each other")
-    sequences: PositiveInt | None = Field(32, description="of a sample, drawn anew each time; null: all of them")
+    share: Share = Field(0.15, description="fraction of a sequence's nucleotides to mask")
+    kind: Literal["random", "spans"] = Field("random", description="mask single nucleotides, or spans of 3 to 5")
+    sequences: PositiveInt | None = Field(32, description="random taxa per sample to mask nucleotides of; null: all")
 
 
 class TargetSettings(Settings):
     """Loss of the target head: cross-entropy for classes; for numbers, as chosen here."""
 
-    loss: Literal["mse", "mae", "huber", "quantile"] = Field("mse", description="of a regression")
+    loss: Literal["mse", "mae", "huber", "quantile"] = Field("mse", description="loss of a regression")
     huber: PositiveFloat = Field(
-        1.0, description="loss=huber: error from which on it grows linearly, after the transform"
+        1.0, description="loss=huber: error above which it grows linearly, after the transform"
     )
     quantiles: list[Share] = Field(
-        [0.1, 0.5, 0.9], description="loss=quantile: which are predicted; the middle one is the prediction"
+        [0.1, 0.5, 0.9], description="loss=quantile: the quantiles to predict; the middle one is the prediction"
     )
     transform: Literal["none", "minmax", "zscore", "log"] = Field(
         "zscore",
-        description="of a regression's targets, fitted on the training samples; log: of 1 + target, then zscore",
+        description="transform of regression targets, fitted on training samples; log: log(1 + target), then zscore",
     )
 
     @model_validator(mode="after")
@@ -217,6 +228,6 @@ class TargetSettings(Settings):
 class MicrobiomeConfig(Settings):
     """What is learnt."""
 
-    weights: LossWeights = Field(LossWeights(distance=1.0), description="of the losses")
-    masking: Masking = Field(Masking(), description="for the loss of nucleotides")
-    target: TargetSettings = Field(TargetSettings(), description="for the loss of the target")
+    weights: LossWeights = Field(LossWeights(distance=1.0), description="weights of the losses")
+    masking: Masking = Field(Masking(), description="masking for the loss of nucleotides")
+    target: TargetSettings = Field(TargetSettings(), description="settings of the target's loss")
