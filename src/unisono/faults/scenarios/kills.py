@@ -124,17 +124,17 @@ def _run_and_kill(
     one = _Kill(when)
     with own.job(*BIG, server=(server, 2) if server and when != "start" else None) as run:
         made = run.step()
+        rank = None if server else _choose(run.wait_for_ranks(2), rng, victim)
         if when in ("start", "join"):
-            if server is None:
-                run.wait_for_ranks(2)
-            time.sleep(rng.uniform(0.0, times[when]))
+            with suppress(TimeoutError):  # at its first step at the latest: programs may come from a cache by now
+                job.wait_for(lambda: run.step() > made, rng.uniform(0.0, times[when]), "its first step")
         else:
             run.wait_for_step(TOTAL - 1 if when == "end" else made + rng.randint(1, 3))
             if when == "save":
                 job.wait_for(lambda: job.is_saving(run.run) or run.process.poll() is not None, 30.0, "a save", 0.002)
             time.sleep(rng.uniform(0.0, 0.1 if when == "save" else 0.3))
         over = run.process.poll() is not None
-        began = _kill(run, None if server else _choose(run.wait_for_ranks(2), rng, victim))
+        began = _kill(run, rank)
         done = run.finish()
         one.seconds, one.cut, one.kept, last = (
             done.ended_at - began,
