@@ -1,18 +1,22 @@
 """Writes the README's table: by how much the runs of many processes differ from those of one.
 
     python -m benchmarks.same_run [--write]
+    python -m benchmarks.same_run --jax
 
-The runs are those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps. Differences are
+The second prints the table for JAX, with the runs of `tests/engines/jax/matrix.py`. In the first, the runs are
+those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps. Differences are
 ‖a − b‖ / max(‖b‖, 10⁻³ ‖all gradients‖), the largest over tensors, models, and runs with and without dropout.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 from pathlib import Path
 
 from benchmarks import page
+from tests.engines.jax import matrix as jax_matrix
 from tests.proofs import matrix
 from tests.proofs.matrix import CASES, LAYOUTS, Case
 from tests.runs import Trace, distance
@@ -53,14 +57,40 @@ def table(traces: dict[Case, Trace]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def jax_table() -> str:
+    """The rows of the page on JAX, the worst of all passes; a model's runs in one precision at a time."""
+    lines = [
+        "| compared with one device | model | precision | raw gradients, step 1 | norms and losses "
+        "| parameters, step 10 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for precision, model in itertools.product(jax_matrix.PRECISIONS, jax_matrix.MODELS):
+        cases = [case for case in jax_matrix.CASES if (case.precision, case.model) == (precision, model)]
+        traces = jax_matrix.run(cases)
+        for kind in jax_matrix.KINDS:
+            others = [case for case in cases if case.kind == kind and case.reference != case]
+            if not others:  # one device draws dropout by its micro-batches, so it equals itself alone
+                continue
+            found = [differences(traces[case], traces[case.reference]) for case in others]
+            worst = [max(f[name] for f in found) for name in KINDS]
+            shown = "one device, other micro-batches" if kind == "single" else kind
+            lines.append(f"| {shown} | {model} | {precision} | " + " | ".join(f"{w:.0e}" for w in worst) + " |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md (not with --jax)")
+    parser.add_argument("--jax", action="store_true", help="the runs of the JAX engine")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        made = table(matrix.run(Path(folder), CASES))
+    if arguments.jax:
+        made = jax_table()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            made = table(matrix.run(Path(folder), CASES))
     print(made)
-    if arguments.write:
+    if arguments.write and not arguments.jax:
         page.put("same_run", made, "README.md")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jaxlib._jax  # type: ignore[import-not-found]
+from jax._src import xla_bridge
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
@@ -47,14 +48,14 @@ def start(config: RunConfig, place: ProcessInfo, group: Communicator, addresses:
         addresses: at which the others reach each process, by rank.
 
     Raises:
-        ConfigError: where JAX was started in this process before, with other devices.
+        ConfigError: where JAX was started in this process before, with other devices or without a flag of XLA's.
         DeadlineError: if JAX's coordinator does not answer.
     """
     layout = config.layout
     assert isinstance(layout.devices, int)
     _set_option("jax_enable_preemption_service", False)  # it would take SIGTERM, which asks for a checkpoint
     if layout.deterministic:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
+        _ask_for_determinism()
     if layout.device == "cpu":
         _use_cpu_devices(layout.devices)
     elif layout.device != "auto":
@@ -75,6 +76,18 @@ def stop(group: Communicator) -> None:
     if jax.distributed.is_initialized():
         group.barrier("the end of all processes")
         jax.distributed.shutdown()
+
+
+def _ask_for_determinism() -> None:
+    """Set the flag that XLA reads once, when JAX starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DETERMINISTIC not in flags.split():
+        if xla_bridge.backends_are_initialized():
+            raise ConfigError(
+                "layout.deterministic=true, but JAX was started in this process before, without it. Start the run in a "
+                f"process of its own, or set XLA_FLAGS={_DETERMINISTIC} before JAX is used"
+            )
+        os.environ["XLA_FLAGS"] = f"{flags} {_DETERMINISTIC}".strip()
 
 
 def _use_cpu_devices(devices: int) -> None:
