@@ -189,6 +189,32 @@ def test_a_loss_that_is_another_each_time_is_told_before_anything_is_guessed(tmp
     assert name(found, reported(found, 3.7), failed("raw gradients", 1)) == "The loss depends on the call"
 
 
+@pytest.mark.parametrize("quantity", ["raw gradients", "optimizer state", "parameters", "evaluation"])
+def test_what_follows_a_loss_that_is_another_each_time_is_told_so_too(tmp_path: Path, quantity: str) -> None:
+    """Rounding was measured with that loss, so that its own difference may pass, and what comes of it not."""
+    found = pair(tmp_path, summed([1.0, 2.0]))
+    found[1].facts.probed, found[1].facts.unstable_loss = True, "'next' of the same outputs came to 1 and then to 2"
+    assert name(found, failed(quantity, 1)) == "The loss depends on the call"
+
+
+@pytest.mark.parametrize(
+    ("size", "fault"), [(1e-3, "The gradients depend on the layout"), (0.0, "The update is not that of the gradients")]
+)
+def test_gradients_that_agree_only_within_a_wide_rounding_leave_the_update_open(
+    tmp_path: Path, size: float, fault: str
+) -> None:
+    found = pair(tmp_path, summed([1.0, 1.0]))
+    within = ComparedQuantity("clipped gradients", "PASS", Difference(size, 1, "a"), allowed=1e-2)
+    assert name(found, within, failed("parameters", 1, size=1e-5)) == fault
+
+
+@pytest.mark.parametrize("quantity", ["outputs", "loss", "evaluation"])
+def test_a_model_that_keeps_an_earlier_micro_batch_is_told_wherever_it_shows(tmp_path: Path, quantity: str) -> None:
+    found = pair(tmp_path, summed([1.0, 1.0]))
+    found[1].facts.probed, found[1].facts.unstable_forward = True, "the model keeps mask of an earlier micro-batch"
+    assert name(found, failed(quantity, 1)) == "The forward pass depends on the call"
+
+
 @pytest.mark.parametrize(
     ("first", "mine", "fault"),
     [
@@ -260,6 +286,7 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
     ("kind", "fault"),
     [
         ("statistic", "A statistic of the batch is taken of its parts"),
+        ("constant", "A term is added once per micro-batch"),
         ("mean", "A mean of means"),
         ("", "The loss depends on the micro-batch"),
     ],

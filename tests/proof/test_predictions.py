@@ -161,6 +161,16 @@ def test_a_sum_over_rows_is_one() -> None:
     assert not predictions.is_additive({rows: mean(rows) for rows in SETS})
 
 
+def test_a_constant_beside_the_sum_of_rows_is_found_and_nothing_else_is_taken_for_one() -> None:
+    with_constant = {rows: sum(VALUES[r] for r in rows) + 0.3 for rows in SETS}
+    assert predictions.find_constant(with_constant) == pytest.approx(0.3)
+    assert predictions.find_constant({rows: sum(VALUES[r] for r in rows) for rows in SETS}) is None
+    assert predictions.find_constant({rows: mean(rows) for rows in SETS}) is None
+    assert predictions.find_constant({rows: len(rows) ** 2 + 0.3 for rows in SETS}) is None
+    pairs = {rows: value for rows, value in with_constant.items() if len(rows) < 3}
+    assert predictions.find_constant(pairs) is None  # any three numbers would do
+
+
 @pytest.mark.parametrize("count", [lambda rows: 1.0, lambda rows: float(len(rows))])
 def test_a_loss_that_divides_by_its_own_targets_shows_their_numbers(count: object) -> None:
     assert callable(count)

@@ -36,6 +36,7 @@ REMEDIES = {
     "A mean of means": "add up sums and counts over micro-batches and ranks, and divide once",
     "The loss across samples depends on the layout": "hold local rows against everyone's, and divide by all pairs",
     "A statistic of the batch is taken of its parts": "compute it on all rows of the batch: cross_sample='whole'",
+    "A term is added once per micro-batch": "multiply it by the count of its term, or leave it to weight decay",
     "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
     "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
     "The loss depends on the micro-batch": "compute each row's part of the loss alone, and count what it is divided by",

@@ -23,6 +23,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "The state was not carried on", f"rows and weights of step {worst.step} agree, its loss does not"
         )
+    if not from_outputs and (why := pattern.root.unstable_forward):
+        return build_diagnosis("The forward pass depends on the call", why)
     if pattern.agrees("raw gradients"):
         if why := pattern.root.unstable_loss:
             return build_diagnosis("The loss depends on the call", why)
@@ -45,7 +47,11 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A sample depends on its neighbours", why)
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis("Padding changes the loss", why)
-    if statistic := _statistic(pattern):
+    if constants := _of_kind(pattern, "constant"):
+        detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
+        return build_diagnosis("A term is added once per micro-batch", detail)
+    if statistic := _of_kind(pattern, "statistic"):
+        statistic += " of several rows is neither the sum nor a mean of what they have alone, and the same each time"
         return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
     if not from_outputs and (detail := pattern.other_draws):
         return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")
@@ -115,14 +121,11 @@ def _own_means(pattern: Pattern) -> str:
     )
 
 
-def _statistic(pattern: Pattern) -> str:
-    """Whether what differs is no sum over rows, as the loss on some rows, or the terms beside it, show."""
-    differing = _differing(pattern)
-    other = [name for name in differing if pattern.root.additivity.get(name) == "statistic"]
-    if differing and len(other) == len(differing) and not pattern.parts:
-        names = ", ".join(f"'{name}'" for name in other)
-        return f"{names} of several rows is neither the sum nor a mean of what they have alone, and the same each time"
-    return ""
+def _of_kind(pattern: Pattern, kind: str) -> str:
+    """The terms that differ, if the loss on some rows showed a kind of them all, and other rows are together."""
+    names = list(_differing(pattern))
+    alike = all(pattern.root.additivity.get(name) == kind for name in names)
+    return ", ".join(f"'{name}'" for name in names) if alike and not pattern.parts else ""
 
 
 def _scaled_by(pattern: Pattern) -> int | None:
@@ -246,6 +249,8 @@ def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
     ours = pattern.mine.facts.evaluation
     if any(values != ours[0] for values in ours):
         return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")
+    if why := pattern.root.unstable_forward:
+        return build_diagnosis("The forward pass depends on the call", why)
     theirs = pattern.reference.facts.held_out
     if any(theirs.get(rows, digest) != digest for rows, digest in pattern.mine.facts.held_out.items()):
         detail = "the held-out rows came out as other samples than on one process"

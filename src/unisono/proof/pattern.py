@@ -85,6 +85,10 @@ class Pattern:
         """Whether it was recorded, which it need not be, and is the same up to this step."""
         return any(step > self.worst.step for step in self._steps(quantity))
 
+    def distance_of(self, quantity: str) -> float:
+        """The largest relative difference of it, allowed or not; zero where it was not compared."""
+        return max((c.worst.size for c in self.compared if c.quantity == quantity), default=0.0)
+
     @property
     def other_draws(self) -> str:
         """How the random numbers of a forward pass are others than on one process; empty where they are not."""

@@ -387,6 +387,23 @@ def is_additive(values: Mapping[tuple[int, ...], float], limit: float = ROUNDING
     return all(abs(sum(values[(i,)] for i in rows) - value) <= limit * largest for rows, value in values.items())
 
 
+def find_constant(values: Mapping[tuple[int, ...], float], limit: float = ROUNDING) -> float | None:
+    """What every set of rows has once, beside the sum of what its rows add; None if that is not all it has.
+
+    It is found from one pair of rows, and has to hold for every other set, of which there must be larger ones.
+    """
+    largest = max(map(abs, values.values()), default=0.0)
+    pair = next((rows for rows in values if len(rows) == 2), None)
+    if pair is None or max(map(len, values)) < 3:
+        return None
+    constant = sum(values[(i,)] for i in pair) - values[pair]
+    holds = all(
+        abs(sum(values[(i,)] for i in rows) - (len(rows) - 1) * constant - value) <= 10 * limit * largest
+        for rows, value in values.items()
+    )
+    return constant if holds and abs(constant) > 1e3 * limit * largest else None
+
+
 def own_mean_weights(found: Subsets, limit: float = ROUNDING) -> list[float] | None:
     """The weights of rows, if a term is, on every set of rows, a mean of what the rows have alone; None otherwise.
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, fault, nothing, wrapping
-from tests.tasks import TransformerTask
+from tests.tasks import Transformer, TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.engines import rules
 from unisono.engines.torch.engine import TorchEngine
@@ -227,6 +228,40 @@ class Ramped(TransformerTask):
         done = super().loss(outputs, batch, context)
         return replace(done, sums={**done.sums, "length": done.sums["length"] * self.weight})
 
+
+class Masked(TransformerTask):
+    """Keeps the mask of its first micro-batch for all others, which have the same shape."""
+
+    def build(self) -> nn.Module:
+        return _Masked(self.config.dropout)
+
+
+class _Masked(Transformer):
+    mask: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or self.mask.shape[:2] != tokens.shape:
+            self.mask = (tokens > 0).unsqueeze(-1)
+        return super().forward(tokens) * self.mask
+
+
+class MaskedAnew(TransformerTask):
+    """Keeps the mask as well, and makes it anew in every pass."""
+
+    def build(self) -> nn.Module:
+        return _MaskedAnew(self.config.dropout)
+
+
+class _MaskedAnew(_Masked):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.mask = None
+        return super().forward(tokens)
+
+
+TASKS |= {"masked": Masked, "masked anew": MaskedAnew}
+FAULTS["the mask of the first micro-batch for all"] = Fault(
+    nothing, "The forward pass depends on the call", task="masked", twin="masked anew"
+)
 
 TASKS |= {"averaging": Averaging, "trimmed": Trimmed, "centred": Centred, "mixed up": MixedUp, "ramped": Ramped}
 FAULTS |= {

@@ -11,7 +11,7 @@ from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
-from unisono.proof.predictions import Subsets, is_additive, is_equal, own_mean_weights
+from unisono.proof.predictions import Subsets, find_constant, is_additive, is_equal, own_mean_weights
 from unisono.proof.probes.state import describe_state
 from unisono.proof.recording.recorder import is_per_row
 from unisono.task import Task
@@ -27,7 +27,7 @@ class LossProbe:
         unstable: why it is another each time, empty if it is the same.
         overwritten: the input that is changed in place, empty if none is.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `statistic` for anything else.
+            `constant` for one that adds the same to any rows, `statistic` for anything else.
     """
 
     unstable: str = ""
@@ -79,6 +79,8 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
 def _kind(found: Subsets, floor: float) -> str:
     if is_additive(found.sums, floor) and is_additive(found.counts, floor):
         return ""
+    if is_additive(found.counts, floor) and find_constant(found.sums, floor) is not None:
+        return "constant"
     if not all(found.counts.values()):
         return ""  # rows that count nothing leave open which of the two it is
     return "mean" if own_mean_weights(found, floor) else "statistic"

@@ -12,10 +12,11 @@ import numpy as np
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
-from unisono.proof.probes.state import TORCH, describe_state
+from unisono.proof.probes.state import TORCH, describe_state, find_kept
 from unisono.proof.recording.output_digest import build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
 from unisono.proof.recording.trace import Array
+from unisono.runtime.text import join_names
 from unisono.task import Task
 
 _FEW = 16  # rows, each of which a pass is made for where they are mixed
@@ -28,7 +29,8 @@ class ModelProbe:
 
     Attributes:
         unrepeatable: why the pass cannot be repeated, empty if it can.
-        unstable: the same where it is more than rounding, and no buffer that the pass reads and changes.
+        unstable: the same where it is more than rounding, and no buffer that the pass reads and changes; or what the
+            model keeps of an earlier pass.
         neighbours: whether a row depends on those beside it.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
     """
@@ -66,7 +68,7 @@ def probe_model(
             said = f"a second forward pass with the same weights, rows and seeds gave another {name}"
             if buffers := _changed_buffers(view, outputs):
                 return ModelProbe(f"{said}: it reads a buffer that it changes ({', '.join(buffers[:3])})")
-            said = f"{said}; {describe_state(task, outputs, micro.arrays)}"
+            said = f"{said}; {describe_state(task, outputs, micro.arrays, model=getattr(view, 'module', None))}"
             return ModelProbe(said, said if size > _ROUNDING else "")
         alike = [(row, outputs(copies(row))) for row in range(min(count, 4)) if count > 1]
         neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
@@ -77,7 +79,41 @@ def probe_model(
                 n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if is_per_row(a, count)
             }
             mixed = mixed_rows(once, by_row, floor)
-    return ModelProbe(neighbours=neighbours, mixed=mixed)
+        remembered = "" if neighbours else _find_remembered(view, outputs, micro, once, floor)
+    return ModelProbe(unstable=remembered, neighbours=neighbours, mixed=mixed)
+
+
+def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Mapping[str, Array], floor: float) -> str:
+    """What the model keeps of its first pass, a row for a row, and reads in the next ones; empty for nothing.
+
+    The same rows in other places then give other outputs, and their own in these places once what is kept is put into
+    the same order.
+    """
+    count = micro.size
+    order = [*range(1, count), 0]
+    kept = {n: k for n, k in find_kept(getattr(view, "module", None)).items() if _is_tensor_by_row(k[2], count)}
+    if count < 2 or not kept:
+        return ""
+    turned = {n: a[order] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
+    wanted = build_sketches({n: a[order] if is_per_row(a, count) else a for n, a in once.items()})
+    if sketch_distance(build_sketches(outputs(turned)), wanted)[0] <= floor:
+        return ""
+    for module, name, value in kept.values():
+        module.__dict__[name] = value[order]
+    again = build_sketches(outputs(turned))
+    for module, name, value in kept.values():
+        module.__dict__[name] = value
+    if sketch_distance(again, wanted)[0] > floor:
+        return ""
+    return (
+        f"the model keeps {join_names(sorted(kept))} of an earlier micro-batch, which is no buffer: rows in another "
+        "order have outputs of their own only if what it keeps is put into this order, too"
+    )
+
+
+def _is_tensor_by_row(value: Any, count: int) -> bool:
+    """Whether it is a plain tensor with a row for each of the micro-batch."""
+    return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
 
 
 def _changed_buffers(view: ModelView, outputs: Any) -> list[str]:

@@ -11,21 +11,26 @@ import numpy as np
 
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
+from unisono.runtime.text import join_names
 from unisono.task import Task
 
 TORCH = "torch's global generator"  # which is seeded for the model and its loss, by micro-batch
 
 
-def describe_state(task: Task, call: Callable[[], Any], inputs: Any, seeded: tuple[str, ...] = (TORCH,)) -> str:
-    """What a call that is not repeatable draws from, changes in its task, or changes in its inputs; in words.
+def describe_state(
+    task: Task, call: Callable[[], Any], inputs: Any, seeded: tuple[str, ...] = (TORCH,), model: Any = None
+) -> str:
+    """What a call that is not repeatable draws from, changes in its task or model, or in its inputs; in words.
 
     Args:
         task: whose function is called.
         call: calls it once.
         inputs: that it is given, arrays and nested structures of them.
         seeded: generators that are seeded for the call, so that it may draw from them.
+        model: a torch module whose plain attributes are watched as well.
     """
     attributes, before = digest_attributes(task), checksum(inputs)
+    kept_by_model = _digest_model(model)
     generators = global_generator_states()
     call()
     moved = [name for name in moved_generators(generators) if name not in seeded]
@@ -39,6 +44,8 @@ def describe_state(task: Task, call: Callable[[], Any], inputs: Any, seeded: tup
         found.append(f"it draws from self.{', self.'.join(own[:3])}, which no key seeds")
     if kept := [name for name in changed if name not in own]:
         found.append(f"it changes self.{', self.'.join(kept[:3])}")
+    if kept := [name for name, digest in _digest_model(model).items() if digest != kept_by_model.get(name)]:
+        found.append(f"it changes {join_names(kept)} of the model, no buffer")
     if checksum(inputs) != before:
         found.append(f"it changes its inputs in place{_name_changed(inputs, call)}")
     return (
@@ -50,6 +57,26 @@ def describe_state(task: Task, call: Callable[[], Any], inputs: Any, seeded: tup
 def digest_attributes(task: Task) -> dict[str, int]:
     """A digest of everything that a task keeps, by attribute."""
     return {name: _digest(value) for name, value in vars(task).items()}
+
+
+def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
+    """Plain attributes of a torch module and those inside, neither parameters nor buffers, by their whole name.
+
+    Each with the module that has it, its name there, and its value; none of what is no torch module.
+    """
+    if "torch" not in sys.modules or not isinstance(model, sys.modules["torch"].nn.Module):
+        return {}
+    known = {*vars(sys.modules["torch"].nn.Module())}
+    return {
+        f"{where}.{name}" if where else name: (part, name, value)
+        for where, part in model.named_modules()
+        for name, value in vars(part).items()
+        if name not in known
+    }
+
+
+def _digest_model(model: Any) -> dict[str, int]:
+    return {name: _digest(value) for name, (_, _, value) in find_kept(model).items()}
 
 
 def _digest(value: Any) -> int:

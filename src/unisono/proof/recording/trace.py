@@ -130,7 +130,7 @@ class RunFacts:
         probed: whether the task's functions were tried by themselves, which the next two say the results of.
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `statistic` for anything else.
+            `constant` for one that adds the same to any rows, `statistic` for anything else.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
         devices: how many each process computes on.
