@@ -100,9 +100,11 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
         return ""
     for module, name, value in kept.values():
         module.__dict__[name] = value[order]
-    again = build_sketches(outputs(turned))
-    for module, name, value in kept.values():
-        module.__dict__[name] = value
+    try:
+        again = build_sketches(outputs(turned))
+    finally:
+        for module, name, value in kept.values():
+            module.__dict__[name] = value
     if sketch_distance(again, wanted)[0] > floor:
         return ""
     return (
