@@ -1,0 +1,69 @@
+"""A transformer with dropout on two processes of two devices makes the steps of one device; also after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engines.jax import matrix
+from tests.engines.jax.matrix import Case
+from tests.engines.jax.test_processes import ROOT, TWO_BY_TWO, assert_same, state, steps, unisono
+from tests.runs import Trace, distance
+
+pytestmark = pytest.mark.slow
+KINDS = ("2 processes × 2, ddp", "2 processes × 2, fsdp", "2 processes × 2, hsdp")
+CASES = [Case("transformer", "fp64", kind, 3) for kind in KINDS]  # four passes
+TRAIN = (
+    "train", f"{ROOT / 'tests' / 'jax_tasks.py'}:TransformerTask", "task.dropout=0.1", "optim.kind=sgd", "optim.lr=0.1",
+    "train.global_batch=12", "train.steps=8", "train.precision=fp64", "checkpoint.every=3", "layout.micro_batch=3",
+    "run.dir=runs",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[Case, Trace]:
+    return matrix.run([CASES[0].reference, *CASES], timeout=280)
+
+
+def test_the_run_that_others_are_held_against_trains(traces: dict[Case, Trace]) -> None:
+    one = traces[CASES[0].reference]
+    assert len(one.losses) == 10 and one.losses[-1] < 0.95 * one.losses[0]
+    assert all(norm > 0.1 for norm in one.norms) and any(norm > 0.5 for norm in one.norms)  # some are clipped
+    assert all(np.any(gradient) for gradient in one.gradients.values())
+    assert len(one.rows[-1]) == 5 and len(set(one.rows[0])) == matrix.BATCH  # every device has rows of its own
+    assert len({metrics["next"] for metrics in one.metrics}) == 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=KINDS)
+def test_two_processes_of_two_devices_compute_what_one_device_computes(traces: dict[Case, Trace], case: Case) -> None:
+    mine, one = traces[case], traces[case.reference]
+    assert mine.rows == one.rows
+    assert max(distance(mine.before, one.before).values()) == 0
+    for kind in ("gradients", "parameters"):
+        assert max(distance(getattr(mine, kind), getattr(one, kind)).values()) < 1e-12, kind
+    np.testing.assert_allclose(mine.losses, one.losses, rtol=1e-12)
+    np.testing.assert_allclose(mine.norms, one.norms, rtol=1e-12)
+    for a, b in zip(mine.metrics, one.metrics, strict=True):
+        assert a == pytest.approx(b, rel=1e-12)
+    assert mine.evaluation == pytest.approx(one.evaluation, rel=1e-12)
+
+
+def test_a_transformer_that_was_killed_goes_on_bit_for_bit_and_elsewhere_up_to_rounding(tmp_path: Path) -> None:
+    """Dropout goes on with the draws that an uninterrupted run makes."""
+
+    def train(name: str, *words: str, code: int = 0) -> Path:
+        done = unisono(tmp_path, *TRAIN, f"run.name={name}", *words)
+        assert done.returncode == code, done.stderr
+        return tmp_path / "runs" / name
+
+    whole = train("whole", *TWO_BY_TWO)
+    losses = [step["loss"] for step in steps(whole)]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    for name in ("same", "other"):
+        train(name, *TWO_BY_TWO, "--harm", "rank=1,step=5,phase=forward,act=kill", code=9)
+    assert_same(train("same", *TWO_BY_TWO), whole, 0.0)
+    other = train("other", "layout.world_size=1", "layout.devices=2", "layout.strategy=ddp")
+    assert_same(other, whole, 1e-12)
+    assert any(np.any(state(other)[name] != value) for name, value in state(whole).items())  # it was another layout
