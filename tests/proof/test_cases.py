@@ -74,6 +74,14 @@ def test_a_case_is_run_after_the_one_that_it_continues_and_processes_start_seldo
     assert [phase[0].world_size for phase in runs] == [1, 2, 4, 1]
 
 
+def test_a_case_saves_the_checkpoints_that_others_need_and_no_more() -> None:
+    every = made(vary=EVERY, layouts=["ddp:2", "fsdp:2"], steps=6, resume_every=2)
+    needed = {(case.starts_from, case.starts_after) for case in every.values() if case.starts_from}
+    needed |= {(case.reference, 1) for case in every.values() if case.repeats_update}
+    assert needed == {(case.name, updates) for case in every.values() for updates in case.saves}
+    assert {(1,), (1, 4), ()} <= {case.saves for case in every.values()}
+
+
 def test_every_run_of_many_processes_has_a_reference_of_its_precision() -> None:
     for case in made("bf16").values():
         assert case.world_size == 1 or case.reference

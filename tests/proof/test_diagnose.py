@@ -255,6 +255,78 @@ def test_a_loss_that_is_off_by_the_number_of_processes(tmp_path: Path, mine: flo
     assert told(tmp_path, loss(1, mine), failed("raw gradients", 1)).fault == "The loss is scaled by N"
 
 
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_term_that_is_off_by_the_number_of_processes_where_another_agrees(tmp_path: Path, factor: float) -> None:
+    found = pair(tmp_path, None)
+    for step in (found[0].facts.steps[0], found[1].facts.steps[0]):
+        step.terms |= {"other": 1.0}
+        for part in step.parts:
+            part.sums["other"] = part.counts["other"] = 1.0
+    mine = found[0].facts.steps[0]
+    mine.terms["next"] *= factor
+    for part in mine.parts:
+        part.sums["next"] *= factor
+    diagnosed = diagnosis.diagnose(*found, [loss(1, 1.5), failed("raw gradients", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.fault == "The loss is scaled by N"
+    assert "'next' of every micro-batch" in diagnosed.because
+    mine.parts[0].sums["next"] *= 1.1
+    assert name(found, loss(1, 1.5), failed("raw gradients", 1)) != "The loss is scaled by N"
+
+
+@pytest.mark.parametrize(("off", "said"), [(1e-8, "in single precision"), (0.5, "where others are together")])
+def test_counts_that_depend_on_which_rows_are_together(tmp_path: Path, off: float, said: str) -> None:
+    found = pair(tmp_path, None)
+    step = found[0].facts.steps[0]
+    step.terms["next"] *= 1.1
+    step.parts = [Part(0, 0, 8, {"next": sum(SUMS)}, {"next": 8.0 * (1 + off)}, {"next": 1.0})]
+    diagnosed = diagnosis.diagnose(*found, [loss(1, 1.5), failed("raw gradients", 1)], 1)
+    assert diagnosed is not None
+    assert diagnosed.fault == "The loss depends on the micro-batch"
+    assert diagnosed.because.endswith(said)
+
+
+# what passes leave behind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantity", "fault"),
+    [
+        ("outputs", "The forward pass changes parameters"),
+        ("update", "The forward pass changes parameters"),
+        ("initial parameters", "The forward pass changes parameters"),
+        ("frozen parameters did not move", "The forward pass changes parameters"),
+        ("learning rate", "The learning rate depends on the world size"),
+    ],
+)
+def test_parameters_that_passes_change_explain_what_follows(tmp_path: Path, quantity: str, fault: str) -> None:
+    found = pair(tmp_path, summed([1.0, 1.0]))
+    found[1].facts.probed, found[1].facts.changed_by_passes = True, "passes alone, without an update, change a"
+    numbers = {"mine": 0.2, "reference": 0.1} if quantity == "learning rate" else {}
+    assert name(found, failed(quantity, 1, **numbers)) == fault
+
+
+def test_a_cause_that_is_reproduced_is_told_before_parameters_that_passes_change(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]))
+    found[1].facts.probed, found[1].facts.changed_by_passes = True, "passes alone, without an update, change a"
+    assert name(found, failed("raw gradients", 1)) == "A mean of means"
+
+
+@pytest.mark.parametrize("quantity", ["raw gradients", "parameters", "evaluation"])
+def test_a_gradient_that_is_another_each_time_is_told_so(tmp_path: Path, quantity: str) -> None:
+    found = pair(tmp_path, summed([1.0, 2.0]))
+    found[1].facts.probed, found[1].facts.unstable_gradient = True, "a second backward pass gave another gradient"
+    assert name(found, failed(quantity, 1)) == "The gradients depend on the call"
+
+
+def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.kept_by_task = True, "self.calls"
+    diagnosed = diagnosis.diagnose(*found, [failed("outputs", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.because.endswith("every pass changes self.calls, of which each process has its own")
+
+
 # gradients ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,12 +361,13 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
         ("constant", "A term is added once per micro-batch"),
         ("mean", "A mean of means"),
         ("", "The loss depends on the micro-batch"),
+        ("places", "The loss depends on the micro-batch"),
     ],
 )
 def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path, kind: str, fault: str) -> None:
     found = pair(tmp_path, None)
     for step in found[0].facts.steps:
-        step.parts = [*step.parts, *step.parts]
+        step.parts = [replace(part, counts={"next": part.counts["next"] / 2}) for part in step.parts * 2]
     found[1].facts.probed, found[1].facts.additivity = True, {"next": kind} if kind else {}
     assert name(found, reported(found, 3.7), failed("raw gradients", 1), world_size=1) == fault
 

@@ -13,6 +13,7 @@ import pytest
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.loss_probe import LossProbe, probe_loss
+from unisono.proof.probes.model_probe import ModelProbe, probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.task import Task
@@ -56,7 +57,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (np.var, len, {"term": "statistic"}),
         (lambda x: x.sum() * len(x), len, {"term": "statistic"}),
         (np.sum, lambda x: 0.0, {}),
-        (lambda x: x @ np.arange(len(x)), len, {}),  # depends on the places of rows: nothing is said
+        (lambda x: x @ np.arange(len(x)), len, {"term": "places"}),
     ],
 )
 def test_a_loss_is_a_sum_over_rows_a_mean_of_its_own_or_a_statistic(loss: Any, count: Any, kind: Any) -> None:
@@ -99,6 +100,65 @@ def test_the_generator_that_a_loss_draws_from_is_named_and_restored(draw: Any, n
     said = probed(lambda x: x.sum() * draw()).unstable
     assert f"it draws from {name} (" in said and "test_probes.py:" in said
     assert (str(random.getstate()), str(np.random.get_state(legacy=False))) == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_coin_that_falls_alike_twice_is_tossed_again(seed: int) -> None:
+    random.seed(seed)
+    said = probed(lambda x: x.sum() * (1 + (random.random() < 0.5))).unstable
+    assert "it draws from Python's random (" in said
+
+
+# forward passes -------------------------------------------------------------------------------------------------------
+
+
+class Model(View):
+    """Whose outputs are a function of the rows' numbers."""
+
+    def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+        return self._loss(micro.arrays["x"])
+
+    def flatten(self, outputs: Any) -> dict[str, Any]:
+        return {"output": outputs}
+
+    def whole(self, kind: str) -> dict[str, Any]:
+        return {}
+
+
+def passed(forward: Callable[[Any], Any]) -> ModelProbe:
+    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
+    view: Any = Model(forward)
+    return probe_model(view, Rows(), micro, {}, 1e-9)
+
+
+def test_a_pass_that_repeats_and_looks_at_one_row_at_a_time() -> None:
+    assert passed(np.square) == ModelProbe()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_layer_that_a_coin_leaves_out_is_found_however_it_falls(seed: int) -> None:
+    random.seed(seed)
+    said = passed(lambda x: x * (1 + (random.random() < 0.5))).unstable
+    assert "it draws from Python's random (" in said
+
+
+def test_rows_that_are_mixed_are_told_from_a_statistic_of_all() -> None:
+    found = passed(lambda x: 0.7 * x + 0.3 * np.roll(x, 1))
+    assert found.neighbours
+    assert found.beside == "row 0 on 3; row 1 on 0; row 2 on 1; row 3 on 2"
+    assert passed(lambda x: x - x.mean()) == ModelProbe(neighbours=True)
+
+
+def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None:
+    before: dict[int, float] = {}
+
+    def forward(x: Any) -> Any:
+        made = x + 0.1 * np.array([before.get(place, 0.0) for place in range(len(x))])
+        before.update(enumerate(x))
+        return made
+
+    passed(forward)
+    assert "after one of other rows" in passed(forward).unstable
 
 
 # samples and batches --------------------------------------------------------------------------------------------------

@@ -115,7 +115,10 @@ def main(folder: Path, task: str) -> NoReturn:
         config = read_config(folder / "config.yaml", task)
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         proof = ProofSettings.model_validate(described["proof"])
-        cases = [Case(**{**case, "interrupted": tuple(case["interrupted"])}) for case in described["cases"]]
+        cases = [
+            Case(**{**case, **{name: tuple(case[name]) for name in ("interrupted", "saves")}})
+            for case in described["cases"]
+        ]
         first = build_case_config(config, cases[0], proof, place)
         rank_process.redirect_native_output(first, folder, place)
         group = rank_process.join_processes(first, place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -88,6 +88,7 @@ class Case:
         interrupted: updates after which it is ended, and continued from its own checkpoint.
         starts_from: the case whose checkpoint it continues.
         starts_after: the update of that checkpoint.
+        saves: updates after which it saves a checkpoint for other cases.
         reversed: whether the first rank has the last rows of the global batch.
         attention: the kernel of scaled dot product attention, a name of `torch.nn.attention.SDPBackend`; empty for
             torch's own choice.
@@ -109,6 +110,7 @@ class Case:
     interrupted: tuple[int, ...] = ()
     starts_from: str = ""
     starts_after: int = 0
+    saves: tuple[int, ...] = (1,)
     reversed: bool = False
     attention: str = ""
     perturbed: float = 0.0
@@ -130,6 +132,11 @@ class Case:
     def micro_batch(self) -> int:
         """Rows of a micro-batch."""
         return int(self.layout["micro_batch"])
+
+    @property
+    def repeats_update(self) -> bool:
+        """Whether it makes the second update of its reference again, from the state and gradients of that."""
+        return bool(self.reference) and not (self.bitwise or self.starts or self.other_micro_batch)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -197,7 +204,14 @@ def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
                 if every and micro == micros[0] and case.world_size * case.devices > 1:
                     for kind in proof.vary:
                         result += _variation_cases(kind, case, references[micro], proof, config.optim.implementation)
-    return list({case.name: case for case in result}.values())  # several layouts can have one reference
+    named = {case.name: case for case in result}  # several layouts can have one reference
+    return [replace(case, saves=_needed_checkpoints(case, named.values())) for case in named.values()]
+
+
+def _needed_checkpoints(case: Case, every: Iterable[Case]) -> tuple[int, ...]:
+    """The updates whose checkpoints others start from, or repeat the second update of."""
+    needed = {other.starts_after for other in every if other.starts_from == case.name}
+    return tuple(sorted(needed | {1 for other in every if other.reference == case.name and other.repeats_update}))
 
 
 def _layout_cases(

@@ -17,7 +17,8 @@ from unisono.runtime.text import join_names
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
 _SMALL_TENSOR = 1e-3  # a tensor much smaller than all of them together is measured against those
-REPEATED = ("samples repeat", "the forward pass repeats", "the loss repeats")  # the same, for the same arguments
+# What has to be the same, for the same arguments.
+REPEATED = ("samples repeat", "the forward pass repeats", "the loss repeats", "the gradient repeats")
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
@@ -301,8 +302,8 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     facts = trace.facts
     steps = [step for step in facts.steps if step.computed]
     losses = [step.loss for step in steps if step.loss is not None]
-    repeated = zip(REPEATED, (facts.unstable_samples, facts.unstable_forward, facts.unstable_loss), strict=True)
-    result = [_build_invariant(name, False, why) for name, why in repeated if why]
+    unstable = facts.unstable_samples, facts.unstable_forward, facts.unstable_loss, facts.unstable_gradient
+    result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
         result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
     if any(step.grad_norm is not None for step in steps):

@@ -43,6 +43,10 @@ def diagnose(
     pattern = Pattern(mine, reference, compared, first, world_size, starts, root)
     if first.quantity in _AFTER_THE_LOSS and (why := pattern.root.unstable_loss):
         return build_diagnosis("The loss depends on the call", why)  # rounding was measured with that loss, too
+    if first.quantity in _AFTER_THE_GRADIENT and (why := pattern.root.unstable_gradient):
+        return build_diagnosis("The gradients depend on the call", why)
+    if first.quantity in _OF_PARAMETERS and (why := pattern.root.changed_by_passes):
+        return build_diagnosis("The forward pass changes parameters", why)
     if first.quantity in _INVARIANTS:
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:
@@ -50,6 +54,13 @@ def diagnose(
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
     detail = _RULES[first.quantity](pattern)
+    is_neutral = first.quantity in _OF_PASSES and (" depends on the " in detail.fault or " depend on " in detail.fault)
+    if is_neutral and (why := pattern.root.changed_by_passes):
+        return build_diagnosis("The forward pass changes parameters", why)
+    if (kept := pattern.root.kept_by_task) and (is_neutral or detail.fault == "Parameters are left out"):
+        detail = build_diagnosis(
+            detail.fault, f"{detail.because}; every pass changes {kept}, of which each process has its own"
+        )
     if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
         because = (
@@ -288,6 +299,22 @@ _AFTER_THE_LOSS = (
     "evaluation repeats",
 )
 
+# What a gradient that is another with every call makes differ.
+_AFTER_THE_GRADIENT = _AFTER_THE_LOSS[:-1]
+
+# What passes make: a neutral name of it is followed by what they leave behind.
+_OF_PASSES = ("outputs", "loss", "raw gradients", "gradient norm", "clipped gradients", "evaluation")
+
+# What differs where passes change parameters themselves, and a name of its own would be that of an effect.
+_OF_PARAMETERS = (
+    "initial parameters",
+    "update",
+    "parameters",
+    "replicas",
+    "frozen parameters did not move",
+    "evaluation leaves things as they were",
+)
+
 _INVARIANTS = {
     "the loss moved": "Nothing is learnt",
     "there is a gradient": "There is no gradient",
@@ -295,6 +322,7 @@ _INVARIANTS = {
     "samples repeat": "The samples depend on the call",
     "the forward pass repeats": "The forward pass depends on the call",
     "the loss repeats": "The loss depends on the call",
+    "the gradient repeats": "The gradients depend on the call",
     "evaluation repeats": "Evaluation draws at random",
     "evaluation leaves things as they were": "Evaluation changes the training",
     "rows keep their places": "Rows of a micro-batch are mixed",

@@ -27,6 +27,7 @@ REMEDIES = {
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
     "The forward pass depends on the call": "keep no state in the model but buffers, and draw from torch's generator",
+    "The forward pass changes parameters": "clamp copies, keep state in buffers, and average after the update",
     "Padding changes the loss": "mask the padding wherever positions are averaged, normalised or counted",
     "Rows of a micro-batch are mixed": "keep rows and views as two axes; transpose before a reshape that joins them",
     "Randomness depends on the rank": "key every draw by seed, step and global micro-batch",
@@ -54,6 +55,7 @@ REMEDIES = {
     "Gradients of the step before are added": "clear gradients after every update",
     "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",
     "Sums are added in another order": "make the first pass equal in every start, or use reduction=ordered",
+    "The gradients depend on the call": "draw in hooks and backward functions from torch's global generator alone",
     "The gradients depend on the layout": "look between the loss and the reduction: hooks, detach, wrappers",
     # clipping
     "The norm is that of a part of the gradient": "add up squared norms over the ranks that hold shards, once",

@@ -34,18 +34,49 @@ def judge_cases(
     """
     verdicts: list[Verdict] = []
     alone: list[Verdict] = []
+    shared = _SharedFindings(every, traces, adaptive)
     for case in every:
         begun = next((v for v in (*verdicts, *alone) if v.case == case.starts_from and v.mark == "FAIL"), None)
         if case.reference and begun is not None and case.name in traces:
             why = f"it continues from {begun.case}, which failed"
             verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
         elif case.reference:
-            verdicts.append(_judge_case(case, every, traces, adaptive, ended or {}, recipe))
+            verdicts.append(_judge_case(case, traces, shared, ended or {}, recipe))
         elif case.name not in traces:
             alone.append(_not_run_verdict(case, traces, ended or {}))
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
     return verdicts, alone
+
+
+class _SharedFindings:
+    """What several cases are judged by, found once: it takes reading whole traces.
+
+    Args:
+        every: the cases.
+        traces: of those that were run to their end, by name.
+        adaptive: whether the optimizer divides by the size of gradients.
+    """
+
+    def __init__(self, every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> None:
+        self.every, self.adaptive = every, adaptive
+        self._traces = traces
+        self._tolerances: dict[tuple[str, str], dict[str, float]] = {}
+        self._failed: dict[str, set[str]] = {}
+
+    def tolerance(self, case: Case) -> dict[str, float]:
+        """See `measure_tolerance`; the same for all cases of a precision that are compared with one run in the end."""
+        key = case.precision, _root_reference(case, self.every).name
+        if key not in self._tolerances:
+            self._tolerances[key] = measure_tolerance(case, self.every, self._traces, self.adaptive)
+        return self._tolerances[key]
+
+    def failed_invariants(self, name: str) -> set[str]:
+        """What the run of a case fails on by itself."""
+        if name not in self._failed:
+            found = comparison.check_invariants(self._traces[name])
+            self._failed[name] = {one.quantity for one in found if one.mark == "FAIL"}
+        return self._failed[name]
 
 
 def _abstain(why: str) -> comparison.ComparedQuantity:
@@ -54,9 +85,8 @@ def _abstain(why: str) -> comparison.ComparedQuantity:
 
 def _judge_case(
     case: Case,
-    every: list[Case],
     traces: Mapping[str, Trace],
-    adaptive: bool,
+    shared: _SharedFindings,
     ended: Mapping[str, local_processes.WorkerError],
     recipe: str,
 ) -> Verdict:
@@ -65,26 +95,30 @@ def _judge_case(
         return _not_run_verdict(case, traces, ended)
     mine, reference = traces[case.name], traces[case.reference]
     found = Verdict(case.name, case.reference, case.bitwise)
-    why = reason_to_abstain(case, mine, reference, traces[_root_reference(case, every).name])
+    first = traces[_root_reference(case, shared.every).name]
+    why = reason_to_abstain(case, mine, reference, first)
     if why:
         found.compared = [_abstain(why)]
+        if mine.facts.unstable_forward and not first.facts.unrepeatable:  # which the reference did not show, by chance
+            found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity in comparison.REPEATED]
+            found.diagnosis = diagnosis.diagnose(mine, mine, found.invariants, 1)
         return found
     found.fault = mine.facts.fault
     if not found.fault and case.weights_from:
         found.compared, found.invariants = engines.compared(mine, reference, recipe), comparison.check_invariants(mine)
     elif not found.fault:
-        allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else measure_tolerance(case, every, traces, adaptive)
-        found.compared = comparison.compare_traces(mine, reference, allowed, adaptive and not case.bitwise)
-        # What the reference fails on by itself is told of the reference.
-        shared = {c.quantity for c in comparison.check_invariants(reference) if c.mark == "FAIL"}
-        found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity not in shared]
+        allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else shared.tolerance(case)
+        found.compared = comparison.compare_traces(mine, reference, allowed, shared.adaptive and not case.bitwise)
+        # What the reference fails on by itself is reported of the reference.
+        failed = shared.failed_invariants(case.reference)
+        found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity not in failed]
     found.diagnosis = diagnosis.diagnose(
         mine,
         reference,
         [*found.compared, *found.invariants],
         case.world_size,
         case.starts,
-        traces[_root_reference(case, every).name],
+        first,
     )
     return found
 
@@ -108,6 +142,12 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
         return "the model uses none of torch's fused attention kernels, so there is no other kernel to compare with"
     if case.layout.get("strategy") == "dp" and (why := _dp_reason_to_abstain(mine, first)):
         return why
+    if case.other_micro_batch and reference.facts.beside:
+        return (
+            "what the model computes for a row depends on the places of other rows in its micro-batch: "
+            f"{reference.facts.beside}. A statistic would depend on all of them: are rows mixed (roll, shift, reshape, "
+            "mixup with a neighbour)? Different micro-batches are a different computation"
+        )
     if case.other_micro_batch and reference.facts.neighbours:
         return (
             "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, "

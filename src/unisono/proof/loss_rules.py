@@ -14,6 +14,8 @@ from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import Reduction
 from unisono.proof.recording.trace import Part
 
+_EXACT = 1e-13  # whole numbers are equal, and sums of weights in fp64 closer than this
+
 
 def diagnose_loss(pattern: Pattern) -> Diagnosis:
     """Of a loss that is the first to differ: rows and weights agree, and outputs where they were compared."""
@@ -36,6 +38,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     if (number := _scaled_by(pattern)) is not None:
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
         return build_diagnosis("The loss is scaled by N", detail)
+    if scaled := _scaled_terms(pattern):
+        return build_diagnosis("The loss is scaled by N", scaled)
     if means := find_means(pattern):
         return build_diagnosis("A mean of means", means)
     if pattern.mine.facts.crosses and (terms := _differing_terms(pattern)):
@@ -47,6 +51,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A sample depends on its neighbours", why)
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis("Padding changes the loss", why)
+    if uneven := _uneven_counts(pattern):
+        return build_diagnosis("The loss depends on the micro-batch", uneven)
     if constants := _of_kind(pattern, "constant"):
         detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
         return build_diagnosis("A term is added once per micro-batch", detail)
@@ -139,6 +145,39 @@ def _scaled_by(pattern: Pattern) -> int | None:
     return predictions.find_number(ratios[0], [pattern.world_size], pattern.rounding) if same else None
 
 
+def _scaled_terms(pattern: Pattern) -> str:
+    """In words, the terms of which every micro-batch has N times, or an N-th of, what it has on one process."""
+    names = list(_differing(pattern))
+    pairs = [(mine.sums, true.sums) for mine, true in zip(pattern.step.parts, pattern.parts, strict=False)]
+    ratios = [a.get(name, math.nan) / b[name] for name in names for a, b in pairs if b.get(name)]
+    if not ratios or pattern.world_size == 1 or len(names) == len(pattern.reference_step.terms):
+        return ""
+    if not all(predictions.is_equal(ratio, ratios[0], pattern.rounding) for ratio in ratios):
+        return ""
+    if (number := predictions.find_number(ratios[0], [pattern.world_size], pattern.rounding)) is None:
+        return ""
+    shown = ", ".join(f"'{name}'" for name in names)
+    return (
+        f"{shown} of every micro-batch is {ratios[0]:.6g} times what the same rows have on one process: by the number "
+        f"of processes, {number}; all other terms agree"
+    )
+
+
+def _uneven_counts(pattern: Pattern) -> str:
+    """In words, how counts of the same rows depend on which of them are together."""
+    sides = pattern.step.parts, pattern.reference_step.parts
+    if pattern.parts or not all(sides):
+        return ""
+    for name in _differing(pattern):
+        mine, true = (math.fsum(part.counts.get(name, math.nan) for part in side) for side in sides)
+        if not predictions.is_equal(mine, true, _EXACT):
+            off = abs(mine - true) / max(abs(mine), abs(true))
+            how = ": they are added up in single precision" if off < 1e-6 else ""
+            said = f"counts() of '{name}' come to {mine:.12g} of all rows, and to {true:.12g} where others are together"
+            return said + how
+    return ""
+
+
 def _differing(pattern: Pattern) -> dict[str, float]:
     """Terms of the loss that are not those of the reference, as this run reported them."""
     theirs = pattern.reference_step.terms
@@ -172,6 +211,9 @@ def _diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         if pattern.local_gradients:
             detail += ", and gradients do not say it: if each micro-batch divides by its own count, look there first"
         return build_diagnosis("The loss depends on the layout", detail)
+    if not pattern.parts and (places := _of_kind(pattern, "places")):
+        detail = f"{places} of the same rows in another order is another: rows count by their places in a micro-batch"
+        return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts:
         return build_diagnosis(
             "The loss depends on the micro-batch",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
 from unisono.launch.layout import threads_per_process
 from unisono.launch.preflight import preflight
-from unisono.launch.processes import local_processes
+from unisono.launch.processes import local_processes, preloading
+from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.task_objects import reference_to, with_engine
 from unisono.proof import case_process, certificate, engines, judgement, verdict
 from unisono.proof.cases import Case, ProofSettings, build_cases
@@ -51,35 +53,11 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         for case in every
     }
     digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
-    facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
-    config, shrunk = _shrink_model(config, proof)
-    with trace_room() as folder:
+    with _open_fork_server(config, every) as server, trace_room() as folder:
+        facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
+        config, shrunk = _shrink_model(config, proof)
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
-        ended: dict[str, local_processes.WorkerError] = {}
-        progress = case_process.Progress(len(every))
-        threads = threads_per_process(max(case.world_size for case in every))
-        for phase in plan_phases(every):
-            one = phase[0]
-            first = _read_trace(folder, every[0])
-            if first and first.facts.user_error and not judgement.lacks_kernel(first):
-                raise RunError(
-                    f"the task fails on one process, so there is nothing to compare:\n{first.facts.user_error}"
-                )
-            if first:
-                progress = replace(progress, seconds=first.facts.seconds)
-            case_process.write_cases(folder, phase, proof, progress)
-            progress = replace(progress, done=progress.done + len(phase))
-            settled = case_process.build_case_config(config, one, proof, None)
-            each = f" of {one.devices} devices" if one.devices > 1 else ""
-            say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
-            try:
-                local_processes.launch(
-                    settled, folder, threads, module="unisono.proof.case_process", arguments=(settled.recipe,)
-                )
-            except local_processes.WorkerError as error:
-                missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
-                case = next(missing, phase[-1])  # the first that is missing was under way
-                ended[case.name] = _keep_logs(folder, case, error)
+        ended = _run_cases(every, config, proof, folder, server)
         made = [case for case in every if case_process.is_recorded(folder, case.name)]
         traces = {case.name: Trace(trace_folder(folder, case.name)) for case in made}
         adaptive = not isinstance(config.optim, Sgd)
@@ -92,6 +70,56 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             "code": digests,
             "layouts": layouts,
         }
+
+
+_PRELOADED = ("unisono.proof.case_process", "unisono.proof.recording.case_recorder")
+
+
+@contextmanager
+def _open_fork_server(config: RunConfig, every: list[Case]) -> Iterator[ForkServer | None]:
+    """A process that has imported what the cases need, and is forked for each phase; none for JAX, which has threads.
+
+    It never runs the task's code, so a fork begins as a new process does.
+    """
+    engine = "jax" if any(case.engine for case in every) else resolve_engine(config)
+    count = max(case.world_size for case in every)
+    modules = [*_PRELOADED, *preloading.find_libraries(config.recipe)]
+    with local_processes.open_fork_server(count, threads_per_process(count), config.recipe, modules, engine) as server:
+        yield server
+
+
+def _run_cases(
+    every: list[Case], config: RunConfig, proof: ProofSettings, folder: Path, server: ForkServer | None
+) -> dict[str, local_processes.WorkerError]:
+    """Run every case on processes of its own layout; returns the errors that ended processes, by case.
+
+    Raises:
+        RunError: if the task fails on one process.
+    """
+    ended: dict[str, local_processes.WorkerError] = {}
+    progress = case_process.Progress(len(every))
+    threads = threads_per_process(max(case.world_size for case in every))
+    for phase in plan_phases(every):
+        one = phase[0]
+        first = _read_trace(folder, every[0])
+        if first and first.facts.user_error and not judgement.lacks_kernel(first):
+            raise RunError(f"the task fails on one process, so there is nothing to compare:\n{first.facts.user_error}")
+        if first:
+            progress = replace(progress, seconds=first.facts.seconds)
+        case_process.write_cases(folder, phase, proof, progress)
+        progress = replace(progress, done=progress.done + len(phase))
+        settled = case_process.build_case_config(config, one, proof, None)
+        each = f" of {one.devices} devices" if one.devices > 1 else ""
+        say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
+        try:
+            local_processes.launch(
+                settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server
+            )
+        except local_processes.WorkerError as error:
+            missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
+            case = next(missing, phase[-1])  # the first that is missing was under way
+            ended[case.name] = _keep_logs(folder, case, error)
+    return ended
 
 
 def _read_trace(folder: Path, case: Case) -> Trace | None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unisono.runtime.errors import RunError, UnisonoError
-from unisono.supervise import stacks
+from unisono.runtime.source_files import is_user_file
 
 
 def format_user_error(error: BaseException) -> str:
     """Its name, its text and the frames of the user's code; empty where none of it was in that code."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if stacks.is_user_file(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not frames or isinstance(error, UnisonoError):
         return ""
     lines = [*traceback.format_exception_only(error), *traceback.format_list(frames)]

@@ -61,7 +61,7 @@ def term_of_first_rank() -> Iterator[None]:
         yield
 
 
-@fault("one term × N", "The loss depends on the layout")
+@fault("one term × N", "The loss is scaled by N")
 def one_term_times_n() -> Iterator[None]:
     def loss(original: Any, self: TransformerTask, *arguments: Any) -> Any:
         done = original(self, *arguments)
@@ -279,6 +279,95 @@ FAULTS |= {
     ),
     "a weight kept in an attribute, lost on resume": Fault(
         nothing, "The state was not carried on", task="ramped", twin="transformer", new_task=True
+    ),
+}
+
+
+class Taught(TransformerTask):
+    """Adds what a teacher says, which takes over a part of the student with every forward pass."""
+
+    moving = True
+
+    def build(self) -> nn.Module:
+        return _Taught(self.config.dropout, self.moving)
+
+
+class TaughtByAnother(Taught):
+    """Adds what a teacher says that stays as it is."""
+
+    moving = False
+
+
+class _Taught(Transformer):
+    def __init__(self, dropout: float, moving: bool) -> None:
+        super().__init__(dropout)
+        self.teacher = nn.Parameter(self.embedding.weight.detach().clone(), requires_grad=False)
+        self.moving = moving
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training and self.moving:
+            with torch.no_grad():
+                self.teacher.lerp_(self.embedding.weight, 0.2)
+        return super().forward(tokens) + torch.tanh(self.teacher[tokens]).mean(-1, keepdim=True)
+
+
+class Jittered(TransformerTask):
+    """Adds noise to the gradient of its outputs, in a hook, from a generator that nobody seeds."""
+
+    generator: torch.Generator | None = None
+
+    def outputs(self, model: nn.Module, batch: Any, context: Any) -> Any:
+        made = super().outputs(model, batch, context)
+        if made.requires_grad:
+            made.register_hook(self.change)
+        return made
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
+        return gradient * (1 + 0.1 * torch.randn(gradient.shape, generator=self.generator, dtype=gradient.dtype))
+
+
+class Halved(Jittered):
+    """Halves the gradient of its outputs in a hook."""
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return 0.5 * gradient
+
+
+class Weighed(TransformerTask):
+    """Weighs rows in a term, and adds up the weights as they are, in single precision."""
+
+    wide: type = np.float32
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        weights = (1 / (1 + np.asarray(batch["lengths"]))).astype(np.float32)
+        return {**super().counts(batch), "length": float(weights.astype(self.wide).sum())}
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> Loss:
+        done = super().loss(outputs, batch, context)
+        weights = (1 / (1 + batch["lengths"].float())).double()
+        predicted = outputs.mean(dim=(1, 2)) - batch["lengths"] / 12
+        return replace(done, sums={**done.sums, "length": (predicted.square() * weights).sum()})
+
+
+class WeighedInDouble(Weighed):
+    """Adds them up in double precision."""
+
+    wide = np.float64
+
+
+TASKS |= {"taught": Taught, "taught by another": TaughtByAnother, "jittered": Jittered, "halved": Halved}
+TASKS |= {"weighed": Weighed, "weighed in double": WeighedInDouble}
+FAULTS |= {
+    "a teacher that moves in the forward pass": Fault(
+        nothing, "The forward pass changes parameters", task="taught", twin="taught by another"
+    ),
+    "noise in a hook, from a generator of the rank": Fault(
+        nothing, "The gradients depend on the call", task="jittered", twin="halved"
+    ),
+    "weights of rows counted in single precision": Fault(
+        nothing, "The loss depends on the micro-batch", task="weighed", twin="weighed in double", micro_batch=4
     ),
 }
 

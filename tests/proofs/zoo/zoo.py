@@ -45,7 +45,8 @@ RUNS = {**REFERENCES, **CLEAN, **FAULTS}
 
 def case_of(name: str, fault: Fault, precision: str = "fp64") -> Case:
     layout = {"strategy": fault.strategy, "micro_batch": fault.micro_batch}
-    case = Case(name, 2, layout, precision, f"single {fault.task}", other_micro_batch=fault.micro_batch != 2)
+    reference, other = f"single {fault.task}", fault.micro_batch != 2
+    case = Case(name, 2, layout, precision, reference, other_micro_batch=other, saves=(1, 2))
     if fault.new_task:
         whole = replace(fault, new_task=False, twin="")
         return replace(case, starts_from=name_of(whole), starts_after=2)

@@ -12,7 +12,7 @@ from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import Subsets, find_constant, is_additive, is_equal, own_mean_weights
-from unisono.proof.probes.state import describe_state
+from unisono.proof.probes.state import describe_state, repeat_call
 from unisono.proof.recording.recorder import is_per_row
 from unisono.task import Task
 
@@ -27,7 +27,8 @@ class LossProbe:
         unstable: why it is another each time, empty if it is the same.
         overwritten: the input that is changed in place, empty if none is.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `constant` for one that adds the same to any rows, `statistic` for anything else.
+            `constant` for one that adds the same to any rows, `places` for one that is another for the same rows in
+            another order, `statistic` for anything else.
     """
 
     unstable: str = ""
@@ -51,7 +52,11 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
         overwritten = next((n for n, array in used.arrays.items() if checksum(array) != checksum(micro.arrays[n])), "")
         if once and micro.size > 1:  # what is remembered of the same rows alone may have settled by now
             view.sums(_select_rows(micro, range(micro.size // 2)), scalars)
-        again = view.sums(copy.deepcopy(micro), scalars)
+        again = repeat_call(
+            task,
+            lambda: view.sums(copy.deepcopy(micro), scalars),
+            lambda made: all(is_equal(value, made[name], floor) for name, value in once.items()),
+        )
         for name, value in once.items():
             if not is_equal(value, again[name], floor):
                 why = describe_state(task, lambda: view.sums(copy.deepcopy(micro), scalars), None)
@@ -71,8 +76,8 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
     for name in once:
         sums = {subset: value[0][name] for subset, value in found.items()}
         counts = {subset: value[1][name] for subset, value in found.items()}
-        if is_equal(turned[0][name], sums[rows], floor):  # else it draws, or depends on the places of rows
-            kinds[name] = _kind(Subsets(sums, counts), floor)
+        at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
+        kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
     return LossProbe("", overwritten, {name: kind for name, kind in kinds.items() if kind})
 
 

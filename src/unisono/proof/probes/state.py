@@ -15,6 +15,7 @@ from unisono.runtime.text import join_names
 from unisono.task import Task
 
 TORCH = "torch's global generator"  # which is seeded for the model and its loss, by micro-batch
+_TOSSES = 16  # of a coin, which falls alike all the time once in 65536
 
 
 def describe_state(
@@ -52,6 +53,27 @@ def describe_state(
         " and ".join(found)
         or "no generator of the process moves, and no attribute of the task: a clock, or state kept elsewhere?"
     )
+
+
+def repeat_call(task: Task, call: Callable[[], Any], is_same: Callable[[Any], bool]) -> Any:
+    """What a call gives the second time; the first that is not the same, if it draws from what nobody seeds.
+
+    A layer that is left out by the toss of a coin gives the same twice in half of all cases. So where a generator of
+    the process, or one that the task keeps, has moved, there are more repeats.
+
+    Args:
+        task: whose function is called.
+        call: calls it once.
+        is_same: whether it gave what it gave before.
+    """
+    generators, own = global_generator_states(), _digest_generators(task)
+    again = call()
+    draws = [n for n in moved_generators(generators) if n != TORCH] or _digest_generators(task) != own
+    for _ in range(_TOSSES if draws else 0):
+        if not is_same(again):
+            break
+        again = call()
+    return again
 
 
 def digest_attributes(task: Task) -> dict[str, int]:
@@ -92,6 +114,10 @@ def _digest(value: Any) -> int:
         return checksum(value)
     except Exception:  # what has no digest is not watched
         return 0
+
+
+def _digest_generators(task: Task) -> dict[str, int]:
+    return {name: _digest(value) for name, value in vars(task).items() if _is_generator(value)}
 
 
 def _is_generator(value: Any) -> bool:

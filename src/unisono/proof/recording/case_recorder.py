@@ -25,6 +25,7 @@ from unisono.proof import engines
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.probes import task_probes
 from unisono.proof.probes.model_probe import probe_model
+from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, trace_folder, write_facts
@@ -158,14 +159,19 @@ class _CaseRun:
         self.recorder = Recorder(view, self.communicator, self.folder, of_terms)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
-        if self.process.world_size == 1:
+        if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
             floor = 1e-9 if self.case.precision == "fp64" else 1e-3
+            before = digest_parameters(view) if of_terms else {}
             found = probe_model(view, self.task, first[0], self.scalars(0), floor)
-            facts.neighbours, facts.mixed = found.neighbours, found.mixed
+            facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
             if found.unstable and self.config.layout.device == "cpu":  # an accelerator's kernels may add as they like
                 facts.unstable_forward = found.unstable
             facts.unrepeatable = facts.unrepeatable or found.unrepeatable
+            if of_terms and not facts.changed_by_passes:
+                facts.changed_by_passes = changed_parameters(view, before)
             if of_terms and not (case.reference or facts.probed):
+                if self.config.layout.device == "cpu":
+                    self.engine.observe(PassProbe(view, self.task, facts))
                 task_probes.probe_task(
                     facts,
                     view,
@@ -218,7 +224,7 @@ class _CaseRun:
                 facts.unrepeatable = "the first rows came out otherwise when they were read again"
             self.engine.step(micro_batches, step, self.scalars(step))
             updates = step + 1
-            if updates == 1 or updates in self.proof.stops:
+            if updates in (*case.saves, *case.interrupted):
                 folder, shards = self.folder / "checkpoints", self.engine.state()
                 commit.save_checkpoint(folder, updates, shards, {"step": updates}, communicator, keep=self.plan.steps)
             if updates in case.interrupted:
@@ -235,8 +241,7 @@ class _CaseRun:
             facts.attention = self.lower.attention
         if self.held_out is not None:
             self._evaluate(self.held_out, facts)
-        resumed = case.starts_from or case.interrupted
-        if case.reference and not (case.bitwise or resumed or case.other_micro_batch):
+        if case.repeats_update:
             self._update_as_reference()
 
     def _check_room(self) -> None:
@@ -260,7 +265,8 @@ class _CaseRun:
     def _evaluate(self, held_out: HeldOut, facts: RunFacts) -> None:
         engine, steps = self.engine, self.plan.steps
         before = engine.view.digests()
-        values = [held_out.evaluate(engine, steps, self.scalars(steps - 1)) for _ in range(2)]
+        again = not (self.case.bitwise or self.case.starts)  # what repeats in the run that they equal repeats in them
+        values = [held_out.evaluate(engine, steps, self.scalars(steps - 1)) for _ in range(1 + again)]
         digests = {
             str(micro.rows.tolist()): content_digest(micro)
             for batches in held_out.batches()
@@ -268,10 +274,10 @@ class _CaseRun:
             if not micro.idle
         }
         left = [what for what, value in engine.view.digests().items() if value != before[what]]
-        everyone = self.communicator.gather([*values, left, digests], "the evaluation of all ranks")
-        facts.evaluation, facts.evaluation_again = [e[0] for e in everyone], [e[1] for e in everyone]
-        facts.evaluation_left = sorted({what for e in everyone for what in e[2]})
-        facts.held_out = {rows: digest for e in everyone for rows, digest in e[3].items()}
+        everyone = self.communicator.gather([values, left, digests], "the evaluation of all ranks")
+        facts.evaluation, facts.evaluation_again = [e[0][0] for e in everyone], [e[0][1] for e in everyone if again]
+        facts.evaluation_left = sorted({what for e in everyone for what in e[1]})
+        facts.held_out = {rows: digest for e in everyone for rows, digest in e[2].items()}
 
     def _update_as_reference(self) -> None:
         """The reference's second update, from its state and its gradients: what is left is the optimizer alone."""

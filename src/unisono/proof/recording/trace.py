@@ -118,9 +118,13 @@ class RunFacts:
         attention: whether it used one of torch's fused kernels for scaled dot product attention.
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
+        beside: which of them, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
         unstable_samples: why `sample` or `collate` gives something else for the same rows, empty if it does not.
         unstable_forward: why the forward pass does, by more than rounding.
+        unstable_gradient: why the gradient of the same loss is another each time, empty if it is the same.
+        changed_by_passes: the parameters that passes change without an update, in words; empty for none.
+        kept_by_task: attributes of the task that passes of a later step change, in words; empty for none.
         padding: how padding to the longest row of a micro-batch changes its loss, empty if it does not.
         collated: how `collate` gives a row other numbers beside others, empty if it does not.
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
@@ -130,7 +134,8 @@ class RunFacts:
         probed: whether the task's functions were tried by themselves, which the next two say the results of.
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `constant` for one that adds the same to any rows, `statistic` for anything else.
+            `constant` for one that adds the same to any rows, `places` for one that is another for the same rows in
+            another order, `statistic` for anything else.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
         devices: how many each process computes on.
@@ -154,9 +159,13 @@ class RunFacts:
     attention: bool = False
     unrepeatable: str = ""
     neighbours: bool = False
+    beside: str = ""
     mixed: str = ""
     unstable_samples: str = ""
     unstable_forward: str = ""
+    unstable_gradient: str = ""
+    changed_by_passes: str = ""
+    kept_by_task: str = ""
     padding: str = ""
     collated: str = ""
     overwritten: str = ""

@@ -143,7 +143,7 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
         module, world = "unisono.proof.scripts.script_process", case.world_size
-        local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, ours=False)
+        local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:
         code = error.exit_code
         if code == ConfigError.exit_code:

@@ -20,7 +20,7 @@ from unisono.proof.hangs import HangWatch
 from unisono.proof.scripts import script_hooks
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
-from unisono.supervise import stacks
+from unisono.runtime.source_files import is_user_file
 
 
 class ScriptError(UnisonoError):
@@ -54,7 +54,7 @@ class ScriptRun:
 
 def user_line(stack: traceback.StackSummary) -> str:
     """The innermost line of a stack that is the user's: not Python's, not of an installed package, not ours."""
-    frame = ([frame for frame in stack if stacks.is_user_file(frame.filename)] or list(stack))[-1]
+    frame = ([frame for frame in stack if is_user_file(frame.filename)] or list(stack))[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
 
 

@@ -1,0 +1,72 @@
+"""What a pass leaves behind, and whether its backward pass repeats: watched during the run on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.data.loading.checksum import checksum
+from unisono.data.loading.loader import MicroBatch
+from unisono.engines.observers import ModelView, Observer
+from unisono.proof.predictions import reproduces
+from unisono.proof.probes.state import describe_state, digest_attributes
+from unisono.proof.recording.trace import RunFacts
+from unisono.runtime.text import join_names
+from unisono.task import Loss, Task
+
+_ROUNDING = 1e-9  # in fp64, the precision in which a task is tried
+
+
+class PassProbe(Observer):
+    """Makes the first backward pass twice, and sees whether passes of any step change parameters, or the task.
+
+    A teacher that is still a copy of its student changes in no pass before the first update, so every step is watched.
+
+    Args:
+        view: of the model, on one process.
+        task: whose passes they are.
+        facts: to write what was found into.
+    """
+
+    def __init__(self, view: ModelView, task: Task, facts: RunFacts) -> None:
+        self._view, self._task, self._facts = view, task, facts
+        self._is_first = True
+
+    def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        """See `Observer`."""
+        self._before, self._attributes = digest_parameters(self._view), digest_attributes(self._task)
+        self._is_late = step > 0
+
+    def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
+        """Derive the loss of the first micro-batch twice from the same graph: a hook that draws gives two gradients."""
+        if not self._is_first or loss is None or micro.idle:
+            return
+        self._is_first = False
+        once, again = (self._view.term_gradients(loss) for _ in range(2))
+        for term, gradient in once.items():
+            if gradient and not reproduces(gradient, again[term], _ROUNDING):
+                why = describe_state(self._task, lambda: self._view.term_gradients(loss), None)
+                self._facts.unstable_gradient = (
+                    f"a second backward pass of the same loss gave '{term}' another gradient; {why}"
+                )
+                return
+
+    def on_gradients(self) -> None:
+        """All passes of the step are over, and no update was made."""
+        self._facts.changed_by_passes = changed_parameters(self._view, self._before, self._facts.changed_by_passes)
+        now = digest_attributes(self._task)
+        if self._is_late:  # what the first passes keep may be a cache, which is filled once
+            changed = [f"self.{name}" for name in now if now[name] != self._attributes.get(name)]
+            self._facts.kept_by_task = join_names(changed)
+
+
+def digest_parameters(view: ModelView) -> dict[str, int]:
+    """A digest of every parameter."""
+    return {name: checksum(value) for name, value in view.whole("parameters").items()}
+
+
+def changed_parameters(view: ModelView, before: dict[str, int], known: str = "") -> str:
+    """Which parameters are others than before, in words; empty for none. What is known already stays."""
+    now = digest_parameters(view)
+    changed = [name for name in now if now[name] != before[name]]
+    return known or (f"passes alone, without an update, change {join_names(changed)}" if changed else "")
