@@ -31,8 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unisono
+from unisono.audio import CENTRE
 from unisono.recipes.birdsong.data.library import open_library
 from unisono.recipes.birdsong.evaluation import metrics, probes
+from unisono.recipes.birdsong.evaluation import pictures as drawn
 from unisono.recipes.birdsong.evaluation.embeddings import Embedded, embed
 from unisono.recipes.birdsong.model.encoder import Encoder
 from unisono.recipes.birdsong.settings import EncoderSettings, RecordingsData, SoundSettings
@@ -149,8 +151,6 @@ def last_values(run: Path) -> dict[str, float]:
 
 def mean_log_mel(settings: EncoderSettings, part: Any, deviation: bool) -> Embedded:
     """The mean spectrum of each clip, (rows, mels), and its deviation over time: what needs no encoder."""
-    from unisono.audio import CENTRE
-
     rows = [part[number] for number in range(len(part))]
     made = settings.pipeline()([row["audio"] for row in rows], [CENTRE] * len(rows))
     clips = [values[:length].astype(np.float64) for values, length in zip(made.values, made.lengths, strict=True)]
@@ -200,64 +200,29 @@ def table(found: dict[str, Any]) -> list[str]:
 
 def pictures(out: Path, seed: int, tasks: Any, settings: EncoderSettings) -> None:
     """Learning curves, embeddings by their two largest components, and a spectrogram with its reconstruction."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     runs = {path.name: path for path in sorted((out / "runs").iterdir()) if (path / "events.jsonl").is_file()}
-    figure, axes = plt.subplots(1, len(OBJECTIVES), figsize=(12, 3), layout="constrained")
-    for axis, objective in zip(axes, OBJECTIVES, strict=True):
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    for axis, objective in zip(figure.subplots(1, len(OBJECTIVES)), OBJECTIVES, strict=True):
         for name, path in runs.items():
             if name.startswith(objective):
-                steps = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-                steps = [step for step in steps if "loss" in step and not step.get("eval")]
-                axis.plot([step["step"] for step in steps], [step["loss"] for step in steps], label=name)
-        axis.set(title=objective, xlabel="step", ylabel="loss")
+                drawn.plot_losses(axis, path, name)
+        axis.set_title(objective)
     figure.savefig(out / "learning_curves.png", dpi=90)
     part = tasks["species, by recording"][0]
     chosen = {name.rpartition("-")[0]: path for name, path in runs.items() if f"-{seed}-" in name}
-    figure, axes = plt.subplots(
-        1, max(1, len(chosen)), figsize=(4 * len(chosen), 4), layout="constrained", squeeze=False
-    )
-    for axis, (name, path) in zip(axes[0], chosen.items(), strict=True):
-        embedded = embed(unisono.open_run(path).load_model().encoder, part)
-        centred = embedded.embeddings - embedded.embeddings.mean(0)
-        x, y = (centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T).T
-        axis.scatter(x, y, c=embedded.truth.argmax(1), cmap="tab10", s=16)
-        axis.set(title=f"{name}: two largest components")
+    figure = Figure(figsize=(4 * max(1, len(chosen)), 4), layout="constrained")
+    axes = figure.subplots(1, max(1, len(chosen)), squeeze=False)[0]
+    for axis, (name, path) in zip(axes, chosen.items(), strict=True):
+        drawn.plot_embeddings(axis, embed(unisono.open_run(path).load_model().encoder, part))
+        axis.set_title(name)
     figure.savefig(out / "embeddings.png", dpi=90)
     if (path := next((path for name, path in chosen.items() if name.startswith("pixio")), None)) is not None:
-        draw_reconstruction(plt, unisono.open_run(path), part, out / "reconstruction.png")
-
-
-def draw_reconstruction(plt: Any, run: Any, part: Any, path: Path) -> None:
-    """A held-out clip, what of it is shown, and the decoder's rest (its patches with their own scale)."""
-    import jax.numpy as jnp
-
-    from unisono.audio import CENTRE
-    from unisono.recipes.birdsong.data.augment import mask_order
-    from unisono.recipes.birdsong.model.encoder import patches_of
-    from unisono.recipes.birdsong.objectives.pixio import masked_patches
-
-    model = run.load_model()
-    settings = model.encoder.settings
-    clip = settings.pipeline()([part[0]["audio"]], [CENTRE]).values[0]
-    hidden = masked_patches(settings, run.task.config.pixio)
-    order = mask_order(settings.grid, hidden, np.random.default_rng(0))
-    told = np.asarray(model.objective.decoded(settings, model.encoder(clip, order[:-hidden]), jnp.asarray(order)))
-    patches = np.asarray(patches_of(jnp.asarray(clip), settings.patch))
-    mean, deviation = patches.mean(1, keepdims=True), patches.std(1, keepdims=True)
-    seen, filled = patches.copy(), patches.copy()
-    seen[order[-hidden:]] = patches.min()
-    filled[order[-hidden:]] = (told * deviation + mean)[order[-hidden:]]
-    figure, axes = plt.subplots(3, 1, figsize=(8, 6), layout="constrained")
-    for axis, picture, title in zip(axes, (patches, seen, filled), ("clip", "shown", "reconstructed"), strict=True):
-        rows, columns = settings.grid
-        whole = picture.reshape(rows, columns, *settings.patch).swapaxes(1, 2).reshape(settings.frames, settings.mels)
-        axis.imshow(whole.T, origin="lower", aspect="auto")
-        axis.set(title=title, ylabel="band")
-    figure.savefig(path, dpi=90)
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        clip = settings.pipeline()([part[0]["audio"]], [CENTRE]).values[0]
+        drawn.plot_reconstruction(figure.subplots(3, 1), unisono.open_run(path).load_model(), clip)
+        figure.savefig(out / "reconstruction.png", dpi=90)
 
 
 if __name__ == "__main__":

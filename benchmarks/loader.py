@@ -115,8 +115,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.single_device:
-        name, folder, work = arguments.single_device
+    if arguments.one:
+        name, folder, work = arguments.one
         print("RESULT", json.dumps(measure(name, Path(folder), work)), flush=True)
         os._exit(0)  # some of them do not end by themselves
     found: dict[str, dict[str, list[dict[str, float]]]] = {work: {} for work in loaders.WORK}

@@ -143,8 +143,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.single_device:
-        name, folder, place, state = arguments.single_device
+    if arguments.one:
+        name, folder, place, state = arguments.one
         print("RESULT", one(name, Path(folder), int(place), Path(state)), flush=True)
         os._exit(0)
     names = [name for name, (package, _) in CONTENDERS.items() if loaders.installed(package)]

@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from scipy.stats import t as student
 
 import unisono
 from unisono import audio
@@ -175,7 +176,8 @@ def main(words: list[str]) -> None:
                 print(json.dumps({"task": name, "seed": seed, **rows[-1]}), flush=True)
         for temperature in sorted({row["temperature"] for row in rows}):
             found = np.array([row["generated"] for row in rows if row["temperature"] == temperature])
-            spread = 1.96 * found.std(ddof=1) / sqrt(len(found)) if len(found) > 1 else float("nan")
+            count = len(found)  # Student's, as the deviation of a few seeds is itself uncertain
+            spread = student.ppf(0.975, count - 1) * found.std(ddof=1) / sqrt(count) if count > 1 else float("nan")
             print(f"{name}, temperature {temperature:g}: {100 * found.mean():.1f} % ± {100 * spread:.1f} (chance 10 %)")
 
 

@@ -1,6 +1,7 @@
 """A plugin of pytest: what the tests cost, and which of the slow ones a run takes within its budget.
 
-    pytest --measure=tests/seconds.json     write down what each module costs: its tests marked slow, and its others
+    pytest --measure=tests/seconds.json     write down what each module costs: its tests marked slow, and its others;
+                                            with -m slow, its slow ones alone
     pytest -m slow --budget=5400            as many modules with slow tests as 5400 s of a worker hold
 
 Nothing but the date decides which part that is, so that the same day takes the same part wherever it runs, and as many
@@ -137,6 +138,8 @@ class Costs:
         if path := self._config.option.measure:
             costs = {name: {key: round(cost[key], 1) for key in _NAMES} for name, cost in sorted(self._costs.items())}
             kept = {name: cost for name, cost in self._known.items() if Path(self._config.rootpath, name).exists()}
+            if self._config.option.markexpr == "slow":  # what its other tests cost is known already
+                costs = {name: {**cost, **kept.get(name, {}), "slow": cost["slow"]} for name, cost in costs.items()}
             lines = (f"{json.dumps(name)}: {json.dumps(cost)}" for name, cost in sorted({**kept, **costs}.items()))
             path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

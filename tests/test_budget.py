@@ -76,3 +76,6 @@ def test_the_run_lists_what_it_leaves_out_and_deals_out_what_was_never_measured(
     assert sorted(left_out) == ["test_a.py", "test_b.py"]
     assert "left out" not in run("--budget=312", f"--measure={tmp_path / 'new.json'}")
     assert json.loads((tmp_path / "new.json").read_text()).keys() == {"test_a.py", "test_b.py", "test_c.py"}
+    measured.write_text(json.dumps({"test_a.py": {"slow": 6.0, "other": 5.0, "cpu": 4.0}}))
+    run("-m", "slow", "--budget=1000", f"--measure={tmp_path / 'new.json'}")
+    assert json.loads((tmp_path / "new.json").read_text())["test_a.py"] == {"slow": 0.0, "other": 5.0, "cpu": 4.0}

@@ -43,7 +43,7 @@ def test_a_phase_is_told_with_what_is_around_it_and_then_the_one_around_it_again
         with heartbeat.phase("wait", "the gradients of step 5"):
             record = read(told)
             assert (record.phase, record.outer, record.detail) == ("wait", "compute", "the gradients of step 5")
-            assert record.awaited == "the gradients of step 5"
+            assert record.wait_detail == "the gradients of step 5"
         assert (read(told).phase, read(told).detail) == ("compute", "")
     assert (read(told).rank, read(told).pid, read(told).phase) == (3, os.getpid(), "start")
 
@@ -70,7 +70,7 @@ def test_what_failed_stays_told_with_the_exit_code(told: Path):
         raise KeyError
     heartbeat.stop(5)
     record = read(told)
-    assert (record.phase, record.code, record.outer, record.awaited) == ("left", 5, "wait", "the sums of step 1")
+    assert (record.phase, record.code, record.outer, record.wait_detail) == ("left", 5, "wait", "the sums of step 1")
 
 
 def test_durations_and_times_of_phases_add_up(told: Path):
@@ -125,8 +125,12 @@ def test_a_record_is_never_torn(tmp_path: Path):
         if record is not None and record.phase == "wait":
             number = record.detail[: len(record.detail) // 20]
             assert record.detail == number * 20
-            assert record.made in (int(number) - 1, int(number))
-            assert not record.durations or record.durations[-1] in (record.made, record.made + 1, record.made + 2)
+            assert record.steps_done in (int(number) - 1, int(number))
+            assert not record.durations or record.durations[-1] in (
+                record.steps_done,
+                record.steps_done + 1,
+                record.steps_done + 2,
+            )
             seen.add(record.number)
     over.set()
     process.join()

@@ -227,6 +227,7 @@ print(most(lambda: [torch.ones(80_000_000).sum() for _ in range(3)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what memory is not that of files")
 def test_a_state_larger_than_the_memory_that_is_used_is_exported(tmp_path: Path) -> None:
     """320 MB in one tensor of one file; what the same numbers take in memory is measured alike."""

@@ -360,6 +360,7 @@ def final(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
     server: stores.Server,
@@ -442,6 +443,7 @@ def test_a_run_that_has_to_go_waits_for_its_upload_as_long_as_the_deadline_lets_
     assert server.store("runs/b").get(f"checkpoints/{saved.name}/manifest.json") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_a_finished_run_that_has_to_go_waits_for_its_upload_no_longer_than_the_deadline(
     server: stores.Server, tmp_path: Path

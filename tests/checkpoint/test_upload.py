@@ -378,6 +378,7 @@ class Beside:
         raise AssertionError(f"{text!r} is not among {self.lines}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
     server: stores.Server, tmp_path: Path

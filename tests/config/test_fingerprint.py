@@ -48,6 +48,7 @@ HARMLESS = {
     "data.worker_kind": "processes",
     "data.prefetch": "2",
     "data.prefetch_mb": "3",
+    "data.storage": "remote",
     "optim.implementation": "loop",
     "eval.every": "3",
     "eval.rows": "3",

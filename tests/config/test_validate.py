@@ -186,6 +186,11 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
     ]
 
 
+def test_static_graph_of_ddp_is_no_setting_as_no_layout_knows_which_parameters_a_pass_leaves_out():
+    (mistake,) = mistakes("layout.static_graph=true")
+    assert mistake.startswith("unknown key 'layout.static_graph' (override 'layout.static_graph=true')")
+
+
 def test_an_unknown_key_in_a_list_item_is_told_beside_the_key_that_is_missing_for_it():
     assert mistakes("optim.groups=[{mach: a}]") == [
         "'optim.groups.0.match' is missing (glob over parameter names, e.g. '*.embed_tokens.*')",

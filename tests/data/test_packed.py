@@ -172,6 +172,7 @@ def test_a_process_asks_only_for_the_lengths_of_its_own_lanes_and_once_for_each(
 # interruptions --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     method=st.sampled_from(METHODS), before=st.sampled_from(WORLDS), after=st.sampled_from(WORLDS),

@@ -11,12 +11,17 @@ import pytest
 
 from tests.data import made
 from tests.data.made import BATCH, SIZE, Augmented
+from tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, choose_count, lock_share
+from unisono.data.order.mixture import Joined
+from unisono.data.views import Subset
+from unisono.runtime.communicator import ProcessInfo
 from unisono.task import SampleContext
 
 SLOW = StageTimes(read=0.001, sample=0.05, rest=0.002, locked=0.1)
+SLOW_STORAGE = StageTimes(read=1.0, sample=0.05, rest=0.002, locked=0.1)
 
 
 def _advice(waits: WaitMonitor, stages: StageTimes = SLOW, share: float = 0.5, steps: int = 20) -> list[str]:
@@ -99,3 +104,62 @@ def test_what_to_change_depends_on_where_the_time_goes(waits: WaitMonitor, stage
     (line,) = _advice(waits, stages)
     assert line.startswith("steps wait for data for 50 % of their time; ")
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("remote", "given", "says"),
+    [
+        (False, {}, "1 thread, "),
+        (True, {}, "8 threads, "),
+        (True, {"workers": 3}, "3 threads, "),
+        (True, {"workers": "auto"}, "8 threads, "),
+        (False, {"workers": "auto"}, "1 thread, "),
+    ],
+)
+def test_storage_decides_how_many_workers_there_are_by_default(
+    monkeypatch: pytest.MonkeyPatch, remote: bool, given: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 2)
+    monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda maker, request: SLOW_STORAGE)
+    loader = Loader(
+        Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, remote=remote, **given
+    )
+    with closing(loader):
+        loader.start()
+        next(loader.steps())
+        assert loader.facts().startswith(says)
+        assert ("from remote storage" in loader.facts()) is remote
+        assert not any("more than its" in line for line in loader.news()), "workers that wait need no core"
+
+
+@pytest.mark.parametrize(("given", "ahead"), [({}, 4), ({"workers": 3}, 6), ({"prefetch": 2, "workers": 3}, 2)])
+def test_two_micro_batches_are_ready_for_each_worker_unless_a_number_is_given(
+    given: dict[str, Any], ahead: int
+) -> None:
+    loader = Loader(Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, **given)
+    with closing(loader):
+        next(loader.steps())
+        assert loader._ahead == ahead
+
+
+def test_workers_that_wait_for_a_network_change_nothing_of_what_is_made() -> None:
+    made.same(made.steps(Augmented(), remote=True), made.steps(Augmented()))
+
+
+@pytest.mark.parametrize("storage", ["auto", "local", "remote"])
+@pytest.mark.parametrize("url", [False, True])
+def test_the_kind_of_storage_is_that_of_the_source_unless_it_is_given(url: bool, storage: str) -> None:
+    class Rows:
+        remote = url
+
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, row: int) -> int:
+            return row
+
+    config = configuration(data={"storage": storage})
+    split, place = BatchSplit.create(BATCH, 1, 4), ProcessInfo(0, 1)
+    for source in (Rows(), Subset(Rows(), np.arange(SIZE)), Joined({"a": np.arange(SIZE), "b": Rows()})):
+        loader = Loader.from_config(Augmented(), source, made.plan(), split, place, config)
+        assert loader._remote is (url if storage == "auto" else storage == "remote")

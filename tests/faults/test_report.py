@@ -27,11 +27,11 @@ def test_what_is_of_this_machine_alone_is_left_out(said: str, plain: str) -> Non
 def test_rows_that_are_not_shown_again_stay_as_they_are(tmp_path: Path) -> None:
     page, faults = tmp_path / "page.md", report.load_scenarios()
     report.write_report(
-        page, [(faults["A1"], Outcome(said="first")), (faults["B12"], Outcome(broken_promises=["no | yes"]))]
+        page, [(faults["A1"], Outcome(message="first")), (faults["B12"], Outcome(broken_promises=["no | yes"]))]
     )
     old = page.read_text().replace("| first | ", "| first | in 1999 ")
     page.write_text(f"# Before\n\n{old}\nafter\n")
-    report.write_report(page, [(faults["B12"], Outcome(said="third", lost=1))])
+    report.write_report(page, [(faults["B12"], Outcome(message="third", lost_steps=1))])
     text = page.read_text()
     rows = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith(("| A1", "| B12"))}
     assert "| first | in 1999 " in rows["| A1"]

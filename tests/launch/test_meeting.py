@@ -271,13 +271,13 @@ def test_a_node_that_fails_ends_the_others(ended: list[float]):
 
 def test_a_node_that_is_gone_ends_the_others(ended: list[float]):
     ends = together(watched_until(ended), lambda met: None, timeout=5)
-    assert str(ends[0]).endswith("disconnected while waiting for a sign of life")
+    assert str(ends[0]).endswith("disconnected while waiting for a heartbeat")
     assert len(ended) == 1
 
 
 def test_a_node_that_falls_silent_ends_the_others_after_the_deadline(ended: list[float]):
     ends = together(watched_until(ended), lambda met: jobs.wait_for(lambda: bool(ended), 60), timeout=1)
-    assert str(ends[0]).endswith("for 1 s while waiting for a sign of life")
+    assert str(ends[0]).endswith("for 1 s while waiting for a heartbeat")
     assert len(ended) == 1
 
 

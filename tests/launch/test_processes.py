@@ -199,6 +199,7 @@ def test_a_process_that_was_killed_is_named_and_takes_all_others_with_it(here: P
     assert "killed by signal 9" in errors
 
 
+@pytest.mark.slow
 def test_those_who_waited_for_a_process_that_hangs_say_so_and_the_process_is_named(here: Path):
     words = ("train.steps=6", "layout.world_size=2", "task.hangs=1", "launch.timeout=4")
     done = jobs.unisono(*TRAIN, *words, cwd=here)

@@ -19,6 +19,7 @@ from unisono.launch.replay import REPLAYS, replay
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
+pytestmark = pytest.mark.slow  # real runs, started again and again
 WORDS = (
     "run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "train.global_batch=4",
     "layout.world_size=1", "layout.device=cpu", "layout.threads=1", "observe.progress=false",

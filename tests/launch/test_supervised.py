@@ -108,6 +108,7 @@ def test_a_monitor_that_dies_is_told_and_replaced_and_the_run_goes_on(undisturbe
     assert warning.endswith("It was restarted")
 
 
+@pytest.mark.slow
 def test_after_four_faults_a_run_ends_bit_for_bit_as_if_it_had_never_failed(undisturbed: Told, disturbed: Told):
     assert disturbed.code == 0, disturbed.errors
     theirs, mine = undisturbed.state(), disturbed.state()

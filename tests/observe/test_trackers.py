@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -293,6 +296,34 @@ def test_a_resumed_run_goes_on_in_trackio(resumed: tuple[Path, str]) -> None:
     losses = {step: json.loads(metrics).get("loss") for _, step, metrics in rows if "loss" in json.loads(metrics)}
     assert losses == expected(folder)
     assert json.loads(config)["config"]["optim"]["kind"] == "sgd"
+
+
+@pytest.mark.slow
+def test_trackio_keeps_sounds_and_pictures_byte_for_byte(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="trackio <= 0.43 needs pillow < 13, which the pinned versions are not")
+    from unisono.recipes.speech.show import draw, write_wav
+
+    sound = np.sin(0.2 * np.arange(8000)).astype(np.float32)
+    write_wav(tmp_path / "said.wav", sound, 8000)
+    draw(tmp_path / "said.png", {"said": sound}, 8000)
+    script = (
+        "from pathlib import Path\n"
+        "from unisono.observe.trackers import TrackedRun\n"
+        "from unisono.observe.trackio import Tracker\n"
+        "tracker = Tracker(TrackedRun(Path('.'), 'run', 'unisono', 'abcdef', 0))\n"
+        "tracker.sound(2, 'samples/0/said', Path('said.wav'))\n"
+        "tracker.picture(2, 'samples/0/spectrograms', Path('said.png'))\n"
+        "tracker.close({}, False)\n"
+    )
+    variables = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}  # read where trackio is imported
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=variables, check=True, timeout=120)
+    with sqlite3.connect(tmp_path / "trackio" / "unisono.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    kept = {name: (step, value) for step, metrics in rows for name, value in json.loads(metrics).items()}
+    for name, kind, made in (("said", "audio", "said.wav"), ("spectrograms", "image", "said.png")):
+        step, value = kept[f"samples/0/{name}"]
+        assert (step, value["_type"]) == (2, f"trackio.{kind}")
+        assert (tmp_path / "trackio" / "media" / value["file_path"]).read_bytes() == (tmp_path / made).read_bytes()
 
 
 def test_only_rank_0_has_trackers(tmp_path: Path) -> None:

@@ -283,6 +283,7 @@ def test_a_configuration_that_names_code_is_read_without_it(tmp_path: Path, capl
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.slow
 def test_an_architecture_that_only_its_own_code_knows_is_refused_whatever_a_pipe_says(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = _foreign(tmp_path / "model", auto_map=AUTO, model_type="evil")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.security import fuzz
+from tests.security.foreign_readers import Reader
 
 COSTLY = ("user", "yaml", "BIOM 2")  # which compose a configuration, or start a process, for each
 NEEDS = {"BIOM 1": "biom", "BIOM 2": "biom"}
@@ -47,5 +48,5 @@ def test_a_reader_that_lets_another_error_out_is_found(monkeypatch: pytest.Monke
         return {b"\x93": 0}[(folder / "a.npy").read_bytes()[:1]]  # a KeyError where the first byte is another
 
     honest = fuzz.READERS["npy"]()
-    monkeypatch.setitem(fuzz.READERS, "npy", lambda: fuzz.Reader(honest.make, read, refuses=False))
+    monkeypatch.setitem(fuzz.READERS, "npy", lambda: Reader(honest.make, read, refuses=False))
     assert any("KeyError" in line for line in fuzz.fuzz("npy", 100))

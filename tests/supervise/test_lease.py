@@ -28,7 +28,7 @@ from pathlib import Path
 from unisono.runtime.errors import RunError
 from unisono.supervise import run_lock
 folder = Path(sys.argv[1])
-with run_lock.hold_lock(folder, every=0.1) as mine:
+with run_lock.hold_lock(folder, interval=0.1) as mine:
     print(mine.token, flush=True)
     for _ in sys.stdin:  # a commit, whenever it is asked for
         try:
@@ -66,7 +66,7 @@ def asked(process: subprocess.Popen[str]) -> str:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Stop a process; returns once none of its threads can write another sign of life."""
+    """Stop a process; returns once none of its threads can write another heartbeat."""
     process.send_signal(signal.SIGSTOP)
     threads = list(Path(f"/proc/{process.pid}/task").iterdir())
     jobs.wait_for(lambda: all(" T " in (thread / "stat").read_text() for thread in threads), 60)
@@ -98,7 +98,7 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced_at_once(tmp_path: Pa
         began = time.monotonic()
         with run_lock.hold_lock(tmp_path, patience=600) as mine:
             assert (mine.token, mine.seized) == (2, True)
-        assert time.monotonic() - began < 300, "nobody waited for a sign of life"
+        assert time.monotonic() - began < 300, "no process waited for a heartbeat"
 
 
 def test_who_lets_go_leaves_nothing_to_wait_for_and_tokens_only_grow(tmp_path: Path, elsewhere: None):
@@ -119,7 +119,7 @@ def test_an_owner_on_another_host_is_refused_once_its_counter_moves(
             began = time.monotonic()
             assert f"in use by process {process.pid} on {platform.node()}" in refused(tmp_path, patience=600)
             assert time.monotonic() - began < 300
-    assert "which cannot be checked from this host; waiting 600 s for a sign of life" in capsys.readouterr().err
+    assert "which cannot be checked from this host; waiting 600 s for a heartbeat" in capsys.readouterr().err
 
 
 def test_an_owner_that_slept_too_long_is_replaced_and_commits_nothing_when_it_wakes_up(tmp_path: Path, elsewhere: None):

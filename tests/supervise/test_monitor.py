@@ -56,7 +56,7 @@ class Node:
             words = [sys.executable, "-c", script, str(self.directory), str(rank)]
             self.ranks.append(subprocess.Popen(words, start_new_session=True))
         for rank in range(len(acts)):
-            self.until(rank, lambda record: record.made == 3)
+            self.until(rank, lambda record: record.steps_done == 3)
 
     def until(self, rank: int, reached: Callable[[heartbeat.HeartbeatRecord], bool]) -> None:
         """Wait until a rank has told that it is there."""

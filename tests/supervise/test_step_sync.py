@@ -94,7 +94,10 @@ def test_a_save_that_fits_the_deadline_is_made(tmp_path: Path, waits: Any):
     waits(15.5)
     decided = made.decide(saving=10.0)
     assert (decided.save, decided.preempted) == (False, True)
-    assert decided.why == "saving takes about 10.0 s, but only 14.5 s were left of launch.preempt_deadline=30"
+    assert (
+        decided.not_saved_because
+        == "saving takes about 10.0 s, but only 14.5 s were left of launch.preempt_deadline=30"
+    )
 
 
 def test_the_longest_save_of_all_ranks_and_the_earliest_signal_count(tmp_path: Path, waits: Any):
@@ -119,8 +122,8 @@ def test_a_run_that_has_to_go_knows_how_long_it_may_still_wait(tmp_path: Path, d
 
 
 def test_decisions_of_one_step_add_up():
-    later = Decision(save=True, stop=True) | Decision(preempted=True, why="no time")
-    assert later == Decision(save=True, stop=True, preempted=True, why="no time")
+    later = Decision(save=True, stop=True) | Decision(preempted=True, not_saved_because="no time")
+    assert later == Decision(save=True, stop=True, preempted=True, not_saved_because="no time")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_decisions_of_one_step_add_up():
     ],
 )
 def test_the_end_says_what_is_saved(tmp_path: Path, saved: int, told: str):
-    error = StepSync(SingleProcess(), tmp_path, 30).preempted(7, 9, saved, "no time")
+    error = StepSync(SingleProcess(), tmp_path, 30).preempted_error(7, 9, saved, "no time")
     assert told in str(error)
     assert error.exit_code == 75
 
@@ -158,7 +161,7 @@ def boundaries(place: ProcessInfo, group: Communicator, folder: Path) -> tuple[l
     """Rank 1 gets a signal after its third boundary, rank 0 finds a file after its sixth; and what one costs."""
     with preemption.handle_signals():
         made = StepSync(group, folder, 30)
-        made.open()
+        made.take_over_signals()
         decided = []
         for step in range(8):
             if step == 3 and place.rank == 1:

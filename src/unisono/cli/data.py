@@ -216,7 +216,7 @@ def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
                 f"{parsed.folder} out=bad.jsonl`, and add leave_out=bad.jsonl"
             ) from error
     shape = " × ".join(map(str, made[0]["values"].shape))
-    say(f"{own.out}: {len(made)} rows of {shape} {own.dtype}, {len(made.about['left_out'])} left out")
+    say(f"{own.out}: {len(made)} rows of {shape} {own.dtype}, {len(made.metadata['left_out'])} left out")
     return 0
 
 

@@ -38,11 +38,11 @@ def _export(parsed: argparse.Namespace) -> int:
 
     words = arguments.parse_settings(parsed, Export)
 
-    def merged(folder: Path, ema: bool, step: int) -> nn.Module:
+    def build_merged(folder: Path, ema: bool, step: int) -> nn.Module:
         model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
         return model
 
-    made = export(parsed.folder, words, merged)
+    made = export(parsed.folder, words, build_merged)
     say(
         f"{made.folder}: {made.description}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

@@ -108,7 +108,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     """The parser of the core's verbs, and their names."""
     parser = argparse.ArgumentParser(
         prog="unisono",
-        description="Train a model on one process or on many; the many compute exactly what the one computes.",
+        description="Train a model on one process or on many; many processes compute exactly what one computes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -379,10 +379,10 @@ def _faults(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.kills is not None:
         os.environ[kills.KILLS] = str(parsed.kills)
-    shown = report.run_scenarios(chosen, lambda fault, outcome: say(report.format_outcome(fault, outcome)))
+    outcomes = report.run_scenarios(chosen, lambda fault, outcome: say(report.format_outcome(fault, outcome)))
     if parsed.report:
-        report.write_report(parsed.report, shown)
-    return int(any(outcome.verdict == "FAIL" for _, outcome in shown))
+        report.write_report(parsed.report, outcomes)
+    return int(any(outcome.verdict == "FAIL" for _, outcome in outcomes))
 
 
 def _diagnose(parsed: argparse.Namespace) -> int:

@@ -12,17 +12,13 @@ import hashlib
 import os
 import pkgutil
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from unisono.config import recipes, references
-
-_INSTALL_DIRS = tuple(
-    {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+from unisono.runtime.source_files import is_library_file
 
 
 def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
@@ -115,7 +111,7 @@ def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
             return
         if spec.has_location and spec.origin:
             path = Path(spec.origin).resolve()
-            if not path.is_file() or (parts[0] != own and _is_installed(path)):
+            if not path.is_file() or (parts[0] != own and is_library_file(str(path))):
                 return
             yield name, path
         if spec.submodule_search_locations is None:
@@ -131,11 +127,6 @@ def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
     inside = (importer.find_spec(name) for place in search if (importer := pkgutil.get_importer(place)) is not None)
     specs = [spec for spec in inside if spec is not None]
     return next((spec for spec in specs if spec.loader), next(iter(specs), None))  # namespace packages come last
-
-
-def _is_installed(path: Path) -> bool:
-    known = any(place in path.parents for place in _INSTALL_DIRS)
-    return known or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 def _unisono_digests() -> dict[str, str]:

@@ -28,6 +28,11 @@ class _View:
         self.source: Any = source
 
     @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return bool(getattr(self.source, "remote", False))
+
+    @property
     def manifest(self) -> dict[str, Any] | None:
         """The manifest of the source's files; None if it has none."""
         found: dict[str, Any] | None = getattr(self.source, "manifest", None)

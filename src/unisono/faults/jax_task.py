@@ -1,6 +1,6 @@
 """The task into which faults are injected, in JAX; see `unisono.faults.task`. Like that one, it is copied to the runs.
 
-A jitted function cannot fail at a step of its own, so a fault of the forward pass happens where the step begins.
+A jitted function cannot fail at a step of its own, so a fault of the forward pass happens at the beginning of the step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Network(eqx.Module):
     last: eqx.nn.Linear
 
     def __init__(self, width: int, key: jax.Array) -> None:
-        one, two = jax.random.split(key)
-        self.first, self.last = eqx.nn.Linear(5, width, key=one), eqx.nn.Linear(width, 1, key=two)
+        first_key, last_key = jax.random.split(key)
+        self.first, self.last = eqx.nn.Linear(5, width, key=first_key), eqx.nn.Linear(width, 1, key=last_key)
 
-    def __call__(self, x: jax.Array, kept: jax.Array) -> jax.Array:  # (5,) -> (1,)
-        """The sum that it takes a row to have."""
-        return self.last(jnp.where(kept, jax.nn.relu(self.first(x)) / 0.9, 0.0))
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:  # (5,) -> (1,)
+        """The predicted sum of a row."""
+        return self.last(jnp.where(mask, jax.nn.relu(self.first(x)) / 0.9, 0.0))
 
 
 class Small(FaultyTask):
@@ -45,30 +45,30 @@ class Small(FaultyTask):
             self._watch_steps()
 
     def _watch_steps(self) -> None:
-        """Have the fault happen in the main thread of a rank, in the step for which it was requested."""
+        """Inject the fault in the main thread of a rank, in the requested step."""
         from unisono.engines.jax.engine import JaxEngine
 
-        fault, made = self.fault, JaxEngine.step
+        fault, original = self.fault, JaxEngine.step
 
-        @functools.wraps(made)
+        @functools.wraps(original)
         def step(engine: JaxEngine, batches: Any, number: int, scalars: Any) -> Any:
             time.sleep(self.config.sleep)
             if fault is not None and fault.is_due("forward", number):
                 fault.trigger()
-            return made(engine, batches, number, scalars)
+            return original(engine, batches, number, scalars)
 
-        setattr(JaxEngine, "step", step)  # noqa: B010 - mypy would not have a method replaced
+        setattr(JaxEngine, "step", step)  # noqa: B010 - mypy rejects replacing a method
 
     def build(self, key: jax.Array) -> Network:
         """The network."""
         return Network(self.config.width, key)
 
     def outputs(self, model: Any, batch: Mapping[str, Any], context: Context) -> Any:
-        """What the network makes of the rows."""
+        """The outputs of the network."""
         assert context.key is not None
         shape = (len(batch["x"]), self.config.width)
-        kept = jax.random.bernoulli(context.key, 0.9, shape) if context.training else jnp.ones(shape, bool)
-        return jax.vmap(model)(batch["x"], kept)
+        mask = jax.random.bernoulli(context.key, 0.9, shape) if context.training else jnp.ones(shape, bool)
+        return jax.vmap(model)(batch["x"], mask)
 
     def loss(self, outputs: jax.Array, batch: Mapping[str, Any], context: Context) -> Loss:
         """The sum of squares."""

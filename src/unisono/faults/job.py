@@ -1,4 +1,4 @@
-"""Jobs of the small task, started as a user would, and what is left of one: its end, processes and newest state."""
+"""Jobs of the small task, started as a user would start them, and their results: output, processes, newest state."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ class JobResult:
     """How a job ended.
 
     Attributes:
-        code: of its command.
-        said: on stdout and stderr.
+        code: exit code of its command.
+        output: stdout and stderr.
         ended_at: seconds of the monotonic clock.
-        orphans: processes that were still there ten seconds later.
+        orphans: processes that were still running ten seconds later.
     """
 
     code: int
-    said: str
+    output: str
     ended_at: float
     orphans: tuple[int, ...] = ()
 
     @property
-    def sentence(self) -> str:
-        """What the command said at last, in one line."""
+    def message(self) -> str:
+        """The last line in which the command gives a reason for its end."""
         return self.reasons[-1].removeprefix("unisono: ").removeprefix("error: ") if self.reasons else ""
 
     @property
     def reasons(self) -> list[str]:
-        """Every line in which the command says why it ended."""
-        said = [line for line in self.said.splitlines() if line.startswith("unisono: ")]
-        return [line for line in said if not line.startswith(("unisono: WARNING", "unisono: compiling "))]
+        """All lines in which the command gives a reason for its end."""
+        lines = [line for line in self.output.splitlines() if line.startswith("unisono: ")]
+        return [line for line in lines if not line.startswith(("unisono: WARNING", "unisono: compiling "))]
 
 
 class Job:
-    """A running `unisono train`, in a process group of its own. Use as a context: whatever it started ends with it.
+    """A running `unisono train` in its own process group. Use as a context: all its processes end with it.
 
     Args:
-        folder: to work in; the run lies in `runs/a`.
-        words: settings besides `WORDS`; later ones win.
+        folder: working directory; the run directory is `runs/a`.
+        words: settings in addition to `SETTINGS`; later ones win.
         misbehave: see `unisono.faults.task_fault`.
-        command: of another verb, or a whole command that starts with a program.
-        variables: of the environment.
-        output: file for what it says.
-        server: starts so many ranks without a launcher; see `unisono.faults.rank_server`.
+        command: replaces `unisono train`, e.g. for another verb.
+        variables: added to the environment.
+        output: file for stdout and stderr.
+        server: starts this many ranks without a launcher; see `unisono.faults.rank_server`.
         engine: of the small task.
     """
 
@@ -95,7 +95,7 @@ class Job:
         self.output = folder / output
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(task_fault.__file__).with_name(_TASK_FILES[engine]), folder / TASK)
-        kept = {
+        inherited = {
             k: v
             for k, v in os.environ.items()
             if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in (*_LAUNCHERS, task_fault.VARIABLE)
@@ -109,15 +109,15 @@ class Job:
         self.process: subprocess.Popen[bytes] | RankProcesses
         if server is None:
             self.process = subprocess.Popen(
-                list(command or train_command(*words)), cwd=folder, env={**kept, **variables_set},
+                list(command or train_command(*words)), cwd=folder, env={**inherited, **variables_set},
                 start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         else:
             size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{server[1]}")
-            here = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+            address = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
             self.process = server[0].start(
-                folder, *_task_and_settings(words), {**kept, **variables_set, **size, **here}, self.output
+                folder, *_task_and_settings(words), {**inherited, **variables_set, **size, **address}, self.output
             )
 
     def __enter__(self) -> Job:
@@ -132,30 +132,30 @@ class Job:
 
     @property
     def run(self) -> Path:
-        """The folder of the run."""
+        """The run directory."""
         return self.folder / "runs" / RUN
 
     def pids(self) -> list[int]:
-        """Processes of the job: those of its folder, and ranks that are not there yet."""
-        early = [one.pid for one in getattr(self.process, "all", ()) if processes.refresh(one)]
+        """Processes of the job: those in its folder, and ranks that have not entered it yet."""
+        early = [one.pid for one in getattr(self.process, "processes", ()) if processes.refresh(one)]
         return sorted({*early, *(pid for pid in pids() if _works_in_folder(pid, self.folder))})
 
     def wait_for_ranks(self, count: int, seconds: float = 60.0) -> list[int]:
-        """The process numbers of all ranks, once they are there."""
+        """Wait until all ranks have started; return their process numbers."""
         wait_for(lambda: len(self._ranks()) >= count, seconds, f"{count} ranks in {self.folder}")
         return [pid for _, pid in sorted(self._ranks().items())]
 
     def step(self) -> int:
-        """The last step that was recorded."""
+        """The last recorded step."""
         return last_step(self.run)
 
     def wait_for_step(self, step: int, seconds: float = 180.0) -> None:
-        """Wait until a step was recorded."""
+        """Wait until a step is recorded."""
         wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
 
     def wait_for_hold(self, seconds: float = 180.0) -> list[int]:
-        """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); the ranks."""
-        wait_for((self.folder / task_fault.MARK).exists, seconds, f"a rank that is held in {self.folder}")
+        """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); return the ranks."""
+        wait_for((self.folder / task_fault.MARK).exists, seconds, f"a held rank in {self.folder}")
         return self.wait_for_ranks(2)
 
     def release(self) -> None:
@@ -163,24 +163,24 @@ class Job:
         (self.folder / task_fault.RELEASED).touch()
 
     def finish(self, seconds: float = 180.0) -> JobResult:
-        """Wait for its end; what is still there ten seconds after it is an orphan."""
+        """Wait for its end; a process that still runs ten seconds later is an orphan."""
         try:
             code = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             code = 124
-        ended = time.monotonic()
+        ended_at = time.monotonic()
         with suppress(TimeoutError):
             wait_for(lambda: not self.pids(), 10.0, "no process left")
         self._output.flush()
-        said = self.output.read_text(encoding="utf-8", errors="replace")
-        return JobResult(code, said, ended, tuple(self.pids()))
+        output = self.output.read_text(encoding="utf-8", errors="replace")
+        return JobResult(code, output, ended_at, tuple(self.pids()))
 
     def _ranks(self) -> dict[int, int]:
         found = {}
         for pid in self.pids():
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name.startswith("rank "):  # a fork, which says so itself
+                if name.startswith("rank "):  # a fork names itself so
                     found[int(name.removeprefix("rank "))] = pid
                     continue
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -199,9 +199,9 @@ def train_command(*words: str) -> list[str]:
 
 
 def _task_and_settings(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The small task, and its settings."""
-    own = {word.partition("=")[0] for word in words}
-    return f"{TASK}:Small", [*(word for word in SETTINGS if word.partition("=")[0] not in own), *words]
+    """The reference of the small task, and its settings."""
+    keys = {word.partition("=")[0] for word in words}
+    return f"{TASK}:Small", [*(word for word in SETTINGS if word.partition("=")[0] not in keys), *words]
 
 
 def verb_command(*words: str) -> list[str]:
@@ -210,10 +210,10 @@ def verb_command(*words: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port on which no process listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def fault_time(folder: Path) -> float | None:
@@ -236,15 +236,15 @@ def last_step(run: Path) -> int:
 
 
 def train_to_end(sandbox: Sandbox, *words: str) -> Path:
-    """The newest commit of a run that was made to its end."""
+    """Train a run to its end; return its newest checkpoint."""
     with sandbox.job(*words) as run:
         done = run.finish()
-        assert done.code == 0, done.said[-2000:]
+        assert done.code == 0, done.output[-2000:]
         return sorted((run.run / "checkpoints").glob("step-*"))[-1]
 
 
 def rewrite_manifest(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change what a commit's manifest says, and let its own hash fit."""
+    """Change the manifest of a checkpoint, and update its own hash."""
     from unisono.checkpoint.core import manifest
 
     content = change(json.loads((commit / manifest.NAME).read_text()))
@@ -252,12 +252,12 @@ def rewrite_manifest(commit: Path, change: Callable[[dict[str, Any]], dict[str, 
 
 
 def is_saving(run: Path) -> bool:
-    """Whether a half of a commit lies there: of a save that goes on, or was cut off."""
+    """Whether there is an unfinished checkpoint: of a save in progress, or an interrupted one."""
     return any((run / "checkpoints").glob(".writing-*"))
 
 
 def newest_step(run: Path) -> int:
-    """The step of the newest commit whose content is what was written; -1 if there is none, or it is damaged."""
+    """The step of the newest checkpoint; -1 if there is none, or it is damaged."""
     from unisono.checkpoint.core import commit
     from unisono.runtime.errors import CheckpointError
 
@@ -269,21 +269,21 @@ def newest_step(run: Path) -> int:
 
 
 def read_digests(run: Path) -> dict[str, str]:
-    """Hashes of everything that a run's newest commit holds, and what the ledger says that each step took."""
+    """Hashes of all content of a run's newest checkpoint, and of the samples of each step in the ledger."""
     from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
     reader = checkpoint.reader()
-    found = {}
+    digests = {}
     for name, shape in reader.shapes.items():
-        found[name] = hashlib.sha256(reader.read(name, (0,) * len(shape), shape).tobytes()).hexdigest()
-    kept = checkpoint.state
-    found |= {name: json.dumps(kept[name]) for name in ("step", "total", "random", "micro_batch", "plan", "best")}
-    return found | {"consumed": json.dumps((kept["ledger"] or {}).get("consumed"))} | read_samples(run)
+        digests[name] = hashlib.sha256(reader.read(name, (0,) * len(shape), shape).tobytes()).hexdigest()
+    state = checkpoint.state
+    digests |= {name: json.dumps(state[name]) for name in ("step", "total", "random", "micro_batch", "plan", "best")}
+    return digests | {"consumed": json.dumps((state["ledger"] or {}).get("consumed"))} | read_samples(run)
 
 
 def read_arrays(run: Path) -> dict[str, Any]:
-    """Everything that a run's newest commit holds."""
+    """All arrays of a run's newest checkpoint."""
     from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
@@ -292,46 +292,46 @@ def read_arrays(run: Path) -> dict[str, Any]:
 
 
 def max_distance(run: Path, before: Mapping[str, Any]) -> float:
-    """The largest relative distance of an array of a run from what it was to be; infinite if one is missing."""
-    mine = read_arrays(run)
-    if mine.keys() != before.keys():
+    """The largest relative distance of an array of a run from its reference; infinite if one is missing."""
+    arrays = read_arrays(run)
+    if arrays.keys() != before.keys():
         return float("inf")
     return max(
-        float(np.linalg.norm(mine[name] - b) / max(float(np.linalg.norm(b)), 1e-3)) for name, b in before.items()
+        float(np.linalg.norm(arrays[name] - b) / max(float(np.linalg.norm(b)), 1e-3)) for name, b in before.items()
     )
 
 
 def read_samples(run: Path) -> dict[str, str]:
-    """What the ledger says each step took, as it was made last; by step and rows of the global batch."""
+    """The samples of each step according to the ledger, as last executed; by step and rows of the global batch."""
     from unisono.data import ledger
 
-    found: dict[str, str] = {}
+    samples: dict[str, str] = {}
     for path in sorted((run / ledger.FOLDER).glob("rank-*.jsonl")):
         starts, faults = ledger.read_ledger(path)
-        found |= {f"fault of {path.name}": fault for fault in faults}
+        samples |= {f"fault of {path.name}": fault for fault in faults}
         for start in starts:
             for lines in start.lines.values():
                 for line in lines:
-                    where = f"step {line.step}, rows {line.rows.start} to {line.rows.stop}"
-                    found[where] = f"{line.ids} {line.content:x}"
-    return found
+                    key = f"step {line.step}, rows {line.rows.start} to {line.rows.stop}"
+                    samples[key] = f"{line.ids} {line.content:x}"
+    return samples
 
 
-def wait_for(true: Callable[[], Any], seconds: float, what: str, every: float = 0.02) -> None:
-    """Return once something is true; it is looked at every so many seconds.
+def wait_for(condition: Callable[[], Any], seconds: float, description: str, interval: float = 0.02) -> None:
+    """Poll a condition until it is true.
 
     Raises:
-        TimeoutError: if it is not within so many seconds.
+        TimeoutError: if it is still false after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:g} s for {what}")
-        time.sleep(every)
+            raise TimeoutError(f"waited {seconds:g} s for {description}")
+        time.sleep(interval)
 
 
 def pids() -> list[int]:
-    """All processes of this machine that are not only waiting to be collected."""
+    """All running processes of this machine, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -341,10 +341,10 @@ def pids() -> list[int]:
 
 
 def _works_in_folder(pid: int, folder: Path) -> bool:
-    """Whether a process has the folder as its own, or in its command, as a monitor has, which works in none."""
+    """Whether a process has this working directory, or the folder in its command (as a monitor has)."""
     here = folder.resolve()
     try:
-        at_home = Path(f"/proc/{pid}/cwd").resolve(strict=False) == here
-        return pid != os.getpid() and (at_home or f"{here}/".encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
+        in_folder = Path(f"/proc/{pid}/cwd").resolve(strict=False) == here
+        return pid != os.getpid() and (in_folder or f"{here}/".encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False

@@ -19,25 +19,26 @@ ShowFault = Callable[["Sandbox"], "Outcome"]
 
 
 class AbstainError(Exception):
-    """Why a fault cannot be shown here."""
+    """The fault cannot be injected on this host; the message says why."""
 
 
 @dataclass
 class Outcome:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Attributes:
-        seconds: from the fault to the end of the job; None where nothing ended.
-        lost: steps that were made and had to be made again; None where there were none to lose.
-        exact: whether the run ended as the one that never failed, bit for bit; None where it was not to go on.
-        said: the sentence.
-        broken_promises: promises that were not kept.
+        seconds: from the fault to the end of the job; None if no job ended.
+        lost_steps: steps that had to be repeated; None if the fault cannot lose steps.
+        exact: whether the result equals that of the reference run, bit for bit; None if the run was not resumed.
+        message: the message that the command printed.
+        broken_promises: promises that did not hold.
+        abstain: why the fault could not be injected here; empty if it was.
     """
 
     seconds: float | None = None
-    lost: int | None = None
+    lost_steps: int | None = None
     exact: bool | None = None
-    said: str = ""
+    message: str = ""
     broken_promises: list[str] = field(default_factory=list)
     abstain: str = ""
 
@@ -46,10 +47,10 @@ class Outcome:
         """`PASS`, `FAIL` or `ABSTAIN`."""
         return "FAIL" if self.broken_promises else "ABSTAIN" if self.abstain else "PASS"
 
-    def check(self, kept: bool, what: str) -> None:
-        """Note a promise that was not kept."""
-        if not kept:
-            self.broken_promises.append(what)
+    def check(self, condition: bool, problem: str) -> None:
+        """Record a problem unless the condition holds."""
+        if not condition:
+            self.broken_promises.append(problem)
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Scenario:
     """A row of the matrix.
 
     Attributes:
-        key: number in the list of faults, e.g. `A1`, with a letter where there are several ways.
-        text: what goes wrong.
-        act: shows it.
-        quick: whether it is among the few that every test run shows.
+        key: number in the list of faults, e.g. `A1`, with a letter for variants.
+        text: describes the fault.
+        act: injects it and checks the promises.
+        quick: whether it is among the few that every test run includes.
     """
 
     key: str
@@ -69,7 +70,7 @@ class Scenario:
     quick: bool = False
 
     def show(self, ground: Sandbox) -> Outcome:
-        """Let it happen, and say what came of it."""
+        """Inject the fault and return its outcome."""
         try:
             return self.act(ground.for_scenario(self.key))
         except AbstainError as reason:
@@ -82,7 +83,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(key: str, text: str, *, quick: bool = False) -> Callable[[ShowFault], ShowFault]:
-    """Make a function a row of the matrix."""
+    """Register a function as a row of the matrix."""
 
     def add(act: ShowFault) -> ShowFault:
         assert key not in SCENARIOS, key
@@ -93,66 +94,65 @@ def scenario(key: str, text: str, *, quick: bool = False) -> Callable[[ShowFault
 
 
 class Sandbox:
-    """Where faults are shown: a folder, and the runs in it that never failed, each made once.
+    """A folder in which faults are injected, and the results of reference runs without faults, each run once.
 
     Args:
-        folder: of all faults.
-        own: of this fault.
-        known: states of the runs that never failed.
+        root: folder of all scenarios.
+        folder: of this scenario; default: `root`.
+        references: digests of the reference runs by settings, shared by all scenarios.
         engine: of the small task.
     """
 
     def __init__(
         self,
-        folder: Path,
-        own: Path | None = None,
-        known: dict[str, dict[str, str]] | None = None,
+        root: Path,
+        folder: Path | None = None,
+        references: dict[str, dict[str, str]] | None = None,
         engine: str = "torch",
     ) -> None:
-        self.folder, self.engine = folder, engine
-        self.own = own or folder
-        self._known = {} if known is None else known
+        self.root, self.engine = root, engine
+        self.folder = folder or root
+        self._references = {} if references is None else references
 
     def for_scenario(self, key: str) -> Sandbox:
-        """The same, for one fault."""
-        own = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.folder))
-        return Sandbox(self.folder, own, self._known, self.engine)
+        """Return a sandbox with a new folder for one scenario."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.root))
+        return Sandbox(self.root, folder, self._references, self.engine)
 
     def in_jax(self) -> Sandbox:
-        """The same with the small task in JAX; abstains where JAX is not installed."""
+        """Return the same sandbox with the small task in JAX; abstains if JAX is not installed."""
         if not all(importlib.util.find_spec(name) for name in ("jax", "optax", "equinox")):
             raise AbstainError("JAX is not installed: pip install 'unisono[jax]'")
-        return Sandbox(self.folder, self.own, self._known, "jax")
+        return Sandbox(self.root, self.folder, self._references, "jax")
 
     def job(self, *words: str, misbehave: str = "", world: int = 2, **options: object) -> Job:
-        """Start a job in this fault's folder."""
-        given = {"engine": self.engine, **options}
-        return Job(self.own, f"layout.world_size={world}", *words, misbehave=misbehave, **given)  # type: ignore[arg-type]
+        """Start a job in the folder of this scenario."""
+        job_options = {"engine": self.engine, **options}
+        return Job(self.folder, f"layout.world_size={world}", *words, misbehave=misbehave, **job_options)  # type: ignore[arg-type]
 
     def reference_digests(self, *words: str, world: int = 2) -> dict[str, str]:
-        """The state of a run that never failed."""
+        """Return the digests of a run without faults."""
         key = " ".join([self.engine, f"{world}", *words])
-        if key not in self._known:
-            own = Path(tempfile.mkdtemp(prefix="unharmed-", dir=self.folder))
-            with Job(own, f"layout.world_size={world}", *words, engine=self.engine) as run:
+        if key not in self._references:
+            folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.root))
+            with Job(folder, f"layout.world_size={world}", *words, engine=self.engine) as run:
                 done = run.finish()
-                assert done.code == 0, f"the run that nothing harms ended with {done.code}: {done.said[-2000:]}"
-                self._known[key] = job.read_digests(run.run)
-        return self._known[key]
+                assert done.code == 0, f"the reference run ended with {done.code}: {done.output[-2000:]}"
+                self._references[key] = job.read_digests(run.run)
+        return self._references[key]
 
     def reference_arrays(self, *words: str, world: int = 2) -> dict[str, Any]:
-        """The arrays of a run that never failed, in fp64."""
-        own = self.for_scenario("unharmed")
-        with own.job(*words, world=world) as run:
+        """Return the arrays of a run without faults, in fp64."""
+        with self.for_scenario("reference").job(*words, world=world) as run:
             done = run.finish()
-            assert done.code == 0, done.said[-2000:]
+            assert done.code == 0, done.output[-2000:]
             return job.read_arrays(run.run)
 
     def copy(self) -> Sandbox:
-        """The same in a copy of this fault's folder."""
-        own = self.for_scenario("copy")
-        shutil.copytree(self.own, own.own, dirs_exist_ok=True)
-        return own
+        """Return a sandbox with a copy of this scenario's folder."""
+        copy = self.for_scenario("copy")
+        shutil.copytree(self.folder, copy.folder, dirs_exist_ok=True)
+        return copy
 
     def run_harmed(
         self,
@@ -165,27 +165,29 @@ class Sandbox:
         act: Callable[[Job], float] | None = None,
         resumes: bool = True,
     ) -> Outcome:
-        """A run that a fault ends, and that goes on without it.
+        """Run a job that ends by a fault, and resume it without the fault.
 
         Args:
-            misbehave: the fault, or nothing if `act` does it from outside and returns when.
+            misbehave: the fault; empty if `act` injects it from outside and returns the time.
             words: settings.
-            code: the exit code that is promised.
-            says: what the sentence has to name.
-            within: seconds from the fault to the end.
+            code: expected exit code.
+            says: words that the output must contain.
+            within: most seconds from the fault to the end.
             world: number of processes.
-            act: what is done to the running job.
-            resumes: whether it is to be resumed, and to end as the run that never failed.
+            act: applied to the running job.
+            resumes: whether to resume the run and compare its result with that of the reference run.
         """
         before = self.reference_digests(*words, world=world) if resumes else {}
         with self.job(*words, misbehave=misbehave, world=world) as run:
             began = act(run) if act else None
             done = run.finish()
-            outcome = self.check_end(run, done, began or job.fault_time(self.own), code, says, within)
-            made, kept = run.step(), job.newest_step(run.run)
-            # The first save goes on beside the steps, and the second one waits for it.
-            outcome.check(made <= 2 * job.EVERY or kept > 0, f"no commit can be loaded after step {made}")
-            outcome.lost = max(0, made - max(kept, 0))
+            outcome = self.check_end(run, done, began or job.fault_time(self.folder), code, says, within)
+            steps_done, saved_step = run.step(), job.newest_step(run.run)
+            # The first save runs in the background, and the second one waits for it.
+            outcome.check(
+                steps_done <= 2 * job.EVERY or saved_step > 0, f"no checkpoint can be loaded after step {steps_done}"
+            )
+            outcome.lost_steps = max(0, steps_done - max(saved_step, 0))
         if resumes:
             self.check_resume(outcome, before, *words, world=world)
         return outcome
@@ -193,32 +195,34 @@ class Sandbox:
     def check_end(
         self, run: Job, done: JobResult, began: float | None, code: int, says: tuple[str, ...], within: float
     ) -> Outcome:
-        """Hold the end of a job against what is promised of it."""
-        outcome = Outcome(said=done.sentence)
+        """Check exit code, output and duration of a finished job."""
+        outcome = Outcome(message=done.message)
         outcome.check(began is not None, f"the fault did not happen; the job ended with {done.code}")
         outcome.seconds = None if began is None else round(done.ended_at - began, 1)
-        outcome.check(done.code == code, f"exit code {done.code}, not {code}: {done.said[-1500:]}")
+        outcome.check(done.code == code, f"exit code {done.code}, not {code}: {done.output[-1500:]}")
         for word in says:
-            outcome.check(word in done.said, f"'{word}' is not said: {done.said[-1500:]}")
-        outcome.check(len(done.reasons) == 1, f"{len(done.reasons)} reasons are told, not one: {done.said[-1500:]}")
-        outcome.check(not done.orphans, f"processes {done.orphans} were there ten seconds after the end")
+            outcome.check(word in done.output, f"'{word}' is missing from the output: {done.output[-1500:]}")
+        outcome.check(
+            len(done.reasons) == 1, f"{len(done.reasons)} messages give a reason, not one: {done.output[-1500:]}"
+        )
+        outcome.check(not done.orphans, f"processes {done.orphans} were still running ten seconds after the end")
         if outcome.seconds is not None:
             outcome.check(outcome.seconds <= within, f"it took {outcome.seconds} s, not {within:g}")
         return outcome
 
     def check_resume(self, outcome: Outcome, before: dict[str, str], *words: str, world: int = 2) -> None:
-        """Resume the run in this fault's folder, and compare its end with that of the run that never failed."""
+        """Resume the run in this scenario's folder, and compare its result with that of the reference run."""
         with self.job(*words, world=world) as run:
             done = run.finish()
-            outcome.check(done.code == 0, f"it did not go on: {done.code}: {done.said[-1500:]}")
+            outcome.check(done.code == 0, f"the run did not resume: {done.code}: {done.output[-1500:]}")
             after = job.read_digests(run.run) if done.code == 0 else {}
         differing = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
         outcome.exact = not differing and len(before) > 0
-        outcome.check(outcome.exact, f"it ended otherwise than the run that never failed, in {sorted(differing)[:5]}")
+        outcome.check(outcome.exact, f"the result differs from that of the reference run in {sorted(differing)[:5]}")
 
 
 @contextmanager
 def open_sandbox() -> Iterator[Sandbox]:
-    """A ground in a temporary folder."""
+    """Yield a sandbox in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="unisono-faults-") as folder:
         yield Sandbox(Path(folder))

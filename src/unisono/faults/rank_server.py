@@ -28,18 +28,18 @@ from unisono.supervise import processes
 
 
 class RankProcesses:
-    """The processes of a job, as `subprocess.Popen` shows one."""
+    """The processes of a job, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pid = pids[0]
-        self.all = [found for pid in pids if (found := processes.find_process(pid))]
+        self.processes = [process for pid in pids if (process := processes.find_process(pid))]
 
     def poll(self) -> int | None:
-        """None as long as one of them is there; nobody collects how they end."""
-        return None if any(processes.refresh(one) for one in self.all) else 0
+        """None while one of them runs; their exit codes are not collected."""
+        return None if any(processes.refresh(one) for one in self.processes) else 0
 
     def wait(self, timeout: float) -> int:
-        """Return once all are gone."""
+        """Wait until all have ended."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -49,7 +49,7 @@ class RankProcesses:
 
 
 class RankServer:
-    """The process that is forked. Use as a context: all its forks end with it."""
+    """The process from which ranks are forked. Use as a context: all its forks end with it."""
 
     def __enter__(self) -> RankServer:
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class RankServer:
     def start(
         self, folder: Path, task: str, words: Sequence[str], variables: Mapping[str, str], output: Path
     ) -> RankProcesses:
-        """Fork the ranks of a job, with settings in so many words; for `Job`."""
+        """Fork the ranks of a job with these settings."""
         order = {
             "folder": f"{folder}",
             "task": task,
@@ -82,7 +82,7 @@ class RankServer:
 
 
 def _fork(act: Callable[[], int]) -> int:
-    """The number of a fork that does this and nothing else."""
+    """Fork a process that runs `act` and exits; return its process number."""
     if (pid := os.fork()) != 0:
         return pid
     code = 1
@@ -108,14 +108,14 @@ def _run_rank(order: Mapping[str, Any], number: int, port: int) -> int:
     os.environ.update(order["variables"], RANK=f"{number}", LOCAL_RANK=f"{number}", MASTER_PORT=f"{port}")
     silent = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor, own in ((silent, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, own)
+    for descriptor, target in ((silent, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
     train.train(order["task"], order["words"])
     return 0
 
 
 def main() -> NoReturn:
-    """Entry of the process."""
+    """Entry point of the process."""
     import torch
 
     import unisono.engines.torch.engine

@@ -1,4 +1,4 @@
-"""Running the fault matrix, and writing its results into a page."""
+"""Runs the fault matrix and writes its results into a page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_scenarios() -> dict[str, Scenario]:
 
 
 def choose_scenarios(keys: Sequence[str], *, quick: bool = False) -> list[Scenario]:
-    """The faults that are asked for: keys or whole groups; all if none are.
+    """Select scenarios by key or group; all if none are given.
 
     Raises:
         ConfigError: for a key that does not exist.
@@ -52,59 +52,59 @@ def choose_scenarios(keys: Sequence[str], *, quick: bool = False) -> list[Scenar
 
 
 def run_scenarios(faults: Iterable[Scenario], on_outcome: OnOutcome) -> list[tuple[Scenario, Outcome]]:
-    """Let faults happen, one after the other."""
-    shown = []
-    with open_sandbox() as where:
+    """Inject faults one after the other."""
+    outcomes = []
+    with open_sandbox() as sandbox:
         for fault in faults:
-            outcome = fault.show(where)
+            outcome = fault.show(sandbox)
             on_outcome(fault, outcome)
-            shown.append((fault, outcome))
-    return shown
+            outcomes.append((fault, outcome))
+    return outcomes
 
 
 def format_outcome(fault: Scenario, outcome: Outcome) -> str:
-    """A fault and what came of it, in a line and one for each promise that was not kept."""
+    """Format a fault and its outcome in one line, plus one line for each broken promise."""
     parts = [f"{outcome.verdict:7} {fault.key:4} {fault.text}"]
     if outcome.seconds is not None:
         parts.append(f"ended after {outcome.seconds:g} s")
-    if outcome.lost is not None:
-        parts.append(f"{outcome.lost} step{'s' * (outcome.lost != 1)} repeated")
+    if outcome.lost_steps is not None:
+        parts.append(f"{outcome.lost_steps} step{'s' * (outcome.lost_steps != 1)} repeated")
     if outcome.exact is not None:
         parts.append("exact" if outcome.exact else "NOT exact")
-    lines = [f"        {' '.join(wrong.split())[-600:]}" for wrong in outcome.broken_promises]
+    lines = [f"        {' '.join(problem.split())[-600:]}" for problem in outcome.broken_promises]
     return "\n".join(["; ".join(parts), *([f"        {outcome.abstain}"] if outcome.abstain else lines)])
 
 
-def write_report(path: Path, shown: Sequence[tuple[Scenario, Outcome]]) -> None:
-    """Put the matrix into a page between its marks, or make the page; rows that are not shown now stay as they are."""
+def write_report(path: Path, outcomes: Sequence[tuple[Scenario, Outcome]]) -> None:
+    """Write the matrix between its marks in a page, or create the page; rows without a new outcome are kept."""
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Faults\n\n{BEGIN}\n{END}\n"
     if BEGIN not in text or END not in text:
         raise ConfigError(f"{path} has no lines '{BEGIN}' and '{END}' to mark where the matrix goes")
     before, _, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
-    rows = {**_parse_rows(old), **{fault.key: _format_row(fault, outcome) for fault, outcome in shown}}
+    rows = {**_parse_rows(old), **{fault.key: _format_row(fault, outcome) for fault, outcome in outcomes}}
     path.write_text(f"{before}{BEGIN}\n{format_matrix(rows)}\n{END}{after}", encoding="utf-8")
 
 
 def format_matrix(rows: Mapping[str, str]) -> str:
-    """The matrix in Markdown, of rows by key; those that no fault has any more are left out."""
+    """Format the matrix in Markdown from rows by key; rows of scenarios that no longer exist are left out."""
     everything = load_scenarios()
     verdicts = [_split_cells(row)[2] for key, row in rows.items() if key in everything]
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in ("PASS", "FAIL", "ABSTAIN"))
-    where = f"{platform.machine()}, {usable_cores()} cores, CPU and gloo"
-    lines = [f"{counts}. Each row says when it was measured; the last of them by `unisono faults --report` on {where}."]
+    host = f"{platform.machine()}, {usable_cores()} cores, CPU and gloo"
+    lines = [f"{counts}. Each row says when it was measured; the last of them by `unisono faults --report` on {host}."]
     if missing := [key for key in everything if key not in rows]:
         lines.append(f"Not measured: {', '.join(missing)}.")
     for letter, title in GROUPS.items():
-        if mine := [rows[key] for key in everything if key[0] == letter and key in rows]:
-            lines += ["", f"### {letter}. {title}", "", _HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *mine]
+        if group_rows := [rows[key] for key in everything if key[0] == letter and key in rows]:
+            lines += ["", f"### {letter}. {title}", "", _HEAD, "|---" * (_HEAD.count("|") - 1) + "|", *group_rows]
     return "\n".join(lines)
 
 
 def _parse_rows(text: str) -> dict[str, str]:
-    """The rows that a page has, by key."""
-    found = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == _HEAD.count("|")]
-    return {_split_cells(line)[0]: line for line in found if line != _HEAD}
+    """The rows of a page, by key."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == _HEAD.count("|")]
+    return {_split_cells(line)[0]: line for line in lines if line != _HEAD}
 
 
 def _split_cells(row: str) -> list[str]:
@@ -113,24 +113,28 @@ def _split_cells(row: str) -> list[str]:
 
 def _format_row(fault: Scenario, outcome: Outcome) -> str:
     seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
-    lost = "" if outcome.lost is None else f"{outcome.lost} step{'' if outcome.lost == 1 else 's'}"
-    exact = {None: "", True: "yes", False: "no"}[outcome.exact]
-    said = outcome.abstain or (
-        " ".join(outcome.broken_promises[0].split())[:200] if outcome.broken_promises else shorten_message(outcome.said)
+    lost_steps = (
+        "" if outcome.lost_steps is None else f"{outcome.lost_steps} step{'' if outcome.lost_steps == 1 else 's'}"
     )
-    cells = [fault.key, fault.text, outcome.verdict, seconds, lost, exact, said, f"{date.today():%Y-%m-%d}"]
+    exact = {None: "", True: "yes", False: "no"}[outcome.exact]
+    message = outcome.abstain or (
+        " ".join(outcome.broken_promises[0].split())[:200]
+        if outcome.broken_promises
+        else shorten_message(outcome.message)
+    )
+    cells = [fault.key, fault.text, outcome.verdict, seconds, lost_steps, exact, message, f"{date.today():%Y-%m-%d}"]
     return f"| {' | '.join(cell.replace('|', '·') for cell in cells)} |"
 
 
-def shorten_message(said: str) -> str:
-    """A sentence without what is of this machine alone: temporary folders, and where libraries lie or were built."""
-    short = re.sub(r"\S*unisono-faults-[^/\s]*/[^/\s]*/", "", " ".join(said.split()))
+def shorten_message(message: str) -> str:
+    """Remove what depends on this machine: temporary folders, and the paths of libraries and their sources."""
+    short = re.sub(r"\S*unisono-faults-[^/\s]*/[^/\s]*/", "", " ".join(message.split()))
     short = re.sub(r"(?<![\w.])/\S*/(?:site-packages|lib/python3\.\d+)/", "", short)
     short = re.sub(r"(?<![\w.])/(?:[^\s/]+/)+(?=[^\s/]+\.(?:py|cc|cpp|h)\b)", "", short)
     return short if len(short) <= 220 else short[:217] + " …"
 
 
 def _sort_key(key: str) -> tuple[str, int, str]:
-    found = re.fullmatch(r"([A-Z])(\d+)([a-z]*)", key)
-    assert found, key
-    return found[1], int(found[2]), found[3]
+    match = re.fullmatch(r"([A-Z])(\d+)([a-z]*)", key)
+    assert match, key
+    return match[1], int(match[2]), match[3]

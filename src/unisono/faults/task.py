@@ -1,9 +1,9 @@
 """The task into which faults are injected: small, with everything that a resumed run can get wrong.
 
-The file is copied to where the runs are, since it stands for a user's file.
+The file is copied next to the runs, where it plays the part of a user's file.
 A fault is requested by the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, not by the configuration, which has to
 be the same when the run is resumed. It happens once in a run's life; its time is recorded just before. `--harm`
-(`unisono.supervise.fault_injection`) cannot do this: it knows no task, and it happens again in every start.
+(`unisono.supervise.fault_injection`) cannot do this: it does not know the task, and it repeats in every start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Small(FaultyTask):
         return nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1))
 
     def outputs(self, model: nn.Module, batch: Mapping[str, Any], context: Context) -> torch.Tensor:
-        """What the network makes of the rows; faults of the forward and backward pass and of the update begin here."""
+        """The outputs of the network; faults of the forward and backward pass and of the update begin here."""
         time.sleep(self.config.sleep)
         fault, step = self.fault, context.step
         if fault is None or step < fault.step:
@@ -49,7 +49,7 @@ class Small(FaultyTask):
         if fault.act == "unused" and fault.rank == rank_of_process() and step == fault.step:
             fault.write_mark()
             result = model[-1](torch.zeros(len(batch["x"]), self.config.width))  # type: ignore[index]
-        if result.requires_grad and fault.is_due("backward", step):  # not where a guard looks for the reason
+        if result.requires_grad and fault.is_due("backward", step):  # not when a guard searches for the cause
             result.register_hook(functools.partial(_in_backward, fault))
         if fault.is_due("update", step):
             register_optimizer_step_pre_hook(functools.partial(_in_update, fault, model))
@@ -77,7 +77,7 @@ def _in_backward(fault: TaskFault, gradient: torch.Tensor) -> torch.Tensor:
 def _in_update(fault: TaskFault, model: nn.Module, *_: Any) -> None:
     if MARK.exists():
         return
-    if fault.act == "drift":  # a replica that leaves the others
+    if fault.act == "drift":  # a replica that diverges from the others
         fault.write_mark()
         with torch.no_grad():
             next(model.parameters()).add_(1e-6)
@@ -95,9 +95,9 @@ def _sum(values: list[float], op: Any = None, dtype: torch.dtype = torch.float32
     dist.all_reduce(torch.tensor(values, dtype=dtype), op=op or dist.ReduceOp.SUM)
 
 
-def _swapped(harmed: bool) -> None:
+def _swap_order(is_faulty: bool) -> None:
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-    if harmed:
+    if is_faulty:
         dist.all_reduce(second)
         dist.all_reduce(first)
     else:
@@ -105,33 +105,33 @@ def _swapped(harmed: bool) -> None:
         dist.all_reduce(second)
 
 
-def _other_op(harmed: bool) -> None:
-    _sum([1.0], dist.ReduceOp.MAX if harmed else dist.ReduceOp.SUM)
+def _other_op(is_faulty: bool) -> None:
+    _sum([1.0], dist.ReduceOp.MAX if is_faulty else dist.ReduceOp.SUM)
 
 
-def _other_dtype(harmed: bool) -> None:
-    _sum([1.0] if harmed else [1.0, 2.0], dtype=torch.float64 if harmed else torch.float32)
+def _other_dtype(is_faulty: bool) -> None:
+    _sum([1.0] if is_faulty else [1.0, 2.0], dtype=torch.float64 if is_faulty else torch.float32)
 
 
-def _skipped(harmed: bool) -> None:
-    if not harmed:
+def _skip_call(is_faulty: bool) -> None:
+    if not is_faulty:
         _sum([1.0])
 
 
-def _lonely(harmed: bool) -> None:
-    if harmed:
+def _extra_call(is_faulty: bool) -> None:
+    if is_faulty:
         _sum([1.0])
 
 
-def _other_shape(harmed: bool) -> None:
-    _sum([1.0] * (3 if harmed else 5))
+def _other_shape(is_faulty: bool) -> None:
+    _sum([1.0] * (3 if is_faulty else 5))
 
 
 _COLLECTIVES: dict[str, Callable[[bool], None]] = {
-    "swap": _swapped,
+    "swap": _swap_order,
     "op": _other_op,
     "dtype": _other_dtype,
-    "skip": _skipped,
-    "lonely": _lonely,
+    "skip": _skip_call,
+    "lonely": _extra_call,
     "shape": _other_shape,
 }

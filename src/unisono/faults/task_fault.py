@@ -1,4 +1,4 @@
-"""What a task of the fault matrix does to itself, whatever its engine; see `unisono.faults.task`."""
+"""The faults that a task of the fault matrix injects into its own process; see `unisono.faults.task`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.task import SampleContext, Task
 VARIABLE = "UNISONO_MISBEHAVE"
 MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
 RELEASED = Path("released")  # in the working folder: a process that is held resumes
-ADDRESS_WANTED = "UNISONO_TELLS_ADDRESS"  # set where rank 0 is to write down at which address the processes meet
+ADDRESS_WANTED = "UNISONO_TELLS_ADDRESS"  # if set, rank 0 writes the address at which the processes meet
 ADDRESS = Path("address")  # in the working folder: that address, and the port
 FOREVER = 3600.0
 ANY = -1
@@ -30,17 +30,17 @@ ANY = -1
 
 @dataclass(frozen=True)
 class TaskFault:
-    """What is to go wrong, where and when.
+    """A fault to inject: what, where and when.
 
     Attributes:
-        act: `kill`, `stop`, `sleep`, `hold` (until it is released), `gil`, `raise`, `eat` (once it is released),
-            `exit`, `slow`, `pause`, `eio` (once), `away` (the same from then on, for checkpoints), or one of the task's
-            own; `nan`, and a record that cannot be made a sample, are there as often as they are looked at: what finds
-            rows computes them again, and what measures how long samples take makes some first.
-        where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a call of the operating
-            system: `fsync`, `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
-        rank: of the process; -1 for whichever comes there first.
-        step: from 0, or a row of the data; for calls of the operating system, the how manieth, from 0.
+        act: `kill`, `stop`, `sleep`, `hold` (until released), `gil`, `raise`, `eat` (memory, once released), `exit`,
+            `slow`, `pause`, `eio` (once), `away` (the same from then on, for checkpoints), or one of the task's own.
+            `nan`, and a record that cannot be built, happen every time, because finding the row computes it again,
+            and measuring the duration of samples builds some first.
+        where: `data`, `forward`, `backward`, `update`, `updated`, `loss`, `evaluate`, or a system call: `fsync`,
+            `fsynced` (just after it), `rename`, `renamed`, `rmtree`.
+        rank: of the process; -1 for the first that gets there.
+        step: from 0, or a row of the data; for system calls, the number of the call, from 0.
     """
 
     act: str
@@ -50,7 +50,7 @@ class TaskFault:
 
     @classmethod
     def from_environment(cls) -> TaskFault | None:
-        """The fault of this process's environment."""
+        """Parse the fault in the environment of this process; None if there is none."""
         words = os.environ.get(VARIABLE, "")
         if not words:
             return None
@@ -59,16 +59,16 @@ class TaskFault:
         return cls(act, where, int(rank), int(step))
 
     def is_due(self, where: str, step: int) -> bool:
-        """Whether it is this fault's place and time, in this process, and it has not been before."""
+        """Whether the fault happens here and now in this process; most faults happen only once."""
         if self.where != where or self.rank not in (ANY, rank_of_process()):
             return False
         if self.act in ("slow", "away"):
             return step >= self.step
-        again = self.act == "nan" or (self.act, self.where) == ("raise", "data")
-        return step == self.step and (again or not MARK.exists())
+        repeats = self.act == "nan" or (self.act, self.where) == ("raise", "data")
+        return step == self.step and (repeats or not MARK.exists())
 
     def trigger(self) -> None:
-        """Do it, if it is something that a process does to itself."""
+        """Inject the fault, if it acts on the process itself."""
         self.write_mark()
         match self.act:
             case "kill":
@@ -79,15 +79,15 @@ class TaskFault:
                 time.sleep(FOREVER)
             case "hold":
                 _wait_for_release()
-            case "gil":  # a call that does not let go of the interpreter, and that no signal ends
+            case "gil":  # a call that holds the interpreter, and that no signal ends
                 re.match(r"(a+)+$", "a" * 64 + "b")
             case "raise":
                 raise RuntimeError("the sky fell")
             case "eat":
                 _wait_for_release()
-                held = []
+                blocks = []
                 while True:
-                    held.append(b"x" * (1 << 24))
+                    blocks.append(b"x" * (1 << 24))
             case "exit":
                 os._exit(0)
             case "slow":
@@ -98,13 +98,13 @@ class TaskFault:
                 time.sleep(2.0)
 
     def write_mark(self) -> None:
-        """Write down when it happened, the first time."""
+        """Record the time of the first occurrence."""
         if not MARK.exists():
             MARK.write_text(f"{time.monotonic()} {os.getpid()}")
 
 
 class RandomRows:
-    """Rows of numbers whose sum is to be learnt."""
+    """Rows of numbers; the task is to learn their sum."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.values = np.random.default_rng(seed).normal(size=(count, 5)).astype(np.float32)
@@ -117,10 +117,10 @@ class RandomRows:
 
 
 class FaultyTask(Task):
-    """Noisy rows whose sum is to be learnt; whatever is asked for goes wrong with them."""
+    """Learns the sum of noisy rows; injects the requested fault."""
 
     class Config(Settings):
-        """How large it is and how long a step takes."""
+        """The size of data and model, and the duration of a step."""
 
         rows: int = 40
         seed: int = 1
@@ -135,9 +135,9 @@ class FaultyTask(Task):
         if self.fault is not None and self.fault.where in _CALLS and "RANK" in os.environ:  # not in the launcher
             patch_call(self.fault)
         if ADDRESS_WANTED in os.environ and os.environ.get("RANK") == "0":
-            written = ADDRESS.with_suffix(".part")
-            written.write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
-            written.replace(ADDRESS)
+            partial = ADDRESS.with_suffix(".part")
+            partial.write_text(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
+            partial.replace(ADDRESS)
 
     def data(self) -> RandomRows:
         """Rows to train on."""
@@ -148,7 +148,7 @@ class FaultyTask(Task):
         return RandomRows(self.config.seed + 1, 9)
 
     def sample(self, record: tuple[int, np.ndarray], context: SampleContext) -> tuple[int, np.ndarray]:
-        """A row with noise; or whatever the fault is."""
+        """A row with noise, unless the fault is due."""
         row, values = record
         if self.fault is not None and self.fault.is_due("data", row):
             self.fault.trigger()
@@ -169,22 +169,22 @@ class FaultyTask(Task):
 
 
 def patch_call(fault: TaskFault) -> None:
-    """Have the n-th such call of the operating system end this process, before or after it was made."""
+    """Inject the fault into the n-th such system call, before or after the call."""
     module, name, after = _CALLS[fault.where]
     call = getattr(module, name)
-    made = 0
+    calls = 0
 
     @functools.wraps(call)
-    def harmed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal made
-        due = fault.is_due(fault.where, made) and (fault.act != "away" or _is_in_checkpoint(args[0]))
-        made += 1
+    def call_with_fault(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        due = fault.is_due(fault.where, calls) and (fault.act != "away" or _is_in_checkpoint(args[0]))
+        calls += 1
         result = call(*args, **kwargs) if after or not due else None
         if due:
             fault.trigger()
         return result if after or not due else call(*args, **kwargs)
 
-    setattr(module, name, harmed)
+    setattr(module, name, call_with_fault)
 
 
 def _is_in_checkpoint(descriptor: int) -> bool:

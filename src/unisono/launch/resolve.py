@@ -214,8 +214,8 @@ def refuse_other_run(config: RunConfig) -> None:
         return
     random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
     if not isinstance(config.layout.micro_batch, int):
-        kept = provenance.fill_defaults(past["config"], config)["layout"]["micro_batch"]
-        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": kept})})
+        previous = provenance.fill_defaults(past["config"], config)["layout"]["micro_batch"]
+        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": previous})})
     provenance.check_compatible(
         str(directory), provenance.compare(past, provenance.describe_run(config), config, random), config
     )
@@ -236,18 +236,17 @@ def from_json(values: Mapping[str, Any]) -> ResolvedRun:
     return ResolvedRun(config, Path(values["directory"]), point, values["origins"], tuple(values["command"]))
 
 
-def accept_resolved_run(values: Mapping[str, Any], asked: RunConfig) -> ResolvedRun:
+def accept_resolved_run(values: Mapping[str, Any], own_config: RunConfig) -> ResolvedRun:
     """Accept a resolved run from another process, provided that it imports only what this process was asked to import.
 
     Args:
         values: As received.
-        asked: The configuration that this process was given.
+        own_config: The configuration that this process was given.
 
     Raises:
         ConfigError: If it names another task or other callbacks; nothing of it was imported.
     """
-    own = absolute_references(asked)
-    for name, value in own.items():
+    for name, value in absolute_references(own_config).items():
         if values["config"].get(name) != value:
             raise ConfigError(
                 f"the process that resolved the run has {name}={one_line(values['config'].get(name))}, but this one "
@@ -282,8 +281,8 @@ def _newest_checkpoint(config: RunConfig, directory: Path, held: bool) -> Newest
     newest = resume_point.newest_readable(
         directory / "checkpoints", None if store is None else partial(restore.refetch, store)
     )
-    if config.checkpoint.upload.url is not None and (begun := restore.find_partial(directory)):
-        return NewestCheckpoint(commit.read_manifest(begun[-1]))
+    if config.checkpoint.upload.url is not None and (partial_restores := restore.find_partial(directory)):
+        return NewestCheckpoint(commit.read_manifest(partial_restores[-1]))
     return newest
 
 
@@ -303,20 +302,20 @@ def _resolve_micro_batch(
 
     A resumed run keeps its micro-batch if it still divides the batch, and always if forward passes draw random numbers.
     """
-    asked, size = config.layout.micro_batch, measured
+    requested, size = config.layout.micro_batch, measured
     assert isinstance(config.layout.world_size, int)
-    if isinstance(asked, int):
-        size = asked
+    if isinstance(requested, int):
+        size = requested
     elif past is not None:
         before = provenance.fill_defaults(past["config"], config)
-        kept = before["layout"]["micro_batch"]
-        if not random:  # a start that has since run out of memory left a smaller one
+        previous = before["layout"]["micro_batch"]
+        if not random:  # a start that has since run out of memory may have stored a smaller one
             since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
-            kept = min(kept, since) if isinstance(since, int) and isinstance(kept, int) else kept
+            previous = min(previous, since) if isinstance(since, int) and isinstance(previous, int) else previous
         whole = config.layout.sync_batch_norm and fingerprint.batch_norm_rows(before) is None
-        if random or config.run.resume == "exact" or (_divides(kept, config) and not whole):
-            size = kept
-    if size is None and asked == "auto":
+        if random or config.run.resume == "exact" or (_divides(previous, config) and not whole):
+            size = previous
+    if size is None and requested == "auto":
         return config
     if size is None:
         whole_rows = config.layout.model_copy(update={"micro_batch": None})
@@ -338,9 +337,9 @@ def _measure_micro_batch(config: RunConfig, task: Task) -> int:
 
     refuse_state(task, "the processes that measure memory build their own")
     process = cluster.process_info()
-    found = search.find_micro_batch(config, config.launch.nodes == 1 and (process is None or process.world_size == 1))
-    say("\n".join(found.lines()))
-    return found.micro_batch
+    result = search.find_micro_batch(config, config.launch.nodes == 1 and (process is None or process.world_size == 1))
+    say("\n".join(result.lines()))
+    return result.micro_batch
 
 
 def _refuse_other_statistics(directory: Path, there: Mapping[str, Any], config: RunConfig) -> None:

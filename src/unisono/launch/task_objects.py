@@ -42,23 +42,27 @@ def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
         raise ConfigError("a lambda has no name by which other processes could import it; define a function instead")
     if "." in name:
         raise ConfigError(f"{name} is defined inside a function or class; move it to the top level of its file")
-    known = f"{kind.__module__}:{kind.__name__}"
+    by_module = f"{kind.__module__}:{kind.__name__}"
     file = f"{path}:{kind.__name__}"
-    return recipes.find_recipe_name(known) or (known if _in_folder_without_init(kind.__module__, Path(path)) else file)
+    return recipes.find_recipe_name(by_module) or (
+        by_module if _in_folder_without_init(kind.__module__, Path(path)) else file
+    )
 
 
-def refuse_state(task: Task, why: str) -> None:
+def refuse_state(task: Task, reason: str) -> None:
     """Refuse a task object with state beyond its settings, where a new object takes its place.
 
     Raises:
         ConfigError: Naming the attributes, not counting those kept by a `cached_property` or created by `setup`.
     """
-    kept = {name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)}
-    own = sorted(vars(task).keys() - kept - setup_attributes(task) - {"config", "model_config", "data_config"})
-    if own:
+    cached = {
+        name for name in vars(task) if isinstance(inspect.getattr_static(type(task), name, None), cached_property)
+    }
+    extra = sorted(vars(task).keys() - cached - setup_attributes(task) - {"config", "model_config", "data_config"})
+    if extra:
         raise ConfigError(
-            f"the {type(task).__name__} object has {', '.join(own)} in addition to its settings, but {why} from its "
-            "class and settings alone. Move what it needs into settings, and what follows from them into a "
+            f"the {type(task).__name__} object has {', '.join(extra)} in addition to its settings, but {reason} from "
+            "its class and settings alone. Move what it needs into settings, and what follows from them into a "
             "cached_property"
         )
 
@@ -75,30 +79,31 @@ def callback_entry(callback: Callback | type[Callback] | str) -> str | dict[str,
         return reference_to(callback)
     kind = type(callback)
     fresh = vars(kind(callback.config))
-    own = sorted(name for name, value in vars(callback).items() if name not in fresh or fresh[name] != value)
-    if own:
+    extra = sorted(name for name, value in vars(callback).items() if name not in fresh or fresh[name] != value)
+    if extra:
         raise ConfigError(
-            f"the {kind.__name__} object has {', '.join(own)} in addition to its settings, but other processes build "
+            f"the {kind.__name__} object has {', '.join(extra)} in addition to its settings, but other processes build "
             "their own from its class and settings alone. Move what it needs into settings (class Config)"
         )
     return {"callback": reference_to(kind), **callback.config.model_dump(mode="json")}
 
 
-def settings_of(of: Task | RunConfig) -> dict[str, dict[str, Any]]:
+def settings_of(owner: Task | RunConfig) -> dict[str, dict[str, Any]]:
     """Return the settings of the three groups that belong to a task, as JSON values."""
-    task, model, data = (of.config, of.model_config, of.data_config) if isinstance(of, Task) else (
-        of.task, of.model, of.data
+    task, model, data = (owner.config, owner.model_config, owner.data_config) if isinstance(owner, Task) else (
+        owner.task, owner.model, owner.data
     )  # fmt: skip
     return {name: group.model_dump(mode="json") for name, group in (("task", task), ("model", model), ("data", data))}
 
 
-def merge_settings(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Override the settings of a task object by group; a group with another `kind` keeps none of its settings."""
-    made = {}
-    for group, own in settings.items():
-        changes = given.get(group) or {}
-        made[group] = {**({} if changes.get("kind", own.get("kind")) != own.get("kind") else own), **changes}
-    return made
+    merged = {}
+    for group, values in settings.items():
+        changes = overrides.get(group) or {}
+        is_other_kind = changes.get("kind", values.get("kind")) != values.get("kind")
+        merged[group] = {**({} if is_other_kind else values), **changes}
+    return merged
 
 
 def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
@@ -107,10 +112,10 @@ def with_engine(composed: ComposedConfig, kind: type[Task]) -> ComposedConfig:
     Raises:
         ConfigError: If the configuration asks for another engine.
     """
-    asked = composed_engine(composed.values)
-    if asked not in ("auto", kind.engine):
+    requested = composed_engine(composed.values)
+    if requested not in ("auto", kind.engine):
         raise ConfigError(
-            f"layout.engine={asked}, but {kind.__name__} is written in {kind.engine}; leave layout.engine out"
+            f"layout.engine={requested}, but {kind.__name__} is written in {kind.engine}; leave layout.engine out"
         )
     layout = {**(composed.values.get("layout") or {}), "engine": kind.engine}
     return ComposedConfig({**composed.values, "layout": layout}, composed.origins)

@@ -75,8 +75,8 @@ def train(
     reference = kind if isinstance(kind, str) else reference_to(kind)
     settings = settings_of(instance) if instance is not None else {}
     if isinstance(config, RunConfig):  # its task groups may be untyped, or differ from those of the task object
-        given = config.model_dump(mode="json", exclude_unset=True)
-        composed = ComposedConfig({**given, **merge_settings(settings, given), "recipe": reference}, {})
+        values = config.model_dump(mode="json", exclude_unset=True)
+        composed = ComposedConfig({**values, **merge_settings(settings, values), "recipe": reference}, {})
     else:
         overrides = (
             [f"{key}={format_override(value)}" for key, value in config.items()]
@@ -87,11 +87,11 @@ def train(
     if not isinstance(kind, str):
         composed = with_engine(composed, kind)
     with start_fork_server(composed) as server:
-        typed = validate_config(composed)
-        if instance is not None and settings_of(instance) != settings_of(typed):
+        run_config = validate_config(composed)
+        if instance is not None and settings_of(instance) != settings_of(run_config):
             refuse_state(instance, "the configuration changes its settings, so a new object is built")
             instance = None  # all processes build their own
-        return start_run(typed, instance, origins=composed.origins, callbacks=callbacks, server=server)
+        return start_run(run_config, instance, origins=composed.origins, callbacks=callbacks, server=server)
 
 
 @contextmanager
@@ -102,11 +102,11 @@ def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
         composed: Not validated yet; errors in it are reported later.
     """
     values = composed.values
-    given, nodes = values.get("layout") or {}, (values.get("launch") or {}).get("nodes") or 1
+    requested, nodes = values.get("layout") or {}, (values.get("launch") or {}).get("nodes") or 1
     count = 0
-    if cluster.process_info() is None and given.get("strategy") not in ("single", "dp"):
-        world = given.get("world_size", "auto")
-        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _guess_process_count(given)
+    if cluster.process_info() is None and requested.get("strategy") not in ("single", "dp"):
+        world = requested.get("world_size", "auto")
+        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _guess_process_count(requested)
     if count < 2 and nodes == 1:
         yield None
         return
@@ -119,9 +119,9 @@ def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
         yield server
 
 
-def _guess_process_count(given: Mapping[str, Any]) -> int:
+def _guess_process_count(layout_values: Mapping[str, Any]) -> int:
     """Guess how many processes `auto` resolves to, without importing a library that counts devices; 0 if unclear."""
-    if given.get("device") == "cpu":
+    if layout_values.get("device") == "cpu":
         return 0
     return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
@@ -154,24 +154,26 @@ def start_run(
     with preemption.handle_signals(), local_processes.environment_changed(allocator):
         malloc_arenas.use_single_arena()
         process = cluster.process_info()
-        asked, config = config, layout.resolve_layout(config, process)
+        requested, config = config, layout.resolve_layout(config, process)
         if process is None or process.is_first:
-            layout.warn_about_layout(asked, config)
-        launched = process is not None and process.launcher != "unisono" and not layout.is_single(config)
+            layout.warn_about_layout(requested, config)
+        by_other_launcher = process is not None and process.launcher != "unisono" and not layout.is_single(config)
         # Objects are used as they are if each process has its own; otherwise they are added to the configuration.
-        here = [one for one in callbacks if isinstance(one, Callback) and (launched or layout.is_single(config))]
-        named = [callback_entry(one) for one in callbacks if not any(one is other for other in here)]
-        for one in here:
-            one.check(config)
-        config = config.model_copy(update={"callbacks": [*config.callbacks, *named]})
+        local = [
+            one for one in callbacks if isinstance(one, Callback) and (by_other_launcher or layout.is_single(config))
+        ]
+        entries = [callback_entry(one) for one in callbacks if not any(one is other for other in local)]
+        for callback in local:
+            callback.check(config)
+        config = config.model_copy(update={"callbacks": [*config.callbacks, *entries]})
         if config.layout.engine == "jax" and server is not None:  # its forks have imported torch, and JAX uses threads
             server.close()
             server = None
         request = Request(config, allow, origins or {}, tuple(command), _job_id(process))
-        if launched:
+        if by_other_launcher:
             assert process is not None
-            return _run_as_rank(request, task, process, here)
-        return _run_as_launcher(request, task, here, server)
+            return _run_as_rank(request, task, process, local)
+        return _run_as_launcher(request, task, local, server)
 
 
 def read_outcome(path: Path) -> Any:
@@ -179,10 +181,10 @@ def read_outcome(path: Path) -> Any:
     from unisono.observe import events
     from unisono.training.loop import Result
 
-    seen = events.read_events(path / "events.jsonl")
-    steps = events.step_events(seen)
+    lines = events.read_events(path / "events.jsonl")
+    steps = events.step_events(lines)
     last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
-    return Result(path, last["step"], last["loss"], events.last_evaluation(seen))
+    return Result(path, last["step"], last["loss"], events.last_evaluation(lines))
 
 
 def _run_as_launcher(
@@ -210,8 +212,8 @@ def _run_as_single(run: ResolvedRun, task: Task, callbacks: Sequence[Callback]) 
     fault_injection.install(0)
     process = ProcessInfo()
     with rank_process.record_errors(run.directory, process):
-        every = [*build_callbacks(run.config, task), *callbacks]
-        return loop.train(task, run, process, rank_process.join_processes(run.config, process), every)
+        all_callbacks = [*build_callbacks(run.config, task), *callbacks]
+        return loop.train(task, run, process, rank_process.join_processes(run.config, process), all_callbacks)
 
 
 def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, callbacks: Sequence[Callback]) -> Any:
@@ -224,15 +226,15 @@ def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, call
     with ExitStack() as stack:
         try:
             if allow is not None:  # on every process, since each has the code and versions of its own host
-                raise_everywhere(communicator, lambda: allow(config, None), "all ranks to be allowed to start")
+                raise_everywhere(communicator, lambda: allow(config, None), "all ranks to pass the startup checks")
 
-            def resolved() -> dict[str, Any]:
+            def resolve_once() -> dict[str, Any]:
                 run = stack.enter_context(resolve.resolve_run(request, task or build_task(config)))
                 local_processes.remove_old_faults(run.directory)
                 return run.plain()
 
             run = resolve.accept_resolved_run(
-                share_first(communicator, resolved, "rank 0 to resolve the run and prepare its data"), config
+                share_first(communicator, resolve_once, "rank 0 to resolve the run and prepare its data"), config
             )
         except Exception:
             rank_process.leave_group(communicator)
@@ -244,8 +246,8 @@ def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, call
             monitor_client.monitor_rank(run.config, run.directory, process, communicator),
         ):
             task = task or build_task(run.config)
-            every = [*build_callbacks(run.config, task), *callbacks]
-            result = loop.train(task, run, process, communicator, every)
+            all_callbacks = [*build_callbacks(run.config, task), *callbacks]
+            result = loop.train(task, run, process, communicator, all_callbacks)
     rank_process.leave_group(communicator)
     return result
 
@@ -268,21 +270,21 @@ def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any
         )
         node = agreement.agree_on_node(nodes, config, stack)
         if allow is not None:
-            raise_everywhere(nodes, lambda: allow(config, None), "all nodes to be allowed to start", member="node")
+            raise_everywhere(nodes, lambda: allow(config, None), "all nodes to pass the startup checks", member="node")
 
-        def resolved() -> list[Any]:
+        def resolve_once() -> list[Any]:
             run = stack.enter_context(resolve.resolve_run(request, task))
             local_processes.remove_old_faults(run.directory)
             return [run.plain(), agreement.write_token(run.directory)]
 
-        values, token = share_first(nodes, resolved, "node 0 to resolve the run and prepare its data")
+        values, token = share_first(nodes, resolve_once, "node 0 to resolve the run and prepare its data")
         path = Path(values["directory"])
 
-        def sees() -> dict[str, Any]:
+        def check_and_prepare() -> dict[str, Any]:
             agreement.check_shared_directory(path, token)
             return preflight.preflight(task, config).facts  # with this host's files and caches
 
-        facts = raise_everywhere(nodes, sees, "all nodes to prepare the data", member="node")
+        facts = raise_everywhere(nodes, check_and_prepare, "all nodes to prepare the data", member="node")
         provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
         agreement.remove_token(path, node)
         run = resolve.accept_resolved_run(values, config)

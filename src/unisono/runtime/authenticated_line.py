@@ -30,10 +30,8 @@ from unisono.runtime.text import one_line
 
 TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
 VERSION = 2
-MAX_GREETING_BYTES, MAX_MESSAGE_BYTES = (
-    4096,
-    64 << 20,
-)  # bytes of a message, before and after both sides are authenticated
+MAX_GREETING_BYTES = 4096  # per message, before both sides are authenticated
+MAX_MESSAGE_BYTES = 64 << 20  # per message, afterwards
 _MAC = 64  # characters of an HMAC-SHA256 in hex
 _NONCE = 32  # characters
 
@@ -59,13 +57,12 @@ class AuthenticatedLine:
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send small messages at once
         self._link = link
-        self._write_socket = (
-            link.dup()
-        )  # a timeout belongs to the socket object, and one thread writes while another reads
+        # A timeout belongs to the socket object, and one thread writes while another reads.
+        self._write_socket = link.dup()
         self._buffer = bytearray()
         self._key: bytes | None = None
         self._directions = (b"", b"")  # sent, received
-        self._sent = self._received = 0
+        self._sent_count = self._received_count = 0
 
     @property
     def own_address(self) -> str:
@@ -86,20 +83,20 @@ class AuthenticatedLine:
             TokenError: If the peer does not know the token; it has been sent a refusal.
             GreetingError: If the peer sends anything but a valid greeting.
         """
-        mine = secrets.token_hex(_NONCE // 2)
-        self._send_greeting({"unisono": VERSION, "token": which, "nonce": mine}, deadline)
+        own_nonce = secrets.token_hex(_NONCE // 2)
+        self._send_greeting({"unisono": VERSION, "token": which, "nonce": own_nonce}, deadline)
         message = self._receive_greeting(deadline)
-        who, theirs = message.get("who"), _hex_field(message, "nonce", _NONCE)
-        if not isinstance(who, dict):
-            raise GreetingError("it did not say who it is")
+        peer, peer_nonce = message.get("who"), _hex_field(message, "nonce", _NONCE)
+        if not isinstance(peer, dict):
+            raise GreetingError("it did not identify itself")
         if not _equal_digests(
-            _hex_field(message, "proof", _MAC), _mac(token, b"node", mine, theirs, _canonical_json(who))
+            _hex_field(message, "proof", _MAC), _mac(token, b"node", own_nonce, peer_nonce, _canonical_json(peer))
         ):
             self._send_greeting({"refused": "token"}, deadline)
-            raise TokenError(one_line(who.get("host"), 100))
-        self._send_greeting({"proof": _mac(token, b"node 0", theirs, mine)}, deadline)
-        self._start_session(token, mine, theirs, (b"0>", b">0"))
-        return who
+            raise TokenError(one_line(peer.get("host"), 100))
+        self._send_greeting({"proof": _mac(token, b"node 0", peer_nonce, own_nonce)}, deadline)
+        self._start_session(token, own_nonce, peer_nonce, (b"0>", b">0"))
+        return peer
 
     def offer(self, deadline: float) -> tuple[str, str]:
         """Receive node 0's first message on another node: which token it asks for, and its nonce.
@@ -109,28 +106,28 @@ class AuthenticatedLine:
         """
         message = self._receive_greeting(deadline)
         if message.get("unisono") != VERSION:
-            raise GreetingError("what answers there is not node 0, or not this version of Unisono")
+            raise GreetingError("the process that answers there is not node 0, or runs another version of Unisono")
         which = message.get("token")
         if not isinstance(which, str) or len(which) > 100:
-            raise GreetingError("what answers there did not say which token it expects")
+            raise GreetingError("the process that answers there did not say which token it expects")
         return which, _hex_field(message, "nonce", _NONCE)
 
-    def introduce(self, who: dict[str, Any], token: bytes, theirs: str, deadline: float) -> None:
+    def introduce(self, identity: dict[str, Any], token: bytes, peer_nonce: str, deadline: float) -> None:
         """Authenticate this node to node 0, and node 0 to this node.
 
         Raises:
             TokenError: If node 0 rejects the token, or cannot prove that it knows it.
             GreetingError: If the answer is malformed.
         """
-        mine = secrets.token_hex(_NONCE // 2)
-        proof = _mac(token, b"node", theirs, mine, _canonical_json(who))
-        self._send_greeting({"nonce": mine, "proof": proof, "who": who}, deadline)
+        own_nonce = secrets.token_hex(_NONCE // 2)
+        proof = _mac(token, b"node", peer_nonce, own_nonce, _canonical_json(identity))
+        self._send_greeting({"nonce": own_nonce, "proof": proof, "who": identity}, deadline)
         message = self._receive_greeting(deadline)
         if message.get("refused") == "token" or not _equal_digests(
-            _hex_field(message, "proof", _MAC), _mac(token, b"node 0", mine, theirs)
+            _hex_field(message, "proof", _MAC), _mac(token, b"node 0", own_nonce, peer_nonce)
         ):
             raise TokenError("it does not know this node's token")
-        self._start_session(token, theirs, mine, (b">0", b"0>"))
+        self._start_session(token, peer_nonce, own_nonce, (b">0", b"0>"))
 
     # messages -------------------------------------------------------------------------------------------------------
 
@@ -142,8 +139,8 @@ class AuthenticatedLine:
         """
         text = json.dumps(message)
         if self._key is not None:
-            text = f"{_mac(self._key, self._directions[0], str(self._sent), text)} {text}"
-            self._sent += 1
+            text = f"{_mac(self._key, self._directions[0], str(self._sent_count), text)} {text}"
+            self._sent_count += 1
         self._write_socket.settimeout(max(0.01, deadline - time.monotonic()))
         self._write_socket.sendall(text.encode() + b"\n")
 
@@ -155,10 +152,10 @@ class AuthenticatedLine:
         """
         assert self._key is not None
         mac, _, text = self._line(deadline, what, MAX_MESSAGE_BYTES).partition(b" ")
-        expected = _mac(self._key, self._directions[1], str(self._received), text.decode("utf-8", "replace"))
+        expected = _mac(self._key, self._directions[1], str(self._received_count), text.decode("utf-8", "replace"))
         if not _equal_digests(mac.decode("ascii", "replace"), expected):
             raise DeadlineError(f"{self.name}: a message was changed or forged on the way, while waiting for {what}")
-        self._received += 1
+        self._received_count += 1
         with suppress(ValueError):
             message = parse_json(text)
             if isinstance(message, dict):
@@ -203,23 +200,23 @@ class AuthenticatedLine:
 
     def _line(self, deadline: float, what: str, limit: int) -> bytes:
         """Return the bytes up to the next newline, all of which must arrive before the deadline."""
-        began, seen = time.monotonic(), 0
-        while (end := self._buffer.find(b"\n", seen)) < 0:
+        began, searched = time.monotonic(), 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
             if len(self._buffer) > limit:
                 raise DeadlineError(
                     f"{self.name} sent {len(self._buffer)} bytes without an end of line, while waiting for {what}"
                 )
-            seen = len(self._buffer)
-            left = deadline - time.monotonic()
+            searched = len(self._buffer)
+            remaining = deadline - time.monotonic()
             try:
-                if left <= 0 and seen:  # a trickle of bytes does not extend the deadline
+                if remaining <= 0 and searched:  # a trickle of bytes does not extend the deadline
                     raise TimeoutError
-                self._link.settimeout(max(0.01, left))
+                self._link.settimeout(max(0.01, remaining))
                 part = self._link.recv(1 << 16)
             except TimeoutError:
-                waited = time.monotonic() - began
+                elapsed = time.monotonic() - began
                 raise DeadlineError(
-                    f"no message from {self.name} for {waited:.0f} s while waiting for {what}"
+                    f"no message from {self.name} for {elapsed:.0f} s while waiting for {what}"
                 ) from None
             except OSError as error:
                 raise DeadlineError(f"{self.name} disconnected ({error.strerror}) while waiting for {what}") from error
@@ -243,8 +240,8 @@ def _hex_field(message: dict[str, Any], name: str, length: int) -> str:
     return value
 
 
-def _canonical_json(who: dict[str, Any]) -> str:
-    return json.dumps(who, sort_keys=True)
+def _canonical_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _mac(key: bytes, purpose: bytes, *parts: str) -> str:
@@ -253,5 +250,5 @@ def _mac(key: bytes, purpose: bytes, *parts: str) -> str:
     return hmac.new(key, content, "sha256").hexdigest()
 
 
-def _equal_digests(mine: str, theirs: str) -> bool:
-    return hmac.compare_digest(mine.encode(), theirs.encode())
+def _equal_digests(first: str, second: str) -> bool:
+    return hmac.compare_digest(first.encode(), second.encode())

@@ -37,9 +37,9 @@ STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused
 _MAGIC = b"unisono pulse 1\n"
 _HEAD = struct.Struct("<16sI")
 _NOW = struct.Struct(f"<QQIqqqqbb{len(PHASES)}qH")
-_DETAIL_BYTES = 200  # bytes
-_KEPT_DURATIONS = 64  # durations
-_STEPS = struct.Struct(f"<I{_KEPT_DURATIONS}d")
+_DETAIL_BYTES = 200
+_MAX_DURATIONS = 64  # durations in a record
+_STEPS = struct.Struct(f"<I{_MAX_DURATIONS}d")
 _RECORD_OFFSET = _HEAD.size
 _DURATIONS_OFFSET = _RECORD_OFFSET + 4 + _NOW.size + _DETAIL_BYTES
 _SIZE = _DURATIONS_OFFSET + 4 + _STEPS.size
@@ -57,13 +57,13 @@ class HeartbeatRecord:
         rank: Its rank.
         pid: Its process number.
         number: How often this record has been updated; if it does not grow, there is no progress.
-        made: Steps done since the beginning of the run; -1 before that is known.
+        steps_done: Since the beginning of the run; -1 before that is known.
         phase: One of `PHASES`.
         outer: The enclosing phase, since a wait is part of something; after leaving, the last phase before.
         detail: What the phase is for; after leaving, the exit code followed by the last detail.
         since: When this was written, in ns.
         began: When reporting began, in ns.
-        ended: When the last step ended, in ns; 0 before the first.
+        step_ended: When the last step ended, in ns; 0 before the first.
         totals: Nanoseconds spent in each phase so far, not counting nested phases.
         durations: Of the last steps, including the wait for their data, in seconds, oldest first.
     """
@@ -71,20 +71,20 @@ class HeartbeatRecord:
     rank: int
     pid: int
     number: int
-    made: int
+    steps_done: int
     phase: str
     outer: str
     detail: str
     since: int
     began: int
-    ended: int
+    step_ended: int
     totals: dict[str, int]
     durations: tuple[float, ...]
 
     @property
     def step(self) -> int:
         """The current step, from 1: the last one while it is being recorded, evaluated or saved, else the next."""
-        return _step_at(self.made, self.phase, self.outer)
+        return _step_at(self.steps_done, self.phase, self.outer)
 
     @property
     def code(self) -> int | None:
@@ -92,7 +92,7 @@ class HeartbeatRecord:
         return int(self.detail.partition(" ")[0]) if self.phase == "left" else None
 
     @property
-    def awaited(self) -> str:
+    def wait_detail(self) -> str:
         """What it waits for, or was waiting for when it left; empty if nothing."""
         if self.phase == "left" and self.outer == "wait":
             return self.detail.partition(" ")[2]
@@ -104,13 +104,13 @@ class HeartbeatWriter:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank, self.thread = directory, rank, threading.get_ident()
-        self.made = -1
+        self.steps_done = -1
         self._file = os.open(heartbeat_path(directory, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, _SIZE)
         self._map = mmap.mmap(self._file, _SIZE)
         self._pid, self._number = os.getpid(), 0
         self._began = self._last = monotonic_ns()
-        self._ended = 0
+        self._step_ended = 0
         self._totals = [0] * len(PHASES)
         self._durations: list[float] = []
         self._phase, self._outer, self._detail = 0, 0, b""
@@ -131,11 +131,11 @@ class HeartbeatWriter:
         """The phase reported last, for `set_phase`."""
         return self._phase, self._outer, self._detail
 
-    def step(self, made: int, seconds: float | None) -> None:
+    def step(self, steps_done: int, seconds: float | None) -> None:
         """Report the number of steps done."""
-        self.made, self._ended = made, monotonic_ns()
+        self.steps_done, self._step_ended = steps_done, monotonic_ns()
         if seconds is not None:
-            self._durations = [*self._durations[1 - _KEPT_DURATIONS :], seconds]
+            self._durations = [*self._durations[1 - _MAX_DURATIONS :], seconds]
             self._write_durations()
         self.set_phase(*self.current_phase())
 
@@ -151,14 +151,15 @@ class HeartbeatWriter:
         os.close(self._file)
 
     def _write_durations(self) -> None:
-        packed = _STEPS.pack(len(self._durations), *self._durations, *[0.0] * (_KEPT_DURATIONS - len(self._durations)))
+        packed = _STEPS.pack(len(self._durations), *self._durations, *[0.0] * (_MAX_DURATIONS - len(self._durations)))
         self._map[_DURATIONS_OFFSET:] = zlib.crc32(packed).to_bytes(4, "little") + packed
 
     def _write(self) -> None:
         self._number += 1
         detail = self._detail
         packed = _NOW.pack(
-            self._number, self._pid, self.rank, self.made, self._last, self._began, self._ended, self._phase,
+            self._number, self._pid, self.rank, self.steps_done, self._last, self._began, self._step_ended,
+            self._phase,
             self._outer, *self._totals, len(detail),
         ) + detail.ljust(_DETAIL_BYTES, b"\0")  # fmt: skip
         self._map[_RECORD_OFFSET:_DURATIONS_OFFSET] = zlib.crc32(packed).to_bytes(4, "little") + packed
@@ -245,10 +246,10 @@ def restore_phase() -> AbstractContextManager[Any]:
     return _NULL_CONTEXT if pulse is None or threading.get_ident() != pulse.thread else _RestoredPhase(pulse)
 
 
-def record_step(made: int, seconds: float | None = None) -> None:
+def record_step(steps_done: int, seconds: float | None = None) -> None:
     """Report how many steps are done, and how long the last one took, if this process ran it."""
     if _pulse is not None and threading.get_ident() == _pulse.thread:
-        _pulse.step(made, seconds)
+        _pulse.step(steps_done, seconds)
 
 
 def mark_waiting(detail: str) -> None:
@@ -268,14 +269,15 @@ def current_step() -> int:
     return (
         0
         if _pulse is None
-        else _step_at(_pulse.made, PHASES[_pulse.current_phase()[0]], PHASES[_pulse.current_phase()[1]])
+        else _step_at(_pulse.steps_done, PHASES[_pulse.current_phase()[0]], PHASES[_pulse.current_phase()[1]])
     )
 
 
-def _step_at(made: int, phase: str, outer: str) -> int:
+def _step_at(steps_done: int, phase: str, outer: str) -> int:
     """Return the current step: the last one while it is being recorded, evaluated or saved, else the next."""
     after = ("record", "save", "evaluate")
-    return max(0, made if (outer if phase == "wait" else phase) in after or outer in after[1:] else made + 1)
+    is_after = (outer if phase == "wait" else phase) in after or outer in after[1:]
+    return max(0, steps_done if is_after else steps_done + 1)
 
 
 def heartbeat_path(directory: Path, rank: int) -> Path:
@@ -299,14 +301,14 @@ def read_record(path: Path) -> HeartbeatRecord | None:
             return None
         first, second = content[_RECORD_OFFSET:_DURATIONS_OFFSET], content[_DURATIONS_OFFSET:]
         if int.from_bytes(first[:4], "little") == zlib.crc32(first[4:]):
-            number, pid, rank, made, since, began, ended, now, outer, *rest = _NOW.unpack_from(first, 4)
+            number, pid, rank, steps_done, since, began, step_ended, now, outer, *rest = _NOW.unpack_from(first, 4)
             detail = first[4 + _NOW.size :][: rest[-1]].decode(errors="replace")
             if int.from_bytes(second[:4], "little") != zlib.crc32(second[4:]):
                 continue
             count, *durations = _STEPS.unpack_from(second, 4)
             totals = dict(zip(PHASES, rest[:-1], strict=True))
             return HeartbeatRecord(
-                rank, pid, number, made, PHASES[now], PHASES[outer], detail, since, began, ended, totals,
+                rank, pid, number, steps_done, PHASES[now], PHASES[outer], detail, since, began, step_ended, totals,
                 tuple(durations[:count]),
             )  # fmt: skip
     return None

@@ -139,8 +139,8 @@ def find_suspects(seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -
     elsewhere = [rank for rank in busy if not stacks.get(rank, Stack()).is_in_backward]
     if not elsewhere and len(busy) == len(here) > 1:
         return []
-    least = min((here[rank].record.made for rank in elsewhere or busy), default=0)
-    return [rank for rank in elsewhere or busy if here[rank].record.made == least]
+    least = min((here[rank].record.steps_done for rank in elsewhere or busy), default=0)
+    return [rank for rank in elsewhere or busy if here[rank].record.steps_done == least]
 
 
 def describe_stuck(
@@ -214,8 +214,8 @@ def describe_lost(
     ]
     groups: dict[str, list[int]] = {}
     for other, one in sorted(seen.items()):
-        if other != rank and one.record.awaited:
-            groups.setdefault(one.record.awaited, []).append(other)
+        if other != rank and one.record.wait_detail:
+            groups.setdefault(one.record.wait_detail, []).append(other)
     parts += [f"{_format_ranks(numbers)} waited for {what}" for what, numbers in groups.items()]
     ranks = {str(r): to_json(one) for r, one in sorted(seen.items())}
     text = "; ".join(parts)
@@ -248,7 +248,7 @@ def describe_phase(record: HeartbeatRecord) -> str:
     phase = record.outer if record.phase == "wait" else record.phase
     detail = f" ({record.detail})" if record.detail and record.phase != "wait" else ""
     wait = f", waiting for {record.detail}" if record.phase == "wait" else ""
-    if record.made < 0 or phase in ("start", "setup"):
+    if record.steps_done < 0 or phase in ("start", "setup"):
         return f"before the first step, {phase}{detail}{wait}"
     after = phase in ("record", "save", "evaluate") or record.outer in ("save", "evaluate")
     return f"{'after' if after else 'in'} step {record.step}, {phase}{detail}{wait}"
@@ -257,14 +257,14 @@ def describe_phase(record: HeartbeatRecord) -> str:
 def to_json(one: RankStatus, stack: Stack | None = None) -> dict[str, Any]:
     """Return what is recorded about a rank."""
     record = asdict(one.record)
-    kept = {name: record[name] for name in ("pid", "made", "phase", "outer", "detail")}
-    return {**kept, "at": describe_phase(one.record), "state": one.state, "still": round(one.idle_seconds, 2)} | (
+    fields = {name: record[name] for name in ("pid", "steps_done", "phase", "outer", "detail")}
+    return {**fields, "at": describe_phase(one.record), "state": one.state, "still": round(one.idle_seconds, 2)} | (
         {"where": str(stack.relevant_frame)} if stack and stack.relevant_frame else {}
     )
 
 
 def _describe_waits(ranks: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -> list[str]:
-    """Describe who waits where; ranks that wait for the same thing are grouped."""
+    """Describe which ranks wait where; ranks that wait for the same thing are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, one in sorted(ranks.items()):
         if one.record.phase == "wait":

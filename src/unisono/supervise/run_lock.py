@@ -47,7 +47,7 @@ class RunLock:
         self.folder, self.token, self.seized = folder, token, seized
 
     def describe_takeover(self) -> str | None:
-        """Say who has taken over the run since, in one sentence; None if nobody has."""
+        """Describe in one sentence which process has taken over the run; None if there is none."""
         newest = _newest_token(self.folder)
         if newest <= self.token:
             return None
@@ -73,31 +73,31 @@ def inherited_lock(folder: Path) -> RunLock | None:
 
 
 @contextmanager
-def hold_lock(folder: Path, every: float = BEAT_INTERVAL, patience: float = TAKEOVER_AFTER) -> Iterator[RunLock]:
+def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = TAKEOVER_AFTER) -> Iterator[RunLock]:
     """Lock an existing folder, keep the lock alive, and release it at the end.
 
     Args:
         folder: Of a run.
-        every: Seconds between heartbeats.
+        interval: Seconds between heartbeats.
         patience: Seconds without a heartbeat after which an owner on another host counts as dead.
 
     Raises:
         RunError: Naming the owner, if there is a living one.
         OSError: If the folder is not writable.
     """
-    lease = _acquire(folder, every, patience)
+    lease = _acquire(folder, interval, patience)
     before = os.environ.get(LOCK_VARIABLE)
     os.environ[LOCK_VARIABLE] = f"{lease.token}:{folder.resolve()}"
-    over = threading.Event()
+    stop = threading.Event()
     thread = threading.Thread(
-        target=_send_heartbeats, args=(_lock_file(lease, "beat"), every, over), name="lease", daemon=True
+        target=_send_heartbeats, args=(_lock_file(lease, "beat"), interval, stop), name="lease", daemon=True
     )
     thread.start()
     try:
         yield lease
     finally:
-        over.set()
-        thread.join(every)
+        stop.set()
+        thread.join(interval)
         if before is None:
             os.environ.pop(LOCK_VARIABLE, None)
         else:
@@ -113,7 +113,7 @@ def find_holder(folder: Path) -> dict[str, Any] | None:
     return None if owner is None or owner["released"] or identity.is_alive(owner) is False else owner
 
 
-def _acquire(folder: Path, every: float, patience: float) -> RunLock:
+def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
     (folder / FOLDER).mkdir(exist_ok=True)
     while True:
         newest = _newest_token(folder)
@@ -129,18 +129,18 @@ def _acquire(folder: Path, every: float, patience: float) -> RunLock:
                 "or choose another run.name"
             )
         lease = RunLock(folder, newest + 1, seized)
-        if _claim_token(lease, every) and _newest_token(folder) == lease.token:
+        if _claim_token(lease, interval) and _newest_token(folder) == lease.token:
             _remove_old_tokens(lease)
             return lease
 
 
-def _claim_token(lease: RunLock, every: float) -> bool:
+def _claim_token(lease: RunLock, interval: float) -> bool:
     """Claim a token; False if another process has it."""
-    mine = _lock_file(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
+    own_file = _lock_file(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
-        write_whole(mine, json.dumps({**identity.own_identity(), "every": every, "released": False}) + "\n")
+        write_whole(own_file, json.dumps({**identity.own_identity(), "interval": interval, "released": False}) + "\n")
         _lock_file(lease, "beat").touch()
-        os.link(mine, _lock_file(lease, "json"))
+        os.link(own_file, _lock_file(lease, "json"))
     except FileExistsError:
         return False
     except OSError as error:
@@ -148,23 +148,23 @@ def _claim_token(lease: RunLock, every: float) -> bool:
             raise
         try:  # without hard links, exclusive creation still guarantees one owner
             with _lock_file(lease, "json").open("x", encoding="utf-8") as file:
-                file.write(mine.read_text(encoding="utf-8"))
+                file.write(own_file.read_text(encoding="utf-8"))
         except FileExistsError:
             return False
     finally:
-        mine.unlink(missing_ok=True)
+        own_file.unlink(missing_ok=True)
     return True
 
 
 def _is_owner_alive(folder: Path, token: int, owner: dict[str, Any], patience: float) -> bool:
-    """Whether an owner that has not released its token shows a sign of life."""
-    seen = identity.is_alive(owner)
-    if seen is not None:
-        return seen
+    """Whether an owner that has not released its token still updates its counter."""
+    known_alive = identity.is_alive(owner)
+    if known_alive is not None:
+        return known_alive
     first = _read_counter(folder, token)
     say(
         f"unisono: {folder} was last used by {_format_owner(owner)}, which cannot be checked from this host; waiting "
-        f"{patience:g} s for a sign of life",
+        f"{patience:g} s for a heartbeat",
         error=True,
     )
     deadline = time.monotonic() + patience
@@ -177,7 +177,7 @@ def _is_owner_alive(folder: Path, token: int, owner: dict[str, Any], patience: f
     return False
 
 
-def _send_heartbeats(path: Path, every: float, over: threading.Event) -> None:
+def _send_heartbeats(path: Path, interval: float, stop: threading.Event) -> None:
     count = 0
     while True:
         count += 1
@@ -187,7 +187,7 @@ def _send_heartbeats(path: Path, every: float, over: threading.Event) -> None:
                 os.pwrite(descriptor, b"%020d\n" % count, 0)
             finally:
                 os.close(descriptor)
-        if over.wait(every):
+        if stop.wait(interval):
             return
 
 
@@ -208,9 +208,9 @@ def _newest_token(folder: Path) -> int:
 
 def _read_owner(folder: Path, token: int) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        found = safe_paths.parse_json(_lock_file(RunLock(folder, token), "json").read_text(encoding="utf-8"))
-        if isinstance(found, dict) and {"host", "machine", "pid", "born", "released"} <= found.keys():
-            return found
+        owner = safe_paths.parse_json(_lock_file(RunLock(folder, token), "json").read_text(encoding="utf-8"))
+        if isinstance(owner, dict) and {"host", "machine", "pid", "born", "released"} <= owner.keys():
+            return owner
     return None
 
 

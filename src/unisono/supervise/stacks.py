@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.runtime import heartbeat
+from unisono.runtime.source_files import is_user_file, shorten_library_path
 from unisono.supervise import processes
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_OURS = str(Path(heartbeat.__file__).parents[1]) + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"engines{os.sep}torch{os.sep}collective.py")
 _BACKWARD = f"torch{os.sep}autograd{os.sep}graph.py"
 
@@ -31,7 +30,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{_shorten_path(self.file)}:{self.line} in {self.function}"
+        return f"{shorten_library_path(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True)
@@ -110,25 +109,11 @@ def parse_stack(text: str) -> Stack:
     return Stack(text, tuple(frames))
 
 
-def _shorten_path(file: str) -> str:
-    """Shorten a library's file to its import path: the installation directory is noise."""
-    installed = file.rpartition(f"{os.sep}site-packages{os.sep}")[2]
-    found = next((folder for folder in _LIBRARIES if installed.startswith(folder)), "")
-    return installed.removeprefix(found)
-
-
 def _read_after(path: Path, size: int) -> str:
     with suppress(OSError), path.open("rb") as file:
         file.seek(size)
         return file.read().decode(errors="replace")
     return ""
-
-
-def is_user_file(file: str) -> bool:
-    """Whether a file is user code, not Python's, a library's or ours; recipes count as user code."""
-    if file.startswith(_OURS):
-        return file.startswith(f"{_OURS}recipes{os.sep}")
-    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}site-packages{os.sep}" not in file
 
 
 def _is_python_file(file: str) -> bool:

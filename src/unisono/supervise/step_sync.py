@@ -56,7 +56,7 @@ class Decision:
         stop: End the run here, after saving.
         evaluate: Evaluate after this step, before saving.
         preempted: End at once because the job is preempted; `save` says whether there is time to save.
-        why: What was decided about the save, for the final message.
+        not_saved_because: Why a preempted run does not save, for the final message; empty if it does.
         reasons: Who requested what and why, over all ranks.
         seconds_left: Seconds until the run has to end.
     """
@@ -65,7 +65,7 @@ class Decision:
     stop: bool = False
     evaluate: bool = False
     preempted: bool = False
-    why: str = ""
+    not_saved_because: str = ""
     reasons: tuple[str, ...] = ()
     seconds_left: float = field(default=math.inf, compare=False)
 
@@ -76,7 +76,7 @@ class Decision:
             self.stop or later.stop,
             self.evaluate or later.evaluate,
             self.preempted or later.preempted,
-            later.why or self.why,
+            later.not_saved_because or self.not_saved_because,
             (*self.reasons, *later.reasons),
             min(self.seconds_left, later.seconds_left),
         )
@@ -107,10 +107,10 @@ class StepSync:
         if communicator.rank == 0 and writing:
             self._take_requests()  # discard requests meant for an earlier start
 
-    def open(self) -> None:
-        """Handle signals here from now on."""
-        here = [one for one in self._processes if one["machine"] == identity.machine_id()]
-        preemption.defer_signals(self._deadline, here)
+    def take_over_signals(self) -> None:
+        """Handle signals at step boundaries from now on."""
+        local = [process for process in self._processes if process["machine"] == identity.machine_id()]
+        preemption.defer_signals(self._deadline, local)
 
     def decide(self, wishes: RankRequests | None = None, saving: float = 0.0) -> Decision:
         """Decide what all ranks do now; every rank calls this after every step, and again after any long operation.
@@ -124,32 +124,34 @@ class StepSync:
             Exception: On every rank, the error of a callback that failed on one of them.
         """
         wishes = wishes or RankRequests()
-        waited = preemption.seconds_since_signal()
+        seconds = preemption.seconds_since_signal()
         first = self._communicator.rank == 0
-        asked = self._take_requests() if first else set()
-        lost = self._check_takeover() if first else None
-        since = 0 if waited is None else int(waited * 1000) + 1  # milliseconds
-        own = [
-            STOP in asked or wishes.stop, SAVE in asked or wishes.save, since, int(saving * 1000), lost is not None,
+        requests = self._take_requests() if first else set()
+        takeover = self._check_takeover() if first else None
+        since = 0 if seconds is None else int(seconds * 1000) + 1  # milliseconds
+        local = [
+            STOP in requests or wishes.stop, SAVE in requests or wishes.save, since, int(saving * 1000),
+            takeover is not None,
             wishes.evaluate, bool(wishes.reasons), wishes.error is not None,
         ]  # fmt: skip
-        numbers = self._communicator.reduce_max([*map(int, own)], "what all ranks do after this step")
-        stop, save, since, cost, gone, evaluate, explained, failed = numbers
-        if gone:
-            raise RunError(self._communicator.gather(lost, "who has taken over the run")[0] or "the run was taken over")
-        if failed:
+        numbers = self._communicator.reduce_max([*map(int, local)], "what all ranks do after this step")
+        stop, save, since, cost, taken_over, evaluate, has_reasons, has_error = numbers
+        if taken_over:
+            owners = self._communicator.gather(takeover, "the new owner of the run")
+            raise RunError(owners[0] or "the run was taken over")
+        if has_error:
             self._raise_everywhere(wishes.error)
-        reasons = self._gather_reasons(wishes.reasons) if explained else ()
+        reasons = self._gather_reasons(wishes.reasons) if has_reasons else ()
         if not since:
             return Decision(bool(stop or save), bool(stop), bool(evaluate), reasons=reasons)
-        need, left = cost / 1000, self._deadline - (since - 1) / 1000
-        fits = need * _SAVE_MARGIN <= left
-        why = "" if fits else (
-            f"saving takes about {need:.1f} s, but only {max(0.0, left):.1f} s were left of launch.preempt_deadline="
-            f"{self._deadline:g}"
+        save_seconds, remaining = cost / 1000, self._deadline - (since - 1) / 1000
+        fits = save_seconds * _SAVE_MARGIN <= remaining
+        reason = "" if fits else (
+            f"saving takes about {save_seconds:.1f} s, but only {max(0.0, remaining):.1f} s were left of "
+            f"launch.preempt_deadline={self._deadline:g}"
         )  # fmt: skip
-        until = left - min(_END_RESERVE, self._deadline / 4)
-        return Decision(fits, bool(stop), False, True, why, reasons, until)
+        seconds_left = remaining - min(_END_RESERVE, self._deadline / 4)
+        return Decision(fits, bool(stop), False, True, reason, reasons, seconds_left)
 
     def refuse_if_lost(self) -> None:
         """Check on all ranks that the run has not been taken over, before anything is written into it.
@@ -175,11 +177,11 @@ class StepSync:
         with preemption.finish_before_exit():
             yield
 
-    def preempted(self, made: int, total: int, saved: int, why: str) -> Preempted:
-        """Return the error that ends a preempted run after `made` of `total` steps, `saved` of which are kept."""
-        kept = f"the newest checkpoint is from step {saved}" if saved else "there is no checkpoint yet"
-        rest = "which is saved" if saved == made else f"which is not saved: {why}; {kept}"
-        error = Preempted(f"preempted after step {made} of {total}, {rest}")
+    def preempted_error(self, step: int, total: int, saved: int, reason: str) -> Preempted:
+        """Return the error that ends a preempted run after a step; `saved` is that of the newest checkpoint."""
+        newest = f"the newest checkpoint is from step {saved}" if saved else "there is no checkpoint yet"
+        rest = "which is saved" if saved == step else f"which is not saved: {reason}; {newest}"
+        error = Preempted(f"preempted after step {step} of {total}, {rest}")
         preemption.announce_end(error)
         return error
 
@@ -190,16 +192,19 @@ class StepSync:
             assert error is not None
             raise error
 
-        raise_everywhere(self._communicator, fail if error is not None else None, "which callback has failed")
+        raise_everywhere(self._communicator, fail if error is not None else None, "the error of a callback")
 
     def _gather_reasons(self, reasons: Sequence[str]) -> tuple[str, ...]:
         """Return the reasons of all ranks without duplicates, naming the ranks unless all share a reason."""
-        everyone = self._communicator.gather(list(reasons), "who asks for what after this step")
-        found = dict.fromkeys(reason for theirs in everyone for reason in theirs)
-        ranks = {reason: [str(rank) for rank, theirs in enumerate(everyone) if reason in theirs] for reason in found}
+        everyone = self._communicator.gather(list(reasons), "the requests of all ranks after this step")
+        distinct = dict.fromkeys(reason for rank_reasons in everyone for reason in rank_reasons)
+        ranks = {
+            reason: [str(rank) for rank, rank_reasons in enumerate(everyone) if reason in rank_reasons]
+            for reason in distinct
+        }
         return tuple(
             reason if len(ranks[reason]) == len(everyone) else f"{reason} (rank {', '.join(ranks[reason])})"
-            for reason in found
+            for reason in distinct
         )
 
     def _take_requests(self) -> set[str]:
@@ -207,12 +212,12 @@ class StepSync:
         if time.monotonic() - self._last_look < _REQUEST_INTERVAL:
             return set()
         self._last_look = time.monotonic()
-        found = set()
+        requests = set()
         for name in (STOP, SAVE):
             with suppress(OSError):
                 (self._directory / name).unlink()
-                found.add(name)
-        return found
+                requests.add(name)
+        return requests
 
     def _check_takeover(self) -> str | None:
         if self._lease is None or time.monotonic() - self._last_lock_look < _LOCK_INTERVAL:

@@ -45,22 +45,22 @@ class Stragglers:
         Args:
             records: Current records of all ranks of this node.
         """
-        made = min((record.made for record in records.values()), default=-1)
-        if made < 0 or len(records) < 2:
+        steps_done = min((record.steps_done for record in records.values()), default=-1)
+        if steps_done < 0 or len(records) < 2:
             return []
-        begun = self._window_start
-        if begun.keys() != records.keys() or min(record.made for record in begun.values()) > made:
+        start = self._window_start
+        if start.keys() != records.keys() or min(record.steps_done for record in start.values()) > steps_done:
             self._window_start = dict(records)
             return []
-        if made < min(record.made for record in begun.values()) + WINDOW:
+        if steps_done < min(record.steps_done for record in start.values()) + WINDOW:
             return []
         self._window_start = dict(records)
         lines, slow = [], set()
-        window = f"steps {made - WINDOW + 1} to {made}"
+        window = f"steps {steps_done - WINDOW + 1} to {steps_done}"
         for phase in PHASES:
-            means = _mean_seconds(phase, begun, records)
+            means = _mean_seconds(phase, start, records)
             for rank, mean in means.items():
-                others = [other for who, other in means.items() if who != rank]
+                others = [other_mean for other, other_mean in means.items() if other != rank]
                 usual = statistics.median(others) if others else mean
                 if mean < self._factor * usual or mean - usual < _MIN_EXCESS:
                     continue
@@ -71,7 +71,7 @@ class Stragglers:
                         f"rank {rank} holds up the others: {phase} takes {mean:.3g} s per step there and {usual:.3g} s "
                         f"on the others ({mean / max(usual, 1e-9):.1f} times as long), {window}"
                     )
-        wait = min(_mean_seconds("wait", begun, records).values(), default=0.0)
+        wait = min(_mean_seconds("wait", start, records).values(), default=0.0)
         before = statistics.median(self._waits) if len(self._waits) >= _MIN_WINDOWS else math.inf
         if not slow and wait >= self._factor * before and wait - before >= _MIN_EXCESS:
             slow.add(_COMMUNICATION)
@@ -89,11 +89,11 @@ class Stragglers:
 
 
 def _mean_seconds(
-    phase: str, begun: Mapping[int, HeartbeatRecord], records: Mapping[int, HeartbeatRecord]
+    phase: str, start: Mapping[int, HeartbeatRecord], records: Mapping[int, HeartbeatRecord]
 ) -> dict[int, float]:
     """Return the seconds per step that each rank spent in a phase."""
     return {
-        rank: (record.totals[phase] - begun[rank].totals[phase]) / 1e9 / (record.made - begun[rank].made)
+        rank: (record.totals[phase] - start[rank].totals[phase]) / 1e9 / (record.steps_done - start[rank].steps_done)
         for rank, record in records.items()
-        if record.made > begun[rank].made
+        if record.steps_done > start[rank].steps_done
     }

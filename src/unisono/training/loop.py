@@ -185,7 +185,7 @@ class Training:
     def steps(self) -> Iterator[StepResult]:
         """Run all remaining steps, each with whatever is due or requested after it."""
         parts, callbacks, total = self._parts, self._callbacks, self._total
-        self._sync.open()
+        self._sync.take_over_signals()
         decision = self._act_on(self.first, self._initial_wishes)
         heartbeat.record_step(self.first)
         batches = parts.engine.incoming(self._micro_batches())
@@ -241,7 +241,9 @@ class Training:
             self._saving.saver.finish()
         cut_short = self._uploads.wait(decision, lambda: self._decide())
         if decision.preempted or cut_short:
-            raise self._sync.preempted(self.step, self._total, self._saving.saver.saved, decision.why)
+            raise self._sync.preempted_error(
+                self.step, self._total, self._saving.saver.saved, decision.not_saved_because
+            )
         if decision.stop and self.step < self._total:
             self.telemetry.note(self.step, {"stopped": self.stopped})
             say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with:\n  {resumes}")

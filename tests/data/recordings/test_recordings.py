@@ -168,7 +168,7 @@ def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path, monke
         assert cache[row]["row"] == source[row]["row"]
     with pytest.raises(ConfigError, match="contains a cache of other data or settings"):
         make_cache(source, audio.Pipeline(16000, 0.25, audio.Fbank(20), 30), tmp_path / "cache")
-    with pytest.raises(DataError, match=r"was made with another .*method"):
+    with pytest.raises(DataError, match=r"was built with a different .*method"):
         DecodedCache(
             tmp_path / "cache", audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0, method="kaiser_best")
         )

@@ -42,6 +42,7 @@ def test_an_archive_behind_a_url_gives_what_a_local_one_gives(tmp_path: Path) ->
     with serving(path.parent) as server:
         remote = open_recordings(f"{server.url}/{path.name}")
         assert len(remote) == len(local) > 2
+        assert (remote.remote, local.remote) == (True, False)
         assert remote.table.fingerprint == local.table.fingerprint
         for row in (0, 1):
             expected, found = local[row], remote[row]

@@ -144,6 +144,7 @@ def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
     with serving(folder) as server:
         source = opened(f"{server.url}/{path.name}")  # type: ignore[arg-type]
         assert [plain(record) for record in source] == ROWS
+        assert (source.remote, opened(path).remote) == (True, False)
         with pytest.raises(DataError, match=r"data\.path: http://.*/none\.parquet does not exist"):
             open_source(f"{server.url}/none.parquet")
 

@@ -26,9 +26,9 @@ KINDS: dict[str, tuple[int, int, dict[str, Any], tuple[int, ...]]] = {
     "ddp ×2": (1, 2, {"strategy": "ddp"}, (24, 12, 8, 6)),
     "fsdp ×4": (1, 4, {"strategy": "fsdp"}, (12, 6, 4, 3)),
     "hsdp 2×2": (1, 4, {"strategy": "hsdp", "shards": 2}, (12, 6, 4, 3)),
-    "2 processes × 2, ddp": (2, 2, {"strategy": "ddp"}, (12, 3)),
+    "2 processes × 2, ddp": (2, 2, {"strategy": "ddp"}, (12, 6, 4, 3)),
     "2 processes × 2, fsdp": (2, 2, {"strategy": "fsdp"}, (12, 6, 4, 3)),
-    "2 processes × 2, hsdp": (2, 2, {"strategy": "hsdp", "shards": 2}, (12, 3)),
+    "2 processes × 2, hsdp": (2, 2, {"strategy": "hsdp", "shards": 2}, (12, 6, 4, 3)),
 }
 
 

@@ -173,22 +173,26 @@ of_task("a mean in loss()", "mean of micro-batch", "A mean of means", whole=True
 
 @fault("psum left out under shard_map", "Gradients are not synchronised")
 def without_psum() -> Iterator[None]:
-    with wrapping(mesh, "sum_gradient", lambda original, gradient, spec: gradient):
+    with wrapping(mesh, "sum_gradients", lambda original, own, *more: (own, original(own, *more)[1])):
         yield
 
 
 @fault("psum where pmean was meant", "All gradients are scaled by N")
 def sum_for_mean() -> Iterator[None]:
-    with wrapping(mesh, "sum_gradient", lambda original, *given: 2 * original(*given)):
+    def doubled(original: Any, *given: Any) -> Any:
+        sums, reports = original(*given)
+        return {name: 2 * value for name, value in sums.items()}, reports
+
+    with wrapping(mesh, "sum_gradients", doubled):
         yield
 
 
 @fault("psum in bf16", "Gradients are reduced in a lower precision")
 def bf16_psum() -> Iterator[None]:
-    def rounded(original: Any, gradient: jax.Array, spec: Any) -> jax.Array:
-        return original(gradient.astype(jnp.bfloat16).astype(gradient.dtype), spec)
+    def rounded(original: Any, gradients: Any, *more: Any) -> Any:
+        return original({n: g.astype(jnp.bfloat16).astype(g.dtype) for n, g in gradients.items()}, *more)
 
-    with wrapping(mesh, "sum_gradient", rounded):
+    with wrapping(mesh, "sum_gradients", rounded):
         yield
 
 

@@ -187,6 +187,7 @@ def free() -> int:
         return int(one.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_sizes_at_which_gloo_aborts_are_told_from_the_rings(ended: dict[str, Ended]) -> None:
     found = ended["size"]
     assert sorted(found.codes) in ([-6, 8], [8, 8])  # whom the other's size reaches first is ended in C++

@@ -302,7 +302,7 @@ def test_parameters_that_some_batches_leave_out_train_as_on_one_process(strategy
     assert many.losses == pytest.approx(one.losses, rel=1e-12)
 
 
-def unused(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[str], bool]:
+def unused(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[str], bool, bool]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -310,13 +310,14 @@ def unused(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[s
     engine, steps = started(place, group, BranchingTask(), config)
     for number, batches in enumerate(steps):
         engine.step(batches, number, {"lr": 0.01})
-    return records, engine.train_state.parallel.wrapped.find_unused_parameters
+    wrapped = engine.train_state.parallel.wrapped
+    return records, wrapped.find_unused_parameters, wrapped.static_graph
 
 
 def test_ddp_finds_out_about_unused_parameters_by_itself_and_names_them() -> None:
     config = configuration(layout=layout("ddp"), train={"steps": 3, "global_batch": 8})
-    for records, finds in processes.run(unused, 2, config):
-        assert finds
+    for records, finds, static in processes.run(unused, 2, config):
+        assert (finds, static) == (True, False)
         assert any("got no gradient in the first pass" in text and "never.bias" in text for text in records)
 
 

@@ -24,7 +24,8 @@ SMALL = tuple(word for word in SYNTHETIC if not word.startswith("data."))
 def test_an_encoder_is_trained_on_recordings_probed_on_others_exported_and_begun_with(tmp_path: Path) -> None:
     path, other = folder(tmp_path / "a", birds(24)), folder(tmp_path / "b", birds(18))
     recordings = ("data=recordings", f"data.path={path}", "data.group=recordist", "data.names=species")
-    done = unisono(tmp_path, *SMALL, *recordings, "task.objective=lejepa", "task.probe_saves=true", "run.name=one")
+    beside = ("task.probe_saves=true", "task.pictures=true")
+    done = unisono(tmp_path, *SMALL, *recordings, "task.objective=lejepa", *beside, "run.name=one")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "one"
     losses = [step["loss"] for step in steps(run)]
@@ -32,6 +33,8 @@ def test_an_encoder_is_trained_on_recordings_probed_on_others_exported_and_begun
     saved = pq.read_table(run / "probes.parquet").to_pylist()
     assert sorted({row["step"] for row in saved}) == [2, 4, 6]
     assert len({row["checkpoint"] for row in saved}) == 3
+    embeddings = {f"step-{step:08d}-embeddings.png" for step in (2, 4, 6)}
+    assert set(pictures(run)) == {"learning_curves.png", *embeddings}
 
     probe = ("probe", "runs/one", "kinds=linear,centroid", "resamples=50", "data=recordings", f"data.path={other}")
     done = unisono(tmp_path, *probe, "data.group=auto")
@@ -58,6 +61,23 @@ def test_an_encoder_is_trained_on_recordings_probed_on_others_exported_and_begun
     (tmp_path / "encoder").rename(tmp_path / "gone")  # a run that began with weights needs them no more to be used
     done = unisono(tmp_path, "export", "runs/two", "out=again")
     assert done.returncode == 0, done.stderr
+
+
+def pictures(run: Path) -> dict[str, float]:
+    """Deviation of the pixels of each picture of a run."""
+    from matplotlib.image import imread
+
+    found = {path.name: float(imread(path).std()) for path in (run / "pictures").iterdir()}
+    assert min(found.values()) > 0.01, "none is blank"
+    return found
+
+
+def test_pixio_draws_what_it_reconstructs(tmp_path: Path) -> None:
+    words = ("task.objective=pixio", "task.pictures=true", "train.steps=4", "checkpoint.every=2", "run.name=one")
+    done = unisono(tmp_path, *SYNTHETIC, *words)
+    assert done.returncode == 0, done.stderr
+    found = {name for name in pictures(tmp_path / "runs" / "one") if "reconstruction" in name}
+    assert found == {"step-00000002-reconstruction.png", "step-00000004-reconstruction.png"}
 
 
 def test_a_run_is_not_resumed_with_another_encoder(tmp_path: Path) -> None:

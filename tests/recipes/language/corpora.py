@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Engine
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers
 
 from unisono.checkpoint.core import assets, commit, manifest
 from unisono.data.prepare import shards
@@ -193,3 +193,27 @@ def store_in(language: Language) -> TokenStore:
     store = language.library.corpora[""]
     assert isinstance(store, TokenStore)
     return store
+
+
+def decoded(store: TokenStore) -> list[str]:
+    """Every document as text again, without the tokens at its ends."""
+    engine, special = Engine.from_file(str(store.tokenizer.path)), store.tokenizer
+    found = []
+    for number in range(len(store)):
+        ids = store.slice(number, 0, int(store.lengths[number])).tolist()
+        assert ids[0] == special.first
+        assert ids[-1] == special.last
+        found.append(engine.decode(ids[1:-1], skip_special_tokens=False))
+    return found
+
+
+def word_level(path: Path, vocabulary: dict[str, int], **beside: Any) -> Path:
+    """A tokenizer's directory: words at blanks, and a `tokenizer_config.json` if there is something for it."""
+    path.mkdir(parents=True)
+    engine = Engine(models.WordLevel(vocabulary))
+    engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    engine.decoder = decoders.Fuse()
+    engine.save(str(path / "tokenizer.json"))
+    if beside:
+        (path / "tokenizer_config.json").write_text(json.dumps(beside))
+    return path

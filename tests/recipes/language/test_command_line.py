@@ -132,7 +132,7 @@ def test_a_check_tells_the_facts_and_makes_no_run(tmp_path: Path) -> None:
     told = unisono("check", "language", *(f"{key}={format_override(value)}" for key, value in settings.items()))
     assert "documents: 20" in told
     assert "empty: 2" in told
-    assert "ignored: ['notes.md']" in told
+    assert "ignored: notes.md" in told
     assert not (tmp_path / "runs").exists()
 
 

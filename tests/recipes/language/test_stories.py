@@ -35,6 +35,7 @@ from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import Language
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 
+pytestmark = pytest.mark.slow
 STORIES, TARGETS = 5, 1804  # without the ends
 README = 1.2664
 

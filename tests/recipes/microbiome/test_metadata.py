@@ -119,6 +119,7 @@ def test_classes_keep_the_numbers_they_are_given() -> None:
     assert one.values.tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_label_is_found_among_a_million_classes_and_a_wrong_one_is_told_in_a_line() -> None:
     """To look for each through a list would take hours."""
     classes = [f"class {number}" for number in range(10**6)]

@@ -116,17 +116,14 @@ def with_jax(model: Any, kind: str) -> list[tuple[float, dict[str, Any], dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
         ("sudoku", {"mixer": "attention", "positions": "rope"}),
-        pytest.param("maze", {"mixer": "mlp", "positions": "none"}, marks=pytest.mark.slow),
-        pytest.param(
-            "sudoku",
-            {"mixer": "sparse", "positions": "learned", "nets": 2, "gradient": "step"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("maze", {"mixer": "attention", "positions": "learned", "gradient": "all"}, marks=pytest.mark.slow),
+        ("maze", {"mixer": "mlp", "positions": "none"}),
+        ("sudoku", {"mixer": "sparse", "positions": "learned", "nets": 2, "gradient": "step"}),
+        ("maze", {"mixer": "attention", "positions": "learned", "gradient": "all"}),
     ],
     ids=["attention", "mlp", "sparse, two nets, one step", "whole gradient"],
 )

@@ -1,6 +1,6 @@
 """Exports a checkpoint for other libraries: streamed from file to file, by up to as many processes as there are files.
 
-The plan of files depends on the manifest alone, so every process can make it, and is only sent the names of its own
+The plan of files depends on the manifest alone, so every process can compute it, and is sent only the names of its own
 files. A process holds one block of one tensor at a time, or a whole tensor if it must be converted, such as stacked
 experts. The folder appears atomically, and nothing is overwritten.
 """
@@ -86,17 +86,17 @@ class _Plan:
     reader: TensorReader
 
 
-def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.Module] | None = None) -> Exported:
+def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int], nn.Module] | None = None) -> Exported:
     """Write a run's weights for other libraries.
 
     Args:
         folder: of the run.
         words: of the command.
-        merged: makes the model of a run with adapters, with the weights of a step (folder, ema, step); for `merge`.
+        build_merged: builds the model of a run with its adapters merged, from (folder, ema, step); for `merge`.
 
     Raises:
-        UnisonoError: for a run without such a commit or such weights, a damaged commit, a task that has no such form,
-            or a folder that is there already or cannot be written.
+        UnisonoError: if the run has no such checkpoint or weights, the checkpoint is damaged, the task has no such
+            format, or the folder exists already or cannot be written.
     """
     checkpoint = commit.open_checkpoint(find_checkpoint(folder, words.step))  # every byte is verified here, once
     assets.check(checkpoint, folder)
@@ -106,8 +106,8 @@ def export(folder: Path, words: Export, merged: Callable[[Path, bool, int], nn.M
     if words.merge and read_adapter_settings(folder) is None:
         raise RunError(f"{folder} has no adapters to merge; remove merge=true")
     if words.merge:
-        assert merged is not None
-        plan = _plan_model(merged(folder, words.ema, checkpoint.step), folder, words)
+        assert build_merged is not None
+        plan = _plan_model(build_merged(folder, words.ema, checkpoint.step), folder, words)
     else:
         plan = _plan_checkpoint(checkpoint, folder, words)
     _check_room(out, sum(file.size for file in plan.files))
@@ -152,14 +152,16 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
-    found = {int(path.name.rpartition("-")[2]): path for path in commit.find_checkpoints(folder / "checkpoints")}
-    if not found:
+    checkpoints = {int(path.name.rpartition("-")[2]): path for path in commit.find_checkpoints(folder / "checkpoints")}
+    if not checkpoints:
         raise RunError(f"{folder} has no checkpoint yet")
     if step is None:
-        return found[max(found)]
-    if step not in found:
-        raise RunError(f"{folder} has no checkpoint of step {step}; available steps: {format_ranges(sorted(found))}")
-    return found[step]
+        return checkpoints[max(checkpoints)]
+    if step not in checkpoints:
+        raise RunError(
+            f"{folder} has no checkpoint of step {step}; available steps: {format_ranges(sorted(checkpoints))}"
+        )
+    return checkpoints[step]
 
 
 def _folder_name(step: int, words: Export) -> str:
@@ -168,7 +170,7 @@ def _folder_name(step: int, words: Export) -> str:
 
 
 def _plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
-    """The plan of a commit, from its manifest alone."""
+    """The plan of a checkpoint, from its manifest alone."""
     arrays = _select_entries(checkpoint.arrays, words.ema, folder)
     arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
     adapter = read_adapter_settings(folder)
@@ -186,14 +188,16 @@ def _plan_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
     """The plan of a model that is in memory."""
     from unisono.engines.torch import sharded_tensors
 
-    held = {name.removeprefix(_MODEL): value.detach() for name, value in sharded_tensors.model_tensors(model).items()}
-    arrays = {n: TensorEntry(n, _target_dtype(value.dtype, words), tuple(value.shape)) for n, value in held.items()}
+    tensors = {
+        name.removeprefix(_MODEL): value.detach() for name, value in sharded_tensors.model_tensors(model).items()
+    }
+    arrays = {n: TensorEntry(n, _target_dtype(value.dtype, words), tuple(value.shape)) for n, value in tensors.items()}
     form = (
         export_formats.safetensors_format(arrays)
         if words.to == "safetensors"
         else export_formats.transformers_format(arrays, folder / "assets")
     )
-    return _Plan(form, _plan_files(form, words), _InMemoryTensors(held))
+    return _Plan(form, _plan_files(form, words), _InMemoryTensors(tensors))
 
 
 class _SavedTensors:
@@ -235,17 +239,17 @@ def _select_entries(arrays: Mapping[str, Any], ema: bool, folder: Path) -> dict[
             raise RunError(f"'{name}' has dtype {dtype}, which safetensors files do not support")
         return TensorEntry(name, dtype, tuple(arrays[name]["shape"]))
 
-    averaged = {name.removeprefix(_EMA) for name in arrays if name.startswith(_EMA)}
-    if ema and not averaged:
+    average_names = {name.removeprefix(_EMA) for name in arrays if name.startswith(_EMA)}
+    if ema and not average_names:
         raise RunError(f"{folder} has no moving average of its weights; it was trained without ema.decay")
-    found = {}
+    entries = {}
     for name in arrays:
-        own = name.removeprefix(_MODEL)
+        model_name = name.removeprefix(_MODEL)
         if name.startswith(_MODEL):
-            found[own] = entry(_EMA + own if ema and own in averaged else name)
-    if not found:
+            entries[model_name] = entry(_EMA + model_name if ema and model_name in average_names else name)
+    if not entries:
         raise CheckpointError(f"{folder}: the checkpoint holds no model weights")
-    return found
+    return entries
 
 
 def _target_dtype(dtype: torch.dtype, words: Export) -> torch.dtype:
@@ -272,11 +276,11 @@ def _assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
 
 
 def _check_room(out: Path, size: int) -> None:
-    there = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
     if free < size:
         raise RunError(
-            f"{out} needs {size / 1e6:.1f} MB, but {there} has {free / 1e6:.1f} MB left; free disk space, choose "
+            f"{out} needs {size / 1e6:.1f} MB, but {existing} has {free / 1e6:.1f} MB left; free disk space, choose "
             "another out=DIR, or a smaller dtype=bf16"
         )
 
@@ -287,46 +291,46 @@ def _write(plan: _Plan, folder: Path, names: set[str]) -> None:
     content = _Content(plan.reader, outputs)
     for file in plan.files:
         if file.name in names:
-            with (folder / file.name).open("wb") as opened:
-                hf_shards.write(opened, file.entries, content)
+            with (folder / file.name).open("wb") as stream:
+                hf_shards.write(stream, file.entries, content)
 
 
 class _Content:
-    """The blocks of the tensors that are written; what is made of an array is kept until another array is asked for."""
+    """The blocks of the tensors to write; the converted tensors of the last array are cached."""
 
     def __init__(self, reader: TensorReader, outputs: Mapping[str, Output]) -> None:
         self._reader, self._outputs = reader, outputs
-        self._made: tuple[str, Mapping[str, Tensor]] = ("", {})
+        self._last_conversion: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def __call__(self, entry: TensorEntry) -> Iterator[Tensor]:
         output = self._outputs[entry.name]
         if output.convert is not None:
-            yield self._converted(output)
+            yield self._convert(output)
             return
         for offset, shape in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
             yield _cast(self._reader.read(output.source, offset, shape), entry)
 
-    def _converted(self, output: Output) -> Tensor:
+    def _convert(self, output: Output) -> Tensor:
         assert output.convert is not None
-        if self._made[0] != output.source:
-            self._made = ("", {})
+        if self._last_conversion[0] != output.source:
+            self._last_conversion = ("", {})
             shape = self._reader.shapes[output.source]
             whole = _cast(self._reader.read(output.source, (0,) * len(shape), shape), output.entry)
-            self._made = (output.source, output.convert(whole))
-        return self._made[1][output.entry.name]
+            self._last_conversion = (output.source, output.convert(whole))
+        return self._last_conversion[1][output.entry.name]
 
 
 def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
-    """A block in another dtype, if it can be had in it."""
-    made = block.to(entry.dtype)
-    if made.dtype == block.dtype or bool(made.isfinite().all()):
-        return made
-    if not torch.equal(made.isfinite(), block.isfinite()):
+    """Convert a block to the dtype of an entry; refuses values that this dtype cannot represent."""
+    converted = block.to(entry.dtype)
+    if converted.dtype == block.dtype or bool(converted.isfinite().all()):
+        return converted
+    if not torch.equal(converted.isfinite(), block.isfinite()):
         raise CheckpointError(
             f"'{entry.name}' has values up to {float(block[block.isfinite()].abs().max()):.3g}, which "
             f"{str(entry.dtype).removeprefix('torch.')} cannot hold; choose another dtype"
         )
-    return made
+    return converted
 
 
 # several processes --------------------------------------------------------------------------------------------------
@@ -335,25 +339,27 @@ def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
 def _write_together(plan: _Plan, job: list[str], shares: Sequence[list[str]]) -> None:
     """Write the files of a plan, each process its own; the first that fails ends the others.
 
-    Where every tensor is an array as it is, a process is told its part of the plan, and imports nothing to make one.
+    If no tensor needs conversion, each process receives its part of the plan, and need not import what computes it.
     """
     sources = {output.entry.name: output.source for output in plan.form.outputs if output.convert is None}
-    alike = len(sources) == len(plan.form.outputs)
+    is_plain = len(sources) == len(plan.form.outputs)
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, Any] = {}
     try:
         for names in shares:
-            mine, theirs = context.Pipe(duplex=False)
-            own = [file for file in plan.files if file.name in names]
+            receiver, sender = context.Pipe(duplex=False)
+            share = [file for file in plan.files if file.name in names]
             message = [
-                [f.name, [[e.name, CODES[e.dtype], e.shape, sources[e.name]] for e in f.entries]] for f in own if alike
+                [f.name, [[e.name, CODES[e.dtype], e.shape, sources[e.name]] for e in f.entries]]
+                for f in share
+                if is_plain
             ]
             process = context.Process(
-                target=_write_share, args=(json.dumps([*job, names, message]), theirs), daemon=True
+                target=_write_share, args=(json.dumps([*job, names, message]), sender), daemon=True
             )
             process.start()
-            theirs.close()
-            running[mine] = process
+            sender.close()
+            running[receiver] = process
         while running:
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
@@ -367,15 +373,15 @@ def _write_together(plan: _Plan, job: list[str], shares: Sequence[list[str]]) ->
 
 
 def _read_reply(connection: Connection, process: Any) -> None:
-    """Read a process's reply when it ends; raises what went wrong in it."""
+    """Read a process's reply when it ends; raises the error that occurred in it."""
     try:
         fault = json.loads(connection.recv_bytes())
     except EOFError:
         process.join()
         code = process.exitcode
-        why = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         raise RunError(
-            f"a process that wrote part of the export {why}; the partial export was removed. If memory ran "
+            f"a process that wrote part of the export {reason}; the partial export was removed. If memory ran "
             "out, processes=1 needs the least"
         ) from None
     if fault is None:
@@ -389,7 +395,7 @@ def _read_reply(connection: Connection, process: Any) -> None:
 
 
 def _write_share(job: str, connection: Connection) -> None:
-    """One process's part: plans like the others and writes its own files."""
+    """Run in each process: compute the same plan as the others and write this process's files."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     path, folder, words, temporary, names, message = json.loads(job)
     torch.set_num_threads(1)
@@ -411,12 +417,14 @@ def _write_share(job: str, connection: Connection) -> None:
 
 
 def _plan_from_message(path: Path, message: list[Any]) -> _Plan:
-    """A process's own part of a plan."""
+    """Rebuild a process's part of a plan."""
     files, outputs = [], []
     for name, entries in message:
-        made = [Output(TensorEntry(n, DTYPES[code], tuple(shape)), source) for n, code, shape, source in entries]
-        files.append(TensorFile(name, tuple(output.entry for output in made)))
-        outputs += made
+        file_outputs = [
+            Output(TensorEntry(n, DTYPES[code], tuple(shape)), source) for n, code, shape, source in entries
+        ]
+        files.append(TensorFile(name, tuple(output.entry for output in file_outputs)))
+        outputs += file_outputs
     form = ExportFormat("", tuple(outputs), "", False, lambda folder: None)
     return _Plan(form, files, _SavedTensors(commit.read_manifest(path).reader()))
 

@@ -68,15 +68,23 @@ class Packing(Settings):
 class Data(Settings):
     """What every recipe's `data` group has."""
 
-    workers: PositiveInt | Literal["auto"] = Field(
-        1,
-        description="workers per process that prepare micro-batches; auto: from the cores and the measured cost",
+    workers: PositiveInt | Literal["auto"] | None = Field(
+        None,
+        description="workers per process that prepare micro-batches; auto: from the cores and the measured cost; "
+        "null: 1, or 8 for remote storage",
     )
     worker_kind: Literal["threads", "processes", "auto"] = Field(
         "threads", description="processes are faster where Python code takes the time; auto: measured before the start"
     )
-    prefetch: PositiveInt = Field(4, description="micro-batches prepared ahead, per process")
+    prefetch: PositiveInt | None = Field(
+        None, description="micro-batches prepared ahead, per process; null: two for each worker, and at least 4"
+    )
     prefetch_mb: Positive = Field(512.0, description="maximum MB prepared ahead, per process")
+    storage: Literal["auto", "local", "remote"] = Field(
+        "auto",
+        description="remote: reading waits for a network, so there are more workers; auto: remote for URLs. A mounted "
+        "network file system counts as local unless set",
+    )
     on_error: Literal["stop", "mask"] = Field(
         "stop",
         description="when a sample cannot be built: stop the run, or mask it (its place stays empty, counts nothing, "

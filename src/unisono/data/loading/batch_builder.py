@@ -6,7 +6,6 @@ A `BatchBuilder` holds everything this needs; the result does not depend on whic
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +23,9 @@ from unisono.data.order.plan import NO_SAMPLES, SampleIndices
 from unisono.protocols import Recurrent, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
+from unisono.runtime.source_files import is_user_file
 from unisono.task import Batch, SampleContext, Source, Task, run_setup
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad
 
 
@@ -398,7 +397,7 @@ def build_sample(task: Task, source: Source, row: int, context: SampleContext, w
 def describe_error(error: BaseException) -> str:
     """An error with the innermost line of the user's code in its traceback, rather than that of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames[1:]) if not f.filename.startswith(_LIBRARIES)), frames[-1])
+    frame = next((f for f in reversed(frames[1:]) if is_user_file(f.filename)), frames[-1])
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
 
 

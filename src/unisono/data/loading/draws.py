@@ -5,20 +5,16 @@ Such draws have no address: what they give depends on which thread comes first, 
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_OURS = str(Path(__file__).parents[2]) + os.sep
+from unisono.runtime.source_files import is_user_file
 
 
 def global_generator_states() -> dict[str, bytes]:
@@ -48,12 +44,13 @@ def find_drawing_lines(code: Callable[[], Any]) -> dict[str, str]:
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal previous, states
-        if not _is_own(frame):
+        if not is_user_file(frame.f_code.co_filename):
             return None
         for name in moved_generators(states) if previous else ():
             found.setdefault(name, previous)
         states = global_generator_states()
-        at = frame.f_back if event == "return" and frame.f_back is not None and _is_own(frame.f_back) else frame
+        caller = frame.f_back if event == "return" else None
+        at = caller if caller is not None and is_user_file(caller.f_code.co_filename) else frame
         previous = f"{at.f_code.co_filename}:{at.f_lineno}"
         return look
 
@@ -67,14 +64,6 @@ def find_drawing_lines(code: Callable[[], Any]) -> dict[str, str]:
     for name in moved_generators(states) if previous else ():
         found.setdefault(name, previous)
     return found
-
-
-def _is_own(frame: FrameType) -> bool:
-    """Whether its code is neither Python's, nor a library's, nor ours; recipes count as a user's."""
-    file = frame.f_code.co_filename
-    if file.startswith(_OURS):
-        return file.startswith(f"{_OURS}recipes{os.sep}")
-    return not file.startswith(("<", *_LIBRARIES)) and f"{os.sep}site-packages{os.sep}" not in file
 
 
 def describe_draws(generators: list[str], code: Callable[[], Any]) -> str:

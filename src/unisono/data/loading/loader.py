@@ -27,6 +27,7 @@ from unisono.data.loading.batch_builder import (
 )
 from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
 from unisono.data.loading.prefetch import Prefetcher
+from unisono.data.loading.storage_kind import is_remote_source
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan
 from unisono.runtime import heartbeat
@@ -38,6 +39,7 @@ from unisono.task import SampleContext, Source, Task, run_setup
 __all__ = ["Loader", "MeasuredLengths", "MicroBatch", "check_draws"]
 log = logging.getLogger(__name__)
 _LENGTHS_PER_REQUEST = 64  # samples per request for lengths
+_LEAST_AHEAD = 4  # micro-batches to prefetch at least, unless a number is given
 _MAX_REPORTED = 3  # masked samples that are reported one by one
 _CHECKED_SAMPLES = 8  # samples built to check which generators a task draws from
 
@@ -52,14 +54,15 @@ class Loader:
         split: which of them belong to this process.
         rank: of this process.
         purpose: part of the key of every random draw: `train`, or `eval` for held-out rows.
-        workers: number of workers; `auto` measures how long a micro-batch takes.
+        workers: number of workers; `auto` measures how long a micro-batch takes; None for 1, or more if `remote`.
         worker_kind: `threads` or `processes`; `auto` measures whether building a batch holds Python's lock.
-        prefetch: number of micro-batches to prefetch.
+        prefetch: number of micro-batches to prefetch; None for two per worker, and at least 4.
         prefetch_mb: limit of prefetching in MB; one micro-batch is always prefetched.
         on_error: `stop`, or `mask` to skip samples that cannot be built.
         timeout: seconds to wait for a micro-batch.
         contents: compute a checksum of every sample, for the ledger.
         processes: number of training processes on this host.
+        remote: rows are read from remote storage, where workers wait most of the time.
 
     Raises:
         DataError: if a task cannot be sent to worker processes.
@@ -74,14 +77,15 @@ class Loader:
         rank: int,
         *,
         purpose: str = "train",
-        workers: int | str = 1,
+        workers: int | str | None = None,
         worker_kind: str = "threads",
-        prefetch: int = 4,
+        prefetch: int | None = None,
         prefetch_mb: float = 512.0,
         on_error: str = "stop",
         timeout: float = 600.0,
         contents: bool = False,
         processes: int = 1,
+        remote: bool = False,
     ) -> None:
         run_setup(task)  # before there are threads
         if on_error == "mask":
@@ -106,7 +110,7 @@ class Loader:
         self._masked, self._reported, self._news = 0, -1, deque[str]()
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
-        self._asked, self._asked_ahead, self._processes = workers, prefetch, processes
+        self._asked, self._asked_ahead, self._processes, self._remote = workers, prefetch, processes, remote
 
     @classmethod
     def from_config(
@@ -121,10 +125,12 @@ class Loader:
     ) -> Loader:
         """A loader with the settings of a run; see the class for the arguments."""
         data = config.data
+        remote = is_remote_source(source) if data.storage == "auto" else data.storage == "remote"
         return cls(
             task, source, plan, split, place.rank, workers=data.workers, worker_kind=data.worker_kind,
             prefetch=data.prefetch, prefetch_mb=data.prefetch_mb, on_error=data.on_error,
-            timeout=config.launch.timeout, processes=place.local_world_size, **more,
+            timeout=config.launch.timeout, processes=place.local_world_size, remote=remote,
+            **more,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -175,6 +181,7 @@ class Loader:
         """A line that describes how micro-batches are loaded."""
         each = self._largest / 1e6
         size = f" of {each:.2g} MB" if self._largest else ""
+        size += " from remote storage" if self._remote else ""
         kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
         return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
 
@@ -208,7 +215,10 @@ class Loader:
         """Number of workers."""
         if isinstance(self._asked, int):
             return self._asked
-        return worker_autotuning.choose_count(usable_cores(), self._processes, self._stages.total * self._split.passes)
+        if self._asked is None:
+            return worker_autotuning.REMOTE_WORKERS if self._remote else 1
+        seconds = self._stages.total * self._split.passes
+        return worker_autotuning.choose_count(usable_cores(), self._processes, seconds, self._remote)
 
     @cached_property
     def _kind(self) -> str:
@@ -217,11 +227,15 @@ class Loader:
 
     @cached_property
     def _waits(self) -> worker_autotuning.WaitMonitor:
-        return worker_autotuning.WaitMonitor(self._count, self._kind, usable_cores() // self._processes)
+        cores = usable_cores() // self._processes
+        if self._remote:  # workers that wait need no core
+            cores = max(cores, 2 * self._count + 1)
+        return worker_autotuning.WaitMonitor(self._count, self._kind, cores)
 
     @cached_property
     def _workers(self) -> workers.Workers:
-        if self._count * self._processes > usable_cores():
+        waiting = self._remote and self._kind == "threads"  # for answers, without a core
+        if self._count * self._processes > usable_cores() and not waiting:
             self._news.append(
                 f"data.workers={self._count} with {self._processes} "
                 f"{'process' if self._processes == 1 else 'processes'} on this host is more than its {usable_cores()} "
@@ -236,7 +250,7 @@ class Loader:
     @property
     def _ahead(self) -> int:
         """Micro-batches to prefetch besides the one being waited for; one until their size is known."""
-        asked = self._asked_ahead if isinstance(self._asked, int) else max(self._asked_ahead, 2 * self._count)
+        asked = self._asked_ahead or max(_LEAST_AHEAD, 2 * self._count)
         return max(1, min(asked, int(self._max_bytes / self._largest) if self._largest else 1))
 
     def _wait(self, wait: Callable[[float], Any]) -> Any:

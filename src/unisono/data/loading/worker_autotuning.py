@@ -16,6 +16,7 @@ from unisono.data.loading.batch_builder import BatchBuilder, Request
 _TARGET_SECONDS = 0.02  # seconds in which the micro-batches of a step should be ready; hardly any step is shorter
 _PROBE_ROWS = 8  # rows of a micro-batch built to measure it
 _MAX_LOCKED = 0.3  # fraction of the time in Python's lock above which more threads are of little use
+REMOTE_WORKERS = 8  # workers for remote storage, which wait for an answer most of the time and need no core for it
 _NAP = 2e-4  # seconds that the probe sleeps at a time
 _WINDOW, _MAX_WAIT_SHARE, _REPEAT_AFTER = (
     20,
@@ -86,18 +87,24 @@ def lock_share(act: Callable[[], None]) -> float:
     return min(1.0, late / (perf_counter() - began))
 
 
-def choose_count(cores: int, processes: int, seconds: float) -> int:
+def choose_count(cores: int, processes: int, seconds: float, remote: bool = False) -> int:
     """The number of workers to have a step's micro-batches ready in time, leaving each process one core for training.
+
+    Workers that wait for remote storage need no core, so there may be `REMOTE_WORKERS` on any host.
 
     Args:
         cores: of this host.
         processes: number of training processes on it.
         seconds: time on one core for the micro-batches of a process in a step.
+        remote: whether rows are read from remote storage.
 
     >>> [choose_count(*asked) for asked in ((64, 8, 0.1), (64, 8, 9.0), (64, 8, 0.001), (2, 2, 9.0))]
     [5, 7, 1, 1]
+    >>> choose_count(2, 2, 9.0, remote=True)
+    8
     """
-    return max(1, min(cores // processes - 1, math.ceil(seconds / _TARGET_SECONDS)))
+    most = max(cores // processes - 1, REMOTE_WORKERS if remote else 1)
+    return max(1, min(most, math.ceil(seconds / _TARGET_SECONDS)))
 
 
 def choose_kind(stages: StageTimes) -> str:

@@ -84,6 +84,11 @@ class Archives:
         return None
 
     @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return any(is_remote(path) for path, _ in self._sizes)
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The archives as JSON."""
         names = [Path(path).name for path, _ in self._sizes]

@@ -58,19 +58,19 @@ def make_cache(
         raise ConfigError("all rows of a cache must have the same shape; give the pipeline a duration")
     rows = cut_rows(source, pipeline, windows)
     window = CENTRE if windows == "centre" else FIRST
-    made_of = {
+    inputs = {
         "source": rows.fingerprint, "pipeline": pipeline.fingerprint(), "windows": windows, "dtype": dtype,
         "rows": len(rows), "on_error": on_error,
     }  # fmt: skip
-    done = _load_progress(folder, made_of)
-    if done is None:
+    finished = _load_progress(folder, inputs)
+    if finished is None:
         return DecodedCache(folder)
     shape = (len(rows), *pipeline.shape)
     values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
     lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
-    progress(sum(min(_CHUNK_ROWS, len(rows) - first) for first in done), 0)
+    progress(sum(min(_CHUNK_ROWS, len(rows) - first) for first in finished), 0)
 
-    def make(first: int) -> tuple[int, dict[int, str]]:
+    def build_chunk(first: int) -> tuple[int, dict[int, str]]:
         numbers = range(first, min(first + _CHUNK_ROWS, len(rows)))
         records = [rows[row] for row in numbers]
         places: list[Window] = [record.get("window", window) for record in records]
@@ -83,16 +83,16 @@ def make_cache(
         lengths[first : first + len(records)] = batch.lengths
         return first, {first + row: text for row, text in batch.errors.items()}
 
-    missing = [first for first in range(0, len(rows), _CHUNK_ROWS) if first not in done]
+    missing = [first for first in range(0, len(rows), _CHUNK_ROWS) if first not in finished]
     with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
-        for first, bad in pool.map(make, missing):
+        for first, bad in pool.map(build_chunk, missing):
             values.flush()
             lengths.flush()
             file.write(json.dumps({"first": first, "bad": bad}) + "\n")
             file.flush()
-            done[first] = bad
+            finished[first] = bad
             progress(min(_CHUNK_ROWS, len(rows) - first), len(bad))
-    left_out = {row: text for bad in done.values() for row, text in bad.items()}
+    left_out = {row: text for bad in finished.values() for row, text in bad.items()}
     numbers = np.array(
         [rows[row]["row"] for row in range(len(rows))] if isinstance(rows, WindowedRecordings) else rows.rows,
         dtype=np.int64,
@@ -100,7 +100,7 @@ def make_cache(
     np.save(folder / "rows.npy", numbers)
     write_whole(
         folder / "cache.json",
-        json.dumps({**made_of, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
+        json.dumps({**inputs, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
     )
     (folder / "progress.jsonl").unlink()
     return DecodedCache(folder)
@@ -122,25 +122,29 @@ class DecodedCache:
 
     Args:
         folder: of the cache.
-        pipeline: if given, the cache must have been made with it.
+        pipeline: if given, the cache must have been built with it.
 
     Raises:
-        DataError: if the folder is not a finished cache, or was made with another pipeline.
+        DataError: if the folder is not a finished cache, or was built with another pipeline.
     """
 
     def __init__(self, folder: Path | str, pipeline: Pipeline | None = None) -> None:
         self.folder = Path(folder)
         try:
-            self.about: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
+            self.metadata: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{folder} is not a finished cache: {error}; make it with `unisono data audio-cache`"
+                f"{folder} is not a finished cache: {error}; build it with `unisono data audio-cache`"
             ) from error
-        if pipeline is not None and self.about["pipeline"] != json.loads(json.dumps(pipeline.fingerprint())):
-            other = [key for key, value in pipeline.fingerprint().items() if self.about["pipeline"].get(key) != value]
-            raise DataError(f"{folder} was made with another {', '.join(other)}; rebuild it, or set these back")
-        left_out = [int(row) for row in self.about["left_out"]]
-        self.kept = np.setdiff1d(np.arange(self.about["rows"]), np.array(left_out, dtype=np.int64))
+        if pipeline is not None and self.metadata["pipeline"] != json.loads(json.dumps(pipeline.fingerprint())):
+            other = [
+                key for key, value in pipeline.fingerprint().items() if self.metadata["pipeline"].get(key) != value
+            ]
+            raise DataError(
+                f"{folder} was built with a different {', '.join(other)}; rebuild it, or restore these settings"
+            )
+        left_out = [int(row) for row in self.metadata["left_out"]]
+        self.row_numbers = np.setdiff1d(np.arange(self.metadata["rows"]), np.array(left_out, dtype=np.int64))
 
     @cached_property
     def _arrays(self) -> tuple[Any, Any, Any]:
@@ -152,20 +156,20 @@ class DecodedCache:
         return {name: value for name, value in vars(self).items() if name != "_arrays"}
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.row_numbers)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """The record of a row."""
-        if not 0 <= row < len(self.kept):
-            raise IndexError(f"row {row} of {len(self.kept)}")
+        if not 0 <= row < len(self.row_numbers):
+            raise IndexError(f"row {row} of {len(self.row_numbers)}")
         values, lengths, rows = self._arrays
-        place = int(self.kept[row])
+        place = int(self.row_numbers[row])
         return {"values": values[place], "length": int(lengths[place]), "row": int(rows[place])}
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data and settings it was made from."""
-        return hash_rows(np.frombuffer(json.dumps(self.about, sort_keys=True).encode().ljust(8), dtype=np.uint8))
+        """A hash of the data and settings it was built from."""
+        return hash_rows(np.frombuffer(json.dumps(self.metadata, sort_keys=True).encode().ljust(8), dtype=np.uint8))
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -180,35 +184,35 @@ class DecodedCache:
             )
 
 
-def _load_progress(folder: Path, made_of: dict[str, Any]) -> dict[int, dict[int, str]] | None:
+def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, str]] | None:
     """The finished chunks of a cache, with their bad rows; None if the cache is complete."""
-    about = folder / "about.json"
-    wanted = json.loads(json.dumps(made_of))
+    settings_file = folder / "about.json"
+    expected = json.loads(json.dumps(inputs))
     if (folder / "cache.json").exists():
-        found = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
-        if {key: found.get(key) for key in wanted} == wanted:
+        stored = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
+        if {key: stored.get(key) for key in expected} == expected:
             return None
         raise ConfigError(
             f"{folder} contains a cache of other data or settings; choose another folder, or remove this one"
         )
-    if about.exists():
-        if json.loads(about.read_text(encoding="utf-8")) != wanted:
+    if settings_file.exists():
+        if json.loads(settings_file.read_text(encoding="utf-8")) != expected:
             raise ConfigError(
                 f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
                 "one"
             )
-        done: dict[int, dict[int, str]] = {}
+        finished: dict[int, dict[int, str]] = {}
         journal = folder / "progress.jsonl"
         for line in journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []:
             if line.endswith("\n"):
                 entry = json.loads(line)
-                done[entry["first"]] = {int(row): text for row, text in entry["bad"].items()}
-        return done
+                finished[entry["first"]] = {int(row): text for row, text in entry["bad"].items()}
+        return finished
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _TAG_FILE).write_text(_TAG_TEXT, encoding="utf-8")
-    write_whole(about, json.dumps(wanted, indent=1))
+    write_whole(settings_file, json.dumps(expected, indent=1))
     return {}
 
 

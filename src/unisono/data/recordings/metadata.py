@@ -109,6 +109,11 @@ class MetadataTable:
         return None
 
     @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return any(map(is_remote, self._paths))
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The metadata file, as JSON."""
         return {"fingerprint": self.fingerprint, "files": [{"name": self._place.name, "rows": len(self._rows)}]}

@@ -40,6 +40,10 @@ class RecordingTable(Protocol):
         """A hash of the rows."""
 
     @property
+    def remote(self) -> bool:
+        """Whether recordings are read from a URL."""
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON."""
 
@@ -177,6 +181,11 @@ class Recordings:
         return f"{self.table.fingerprint}-{hash_rows(self.rows)}"
 
     @property
+    def remote(self) -> bool:
+        """Whether recordings are read from a URL."""
+        return self.table.remote
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON, for `check_same` when they are reopened."""
         return {**self.table.manifest, "read": self.fingerprint}
@@ -280,6 +289,12 @@ class _ColumnTable:
     @property
     def fingerprint(self) -> str:
         return self._files.fingerprint
+
+    @property
+    def remote(self) -> bool:
+        if self._files.remote:
+            return True
+        return isinstance(held := self.record(0)["audio"], ByteRange) and is_remote(held.url)
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class WindowedRecordings:
         return f"{self.source.fingerprint}-{hash_rows(self.rows)}-{hash_rows(self.starts.view(np.int64))}"
 
     @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return self.source.remote
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON."""
         return self.source.manifest

@@ -28,7 +28,7 @@ from unisono.data.sources.discovery import Found, Place, find
 from unisono.data.sources.duplicates import digest_ends
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import ConfigError, DataError, nearest
-from unisono.runtime.remote import DEADLINE, remote_options
+from unisono.runtime.remote import DEADLINE, is_remote, remote_options
 
 log = logging.getLogger(__name__)
 Duplicates = Literal["refuse", "allow"]
@@ -239,6 +239,11 @@ class Files:
             for i, shard in enumerate(self.shards)
         ]
         return np.concatenate(each)
+
+    @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return any(is_remote(shard.file.path) for shard in self.shards)
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
@@ -31,20 +32,56 @@ class DeviceBatch:
 
     Attributes:
         arrays: the batch, (passes, devices, rows, …).
-        number: which micro-batches of the global batch they are, (passes, devices).
-        valid: which of their rows are real, (passes, devices, rows).
-        counts: what `Task.counts` says, (passes, devices, terms), by name in order.
-        work: what `Task.work` says, (passes, devices, units).
+        numbers: all else that is known of them, in one array since each costs a transfer; read it by the properties.
+        terms: how many terms `Task.counts` names.
+        units: how many units `Task.work` names.
     """
 
     arrays: Any
-    number: Any
-    valid: Any
-    counts: Any
-    work: Any
+    numbers: Any
+    terms: int
+    units: int
+
+    @classmethod
+    def on_host(
+        cls, arrays: Any, number: int, valid: HostArray, counts: Sequence[float], work: Sequence[float], dtype: Any
+    ) -> DeviceBatch:
+        """One micro-batch as NumPy arrays; arguments as the properties, `dtype` is that of sums."""
+        numbers = np.array([number, *counts, *work], dtype=dtype)  # a micro-batch's number is exact: it is below 2²⁴
+        return cls(arrays, np.concatenate([numbers, valid.astype(dtype)]), len(counts), len(work))
+
+    @property
+    def number(self) -> Any:
+        """Which micro-batches of the global batch they are, (passes, devices)."""
+        return self.numbers[..., 0].astype(np.uint32)
+
+    @property
+    def counts(self) -> Any:
+        """What `Task.counts` says, (passes, devices, terms), by name in order."""
+        return self.numbers[..., 1 : 1 + self.terms]
+
+    @property
+    def work(self) -> Any:
+        """What `Task.work` says, (passes, devices, units)."""
+        return self.numbers[..., 1 + self.terms : self._before_rows]
+
+    @property
+    def valid(self) -> Any:
+        """Which of their rows are real, (passes, devices, rows)."""
+        return self.numbers[..., self._before_rows :] > 0
+
+    def with_rows(self, arrays: Any, valid: Any) -> DeviceBatch:
+        """The same with other rows."""
+        known = self.numbers[..., : self._before_rows]
+        numbers = jnp.concatenate([known, jnp.asarray(valid, self.numbers.dtype)], axis=-1)
+        return replace(self, arrays=arrays, numbers=numbers)
+
+    @property
+    def _before_rows(self) -> int:
+        return 1 + self.terms + self.units
 
 
-jax.tree_util.register_dataclass(DeviceBatch)
+jax.tree_util.register_dataclass(DeviceBatch, data_fields=["arrays", "numbers"], meta_fields=["terms", "units"])
 
 
 @dataclass(frozen=True)
@@ -131,18 +168,21 @@ class Batches:
             return precision.on_host(array, self._kind, name)
 
         wide = np.dtype(precision.wide_dtype(self._kind))
-        return DeviceBatch(
+        return DeviceBatch.on_host(
             jax.tree_util.tree_map_with_path(fill, micro.arrays),
-            np.uint32(micro.number),
+            micro.number,
             np.arange(rows) < (0 if micro.idle else size),
-            np.array([micro.counts[name] for name in sorted(micro.counts)], dtype=wide),
-            np.array(list(micro.work.values()), dtype=wide),
+            [micro.counts[name] for name in sorted(micro.counts)],
+            list(micro.work.values()),
+            wide,
         )
 
     def _put(self, padded: Sequence[DeviceBatch]) -> DeviceBatch:
-        structures = {jax.tree.structure(one.arrays) for one in padded}
-        if len(structures) > 1:
-            raise ConfigError("collate() returned different arrays for micro-batches of the same step")
+        if len({jax.tree.structure(one) for one in padded}) > 1:
+            raise ConfigError(
+                "collate() returned different arrays, or counts() or work() different names, for micro-batches of the "
+                "same step"
+            )
 
         def side_by_side(path: Any, *arrays: HostArray) -> HostArray:
             if len({array.shape for array in arrays}) > 1:
@@ -159,18 +199,18 @@ class Batches:
         return stacked
 
     def spread(self, local: Any) -> Any:
-        """Global arrays of this process's parts (passes, its devices, …), all in one transfer to each device."""
-        parts, structure = jax.tree.flatten(local)
-        sharding, own = self._grid.batch, self._grid.own_devices
-        pieces = [[np.ascontiguousarray(part[:, place : place + 1]) for part in parts] for place in range(len(own))]
-        placed = [jax.device_put(piece, device) for piece, device in zip(pieces, own, strict=True)]
-        made = [
-            jax.make_array_from_single_device_arrays(
-                (part.shape[0], self._grid.devices, *part.shape[2:]), sharding, list(of_part)
-            )
-            for part, *of_part in zip(parts, *placed, strict=True)
-        ]
-        return jax.tree.unflatten(structure, made)
+        """Global arrays of this process's parts (passes, its devices, …)."""
+        first, sharding = self._grid.first_own_place, self._grid.batch
+
+        def place(part: HostArray) -> jax.Array:
+            def piece(index: Any) -> HostArray:
+                at = (index[1].start or 0) - first
+                return np.ascontiguousarray(part[:, at : at + 1])
+
+            # The shortest way there is: `device_put`, and an array of what it gives, take the host three times as long.
+            return jax.make_array_from_callback((part.shape[0], self._grid.devices, *part.shape[2:]), sharding, piece)
+
+        return jax.tree.map(place, local)
 
 
 def partition_specs(batch: DeviceBatch) -> DeviceBatch:

@@ -189,13 +189,13 @@ class JaxEngine:
             rows = self._count_rows(batches, f"step {step + 1}")
             program, columns = self.programs.step(*given, names, scalars, rows, self._observed)
             with self._observers.part("forward"):
-                after, outcome, *seen = program(*given)
+                after, packed, *seen = program(*given)
             if not self._observed:
                 self.train_state = after  # the previous state was donated
             self.batches.look_ahead()
             with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
-                outcome = jax.device_get(outcome)
-            result = results.combine_reports(columns, [outcome.reports], float(outcome.grad_norm))
+                outcome = StepOutcome.unpack(np.asarray(packed), len(after.parameters), columns.count)
+            result = results.combine_reports(columns, [outcome.reports], outcome.grad_norm)
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
                 self._raise_not_finite(batches, batch, names, result, step, scalars)
             self._carry_started = True
@@ -235,9 +235,9 @@ class JaxEngine:
         if votes:
             everyone = self.communicator.gather(votes, "the votes of observers")
             votes = [sum(column) for column in zip(*everyone, strict=True)]
-        by_device = replace(result, loss=float(outcome.loss), recompiled="; ".join(self._compiler.take_recompiled))
+        by_device = replace(result, loss=outcome.loss, recompiled="; ".join(self._compiler.take_recompiled))
         judged = self._observers.on_reduced(by_device, votes)
-        if not self._observed and bool(outcome.updated) == bool(judged.skipped):
+        if not self._observed and outcome.updated == bool(judged.skipped):
             raise GuardError(
                 f"the update was {'made' if outcome.updated else 'left out'} on the device, and should have been "
                 f"{'left out' if judged.skipped else 'made'} (loss {judged.loss:.9g}, norm {judged.grad_norm:.9g})"

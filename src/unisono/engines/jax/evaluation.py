@@ -101,7 +101,7 @@ class NonFiniteSearchProgram:
                 arrays, state = jax.tree.map(
                     lambda array: jnp.broadcast_to(array[number], array.shape), (micro.arrays, own)
                 )
-                only = replace(micro, arrays=arrays, valid=(jnp.arange(len(micro.valid)) == number) & micro.valid)
+                only = micro.with_rows(arrays, (jnp.arange(len(micro.valid)) == number) & micro.valid)
                 return None, jnp.isfinite(made(parameters, only, state)).all()
 
             _, finite = jax.lax.scan(row, None, jnp.arange(len(micro.valid)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -97,12 +98,20 @@ class Columns:
 
     def split(self, numbers: Any) -> dict[str, Any]:
         """Numbers (…, n) by what they are: sums and weights of terms, metrics, counts and work."""
-        widths = {
+        ends = [0, *accumulate(self._widths.values())]
+        return {name: numbers[..., a:b] for name, a, b in zip(self._widths, ends, ends[1:], strict=False)}
+
+    @property
+    def count(self) -> int:
+        """How many numbers there are."""
+        return sum(self._widths.values())
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        return {
             "sums": len(self.terms), "weights": len(self.terms), "metrics": 2 * len(self.metrics),
             "counts": len(self.names.terms), "work": len(self.names.work),
         }  # fmt: skip
-        ends = np.cumsum([0, *widths.values()]).tolist()
-        return {name: numbers[..., a:b] for name, a, b in zip(widths, ends, ends[1:], strict=False)}
 
 
 @dataclass(eq=False)

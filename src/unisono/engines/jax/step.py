@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from unisono import protocols
@@ -54,24 +55,39 @@ jax.tree_util.register_dataclass(State)
 
 @dataclass
 class StepOutcome:
-    """The result of a step, the same on every device.
+    """The result of a step, the same on every device. A program returns it packed, since each array costs a transfer.
 
     Attributes:
-        reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
-        squares: of the gradient of each parameter, summed; in the order of their names.
         loss: of the global batch.
         grad_norm: of the whole gradient before clipping.
         updated: whether the update was made.
+        squares: of the gradient of each parameter, summed; in the order of their names.
+        reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
     """
 
-    reports: Any
-    squares: Any
     loss: Any
     grad_norm: Any
     updated: Any
+    squares: Any
+    reports: Any
 
+    def pack(self) -> jax.Array:
+        """All its numbers in one vector."""
+        single = jnp.stack([self.loss, self.grad_norm, self.updated])
+        return jnp.concatenate([single, self.squares, self.reports.ravel()])
 
-jax.tree_util.register_dataclass(StepOutcome)
+    @classmethod
+    def unpack(cls, packed: np.ndarray[Any, Any], parameters: int, numbers: int) -> StepOutcome:
+        """The outcome on the host.
+
+        Args:
+            packed: by `pack`.
+            parameters: how many are trained.
+            numbers: how many a micro-batch reports.
+        """
+        loss, grad_norm, updated = packed[:3].tolist()
+        squares, reports = packed[3 : 3 + parameters], packed[3 + parameters :].reshape(-1, numbers)
+        return cls(loss, grad_norm, bool(updated), squares, reports)
 
 
 @dataclass
@@ -110,22 +126,20 @@ class Step:
     defer: bool = False
     rows: int = 0
 
-    def __call__(
-        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
-    ) -> tuple[State, StepOutcome]:
-        """One update of the state."""
+    def __call__(self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs) -> tuple[State, jax.Array]:
+        """One update of the state, and its outcome, packed."""
         after, outcome, _ = self._run(state, constants, batch, inputs)
         return after, outcome
 
     def observed(
         self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
-    ) -> tuple[State, StepOutcome, ObservedStep]:
+    ) -> tuple[State, jax.Array, ObservedStep]:
         """The same update, with the extra results for observers."""
         return self._run(state, constants, batch, inputs)
 
     def _run(
         self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
-    ) -> tuple[State, StepOutcome, ObservedStep]:
+    ) -> tuple[State, jax.Array, ObservedStep]:
         numbers = self.numbers(inputs)
         raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
         squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
@@ -140,7 +154,8 @@ class Step:
         # A branch: to choose between old and new numbers, XLA keeps both, and reads the whole state once more.
         made = jax.lax.cond(updated, lambda: self.update(before, clipped, numbers), lambda: before)
         made.carry = carry
-        return made, StepOutcome(reports, squares, loss, grad_norm, updated), ObservedStep(raw, clipped, outputs)
+        outcome = StepOutcome(loss, grad_norm, updated, squares, reports).pack()
+        return made, outcome, ObservedStep(raw, clipped, outputs)
 
     def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:
         """Scheduled scalars and controls by name."""
@@ -199,7 +214,8 @@ class Step:
         self.forward.columns = forward.columns
         if self.defer:
             gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
-        gradients = {name: mesh.sum_gradient(value, forward.spec(name)) for name, value in gradients.items()}
+        specs = {name: forward.spec(name) for name in gradients}
+        gradients, reports = mesh.sum_gradients(gradients, specs, reports)
         if left is not None:
             if not carry:
                 raise ConfigError(
@@ -207,7 +223,7 @@ class Step:
                 )
             kept = jax.tree.map(lambda new, old: _where_rows(batch.valid, new, old), dict(left), kept)
         after = jax.tree.map(lambda array: array[:, None], (kept if carry else {}, outputs))
-        return gradients, mesh.all_gather(reports), *after
+        return gradients, reports, *after
 
 
 @dataclass(frozen=True, eq=False)

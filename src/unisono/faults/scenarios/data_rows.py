@@ -1,4 +1,4 @@
-"""Data that cannot be read, or that change."""
+"""Data that cannot be read, or that changes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _write_texts(folder: Path, files: int = 3) -> Path:
 
 
 def _language_job(sandbox: Sandbox, folder: Path, *words: str, steps: int = 4) -> job.Job:
-    own = (
+    settings = (
         "data=corpus", f"data.path={folder}", "run.name=a", f"train.steps={steps}", "train.global_batch=4",
         "layout.world_size=2", "observe.progress=false", "layout.threads=1", "checkpoint.every=2", *words,
     )  # fmt: skip
-    return job.Job(sandbox.own, command=job.verb_command("train", "language", *own))
+    return job.Job(sandbox.folder, command=job.verb_command("train", "language", *settings))
 
 
 @scenario("G46", "a record that cannot be made into a sample")
@@ -43,16 +43,16 @@ def _record(sandbox: Sandbox) -> Outcome:
         "data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20"
     ) as run:
         done = run.finish()
-        reported = done.code == 0 and "1 sample could not be built" in done.said
-        outcome.check(reported, f"masked: {done.code}: {done.said[-1000:]}")
+        reported = done.code == 0 and "1 sample could not be built" in done.output
+        outcome.check(reported, f"masked: {done.code}: {done.output[-1000:]}")
         with job.Job(
             run.folder,
             command=job.verb_command("data", "audit", str(run.run), "--task", f"{job.TASK}:Small"),
             output="audit.txt",
         ) as audit:
-            found = audit.finish()
-        left_out = found.code == 0 and "row 20 left out" in found.said
-        outcome.check(left_out, f"the ledger: {found.code}: {found.said[-1000:]}")
+            audited = audit.finish()
+        left_out = audited.code == 0 and "row 20 left out" in audited.output
+        outcome.check(left_out, f"the ledger: {audited.code}: {audited.output[-1000:]}")
     return outcome
 
 
@@ -69,49 +69,49 @@ def _not_finite(sandbox: Sandbox) -> Outcome:
 
 @scenario("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")
 def _odd_texts(sandbox: Sandbox) -> Outcome:
-    folder = _write_texts(sandbox.own / "texts", 1)
+    folder = _write_texts(sandbox.folder / "texts", 1)
     odd = ["", "x" * (1 << 20), "\u202eשלום\u202c", "👩‍🚀" * 9, "a\0b", "\ud800"]
     with (folder / "part-0.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in odd)
     with _language_job(sandbox, folder) as run:
         done = run.finish()
-    outcome = Outcome(said=done.sentence)
-    outcome.check(done.code in (0, REFUSED), f"{done.code}: {done.said[-1500:]}")
-    outcome.check("Traceback" not in done.said, done.said[-1500:])
-    outcome.check(done.code == 0 or "part-0.jsonl" in done.said, f"the file is not named: {done.said[-1500:]}")
+    outcome = Outcome(message=done.message)
+    outcome.check(done.code in (0, REFUSED), f"{done.code}: {done.output[-1500:]}")
+    outcome.check("Traceback" not in done.output, done.output[-1500:])
+    outcome.check(done.code == 0 or "part-0.jsonl" in done.output, f"the file is not named: {done.output[-1500:]}")
     return outcome
 
 
 @scenario("G47b", "prepared documents with a token that the vocabulary does not have: too large, or negative")
-def _token(sandbox: Sandbox) -> Outcome:
-    """Told by file and row, when tokens are counted before the start, or, where they have been, when it is read."""
-    folder, ready = _write_texts(sandbox.own / "texts"), sandbox.own / "ready"
+def _unknown_token(sandbox: Sandbox) -> Outcome:
+    """Reported with file and row: when tokens are counted before the start or, if they are counted, when it is read."""
+    folder, ready = _write_texts(sandbox.folder / "texts"), sandbox.folder / "ready"
     words = ("data=corpus", f"data.path={folder}", "data.vocab_size=300", f"out={ready}", "worker_kind=threads")
-    with job.Job(sandbox.own, command=job.verb_command("data", "prepare", "language", *words)) as run:
+    with job.Job(sandbox.folder, command=job.verb_command("data", "prepare", "language", *words)) as run:
         done = run.finish()
-        assert done.code == 0, done.said
-    outcome, good = Outcome(), shutil.copytree(ready, sandbox.own / "good")
+        assert done.code == 0, done.output
+    outcome, good = Outcome(), shutil.copytree(ready, sandbox.folder / "good")
     for name, token, dtype in (("too_large", 300, "<u2"), ("negative", -1, "<i4"), ("counted", 60_000, "<u2")):
-        if name == "counted":  # as this run does it, and keeps it beside the documents
+        if name == "counted":  # this run counts them and stores the counts beside the documents
             with _language_job(sandbox, folder, "data=prepared", f"data.path={good}") as run:
                 done = run.finish()
-                assert done.code == 0, done.said
+                assert done.code == 0, done.output
         _write_with_token(good, ready, token, dtype)
-        own = ("data=prepared", f"data.path={ready}", f"run.name={name}")
-        with _language_job(sandbox, folder, *own, steps=40) as run:  # more than an epoch
+        settings = ("data=prepared", f"data.path={ready}", f"run.name={name}")
+        with _language_job(sandbox, folder, *settings, steps=40) as run:  # more than an epoch
             done = run.finish()
-            made = job.last_step(sandbox.own / "runs" / name)
-        outcome.said = done.sentence
-        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
-        outcome.check(name == "counted" or made == 0, f"{name}: {made} steps were made")
+            steps_done = job.last_step(sandbox.folder / "runs" / name)
+        outcome.message = done.message
+        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1500:]}")
+        outcome.check(name == "counted" or steps_done == 0, f"{name}: {steps_done} steps were run")
         for word in (".arrow, row 8 ", f"token {token} "):
-            outcome.check(word in done.sentence, f"{name}: '{word}' is not said: {done.said[-1500:]}")
-        outcome.check("Traceback" not in done.said, f"{name}: {done.said[-1500:]}")
+            outcome.check(word in done.message, f"{name}: '{word}' is missing from the output: {done.output[-1500:]}")
+        outcome.check("Traceback" not in done.output, f"{name}: {done.output[-1500:]}")
     return outcome
 
 
 def _write_with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
-    """Write prepared documents once more with one token of row 8 changed, as if it were meant: hashes fit."""
+    """Write prepared documents again with one token of row 8 changed, and with matching hashes."""
     shards = Shards(good)
     rows = [shards[number].astype(np.int64) for number in range(len(shards))]
     rows[8][3] = token
@@ -120,8 +120,8 @@ def _write_with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
     shutil.copytree(good, ready)
     with ShardWriter(ready / entry["file"], column, dtype) as writer:
         writer.add(np.concatenate(rows), np.array([len(row) for row in rows]))
-        made = build_manifest(column, dtype, shards.manifest["of"], [{**entry, **writer.close()}])
-    write_json(ready / MANIFEST_FILE, made)
+        manifest = build_manifest(column, dtype, shards.manifest["of"], [{**entry, **writer.close()}])
+    write_json(ready / MANIFEST_FILE, manifest)
 
 
 @scenario("G47c", "a label that is none of the classes")
@@ -135,37 +135,37 @@ def _label(sandbox: Sandbox) -> Outcome:
         "columns": [{"id": sample, "metadata": None} for sample in samples],
         "data": [[taxon + number + 1 for number in range(len(samples))] for taxon in range(len(taxa))],
     }  # fmt: skip
-    (sandbox.own / "table.biom").write_text(json.dumps(table))
+    (sandbox.folder / "table.biom").write_text(json.dumps(table))
     states = ["ill", "well", "well", "dead", "ill", "well", "ill", "ill"]
     rows = ["sample\tstate", *(f"{sample}\t{state}" for sample, state in zip(samples, states, strict=True))]
-    (sandbox.own / "samples.tsv").write_text("\n".join(rows) + "\n")
+    (sandbox.folder / "samples.tsv").write_text("\n".join(rows) + "\n")
     words = (
         "data=study", "data.table=table.biom", "data.metadata=samples.tsv", "data.target=state", "task=target",
         "layout.world_size=2", "train.global_batch=2", "train.steps=2", "run.name=a", "observe.progress=false",
         "data.classes=[ill,well]",
     )  # fmt: skip
-    with job.Job(sandbox.own, command=job.verb_command("train", "microbiome", *words)) as run:
+    with job.Job(sandbox.folder, command=job.verb_command("train", "microbiome", *words)) as run:
         done = run.finish()
-        outcome = Outcome(said=done.sentence)
-        outcome.check(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
-        outcome.check("dead of s3" in done.sentence, f"sample and label are not named: {done.said[-1500:]}")
-        outcome.check(run.step() == 0, "a step was made")
+        outcome = Outcome(message=done.message)
+        outcome.check(done.code == REFUSED, f"{done.code}: {done.output[-1500:]}")
+        outcome.check("dead of s3" in done.message, f"sample and label are not named: {done.output[-1500:]}")
+        outcome.check(run.step() == 0, "a step was run")
     return outcome
 
 
 @scenario("G48", "a file of the data that changes between two starts of a run")
-def _changed(sandbox: Sandbox) -> Outcome:
-    folder = _write_texts(sandbox.own / "texts")
+def _changed_file(sandbox: Sandbox) -> Outcome:
+    folder = _write_texts(sandbox.folder / "texts")
     outcome = Outcome()
     with _language_job(sandbox, folder) as run:
         done = run.finish()
-        outcome.check(done.code == 0, f"{done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"{done.code}: {done.output[-1500:]}")
     with (folder / "part-1.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one line more"}) + "\n")
     with _language_job(sandbox, folder, "run.allow_change=[train.steps]", steps=6) as run:
         done = run.finish()
-    outcome.said = done.sentence
-    outcome.check(done.code == REFUSED and "part-1.jsonl" in done.said, f"{done.code}: {done.said[-1500:]}")
+    outcome.message = done.message
+    outcome.check(done.code == REFUSED and "part-1.jsonl" in done.output, f"{done.code}: {done.output[-1500:]}")
     return outcome
 
 
@@ -173,31 +173,31 @@ _MANY_STEPS = 40  # steps of a run whose data change after a few of them
 
 
 def _on_the_fly_job(sandbox: Sandbox, folder: Path, name: str, *words: str) -> job.Job:
-    """A run that reads documents as it needs them."""
-    own = ("data.tokenise=on_the_fly", "data.vocab_size=300", f"run.name={name}")
-    return _language_job(sandbox, folder, *own, *words, steps=_MANY_STEPS)
+    """Start a run that tokenises documents on the fly."""
+    settings = ("data.tokenise=on_the_fly", "data.vocab_size=300", f"run.name={name}")
+    return _language_job(sandbox, folder, *settings, *words, steps=_MANY_STEPS)
 
 
 @scenario(
     "G48d", "a file of the data that changes while a run is training: longer, replaced, overwritten, or only touched"
 )
-def _changing(sandbox: Sandbox) -> Outcome:
-    """What was made since the newest checkpoint is not saved; with the file as it was, the run goes on from there."""
-    folder = _write_texts(sandbox.own / "texts")
-    path, runs = folder / "part-1.jsonl", sandbox.own / "runs"
+def _changed_during_training(sandbox: Sandbox) -> Outcome:
+    """Steps since the newest checkpoint are not saved; once the file is restored, the run resumes from there."""
+    folder = _write_texts(sandbox.folder / "texts")
+    path, runs = folder / "part-1.jsonl", sandbox.folder / "runs"
     good, other = path.read_bytes(), path.read_bytes().replace(b"file 1", b"file 9")
-    (sandbox.own / "new.jsonl").write_bytes(other)
+    (sandbox.folder / "new.jsonl").write_bytes(other)
     changes: dict[str, Callable[[], object]] = {
         "touched": lambda: os.utime(path),
         "longer": lambda: path.write_bytes(good + good),
-        "replaced": lambda: (sandbox.own / "new.jsonl").replace(path),
+        "replaced": lambda: (sandbox.folder / "new.jsonl").replace(path),
         "overwritten": lambda: path.write_bytes(other),
     }
     outcome = Outcome()
-    with _on_the_fly_job(sandbox, folder, "unharmed") as run:
+    with _on_the_fly_job(sandbox, folder, "reference") as run:
         done = run.finish()
-        assert done.code == 0, done.said
-    wanted = job.read_digests(runs / "unharmed")
+        assert done.code == 0, done.output
+    expected = job.read_digests(runs / "reference")
     for name, change in changes.items():
         path.write_bytes(good)
         with _on_the_fly_job(sandbox, folder, name) as run:
@@ -206,27 +206,27 @@ def _changing(sandbox: Sandbox) -> Outcome:
             began = time.time()
             done = run.finish()
         if name != "touched":
-            outcome.said = done.sentence
-            outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1500:]}")
-            outcome.check(f"{path} has changed" in done.sentence, f"{name}: not named: {done.said[-1500:]}")
+            outcome.message = done.message
+            outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1500:]}")
+            outcome.check(f"{path} has changed" in done.message, f"{name}: not named: {done.output[-1500:]}")
             saved = [step for step in (runs / name / "checkpoints").glob("step-*") if step.stat().st_mtime > began]
-            outcome.check(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one was on its way, perhaps
-            outcome.check(job.newest_step(runs / name) < _MANY_STEPS, f"{name}: it was trained to its end")
+            outcome.check(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one save may have been in progress
+            outcome.check(job.newest_step(runs / name) < _MANY_STEPS, f"{name}: it trained to the end")
         if name == "longer":
             path.write_bytes(good)
             with _on_the_fly_job(sandbox, folder, name) as run:
                 done = run.finish()
         if name in ("touched", "longer"):
-            outcome.check(done.code == 0, f"{name}, at last: {done.code}: {done.said[-1500:]}")
-            outcome.exact = job.read_digests(runs / name) == wanted
-            outcome.check(outcome.exact, f"{name}: it ended otherwise than the run whose data stayed as they were")
+            outcome.check(done.code == 0, f"{name}, at last: {done.code}: {done.output[-1500:]}")
+            outcome.exact = job.read_digests(runs / name) == expected
+            outcome.check(outcome.exact, f"{name}: the result differs from that of the run with unchanged data")
     return outcome
 
 
 @scenario("G48e", "a file of the data that is cut short while a run reads it")
 def _cut_short(sandbox: Sandbox) -> Outcome:
-    """Reading what a map has lost ends a process by a signal, before it can say anything; its launcher does."""
-    folder = _write_texts(sandbox.own / "texts")
+    """Reading beyond the end of a memory map kills a process by a signal; its launcher reports the file."""
+    folder = _write_texts(sandbox.folder / "texts")
     path = folder / "part-1.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(4000)))
     with _on_the_fly_job(sandbox, folder, "a", "checkpoint.every=1000", "train.steps=2000") as run:
@@ -238,7 +238,7 @@ def _cut_short(sandbox: Sandbox) -> Outcome:
 
 @scenario("G48b", "a file system that lists files in another order")
 def _order(sandbox: Sandbox) -> Outcome:
-    folders = [sandbox.own / name / "texts" for name in ("a", "b")]
+    folders = [sandbox.folder / name / "texts" for name in ("a", "b")]
     _write_texts(folders[0])
     folders[1].mkdir(parents=True)
     for path in sorted(folders[0].iterdir(), reverse=True):
@@ -247,53 +247,53 @@ def _order(sandbox: Sandbox) -> Outcome:
     for folder in folders:
         with _language_job(sandbox.for_scenario("order"), folder) as run:
             done = run.finish()
-            assert done.code == 0, done.said
+            assert done.code == 0, done.output
             states.append(job.read_digests(run.run))
-    outcome = Outcome(exact=states[0] == states[1], said="files are sorted by name")
+    outcome = Outcome(exact=states[0] == states[1], message="files are sorted by name")
     outcome.check(bool(outcome.exact), "the runs differ")
     return outcome
 
 
 @scenario("G48c", "a file of the data that is there twice, under two names")
 def _twice(sandbox: Sandbox) -> Outcome:
-    folder = _write_texts(sandbox.own / "texts")
+    folder = _write_texts(sandbox.folder / "texts")
     shutil.copy(folder / "part-1.jsonl", folder / "part-7.jsonl")
     with _language_job(sandbox, folder) as run:
         done = run.finish()
-    outcome = Outcome(said=done.sentence)
-    outcome.check(done.code == REFUSED, f"{done.code}: {done.said[-1500:]}")
+    outcome = Outcome(message=done.message)
+    outcome.check(done.code == REFUSED, f"{done.code}: {done.output[-1500:]}")
     for name in ("part-1.jsonl", "part-7.jsonl"):
-        outcome.check(name in done.sentence, f"{name} is not named: {done.said[-1500:]}")
+        outcome.check(name in done.message, f"{name} is not named: {done.output[-1500:]}")
     (folder / "part-7.jsonl").unlink()
     with _language_job(sandbox, folder) as run:
         done = run.finish()
-        outcome.check(done.code == 0, f"without it: {done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"without it: {done.code}: {done.output[-1500:]}")
     return outcome
 
 
 @scenario("C30", "a store that has a part of the newest commit only, and the folder of the run is lost")
 def _store(sandbox: Sandbox) -> Outcome:
-    """A folder is the store; what a server does besides, as listing late, is shown by tests/checkpoint with one."""
+    """The store is a folder; tests/checkpoint covers the behaviour of servers, such as late listings."""
     before = sandbox.reference_digests()
-    # Slow enough that more than the last commit is sent: what comes faster than it can be sent is left out.
-    words = (f"checkpoint.upload.url=file://{sandbox.own}/store", "checkpoint.upload.required=true", "task.sleep=1")
+    # Slow enough that more than the last checkpoint is sent: those that come faster than they can be sent are skipped.
+    words = (f"checkpoint.upload.url=file://{sandbox.folder}/store", "checkpoint.upload.required=true", "task.sleep=1")
     with sandbox.job(*words) as run:
         done = run.finish()
-        assert done.code == 0, done.said
-        sent = sorted((sandbox.own / "store").rglob("step-*"))
-        if len(sent) < 2:
+        assert done.code == 0, done.output
+        uploaded = sorted((sandbox.folder / "store").rglob("step-*"))
+        if len(uploaded) < 2:
             raise AbstainError("this host was too slow to send two commits")
-        (sent[-1] / "manifest.json").unlink()
+        (uploaded[-1] / "manifest.json").unlink()
         shutil.rmtree(run.run)
     with sandbox.job(*words) as run:
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if line.startswith("restored")), ""))
-        outcome.check(done.code == 0, f"{done.code}: {done.said[-1500:]}")
-        outcome.check(f"restored {sent[-2].name}" in done.said, f"not {sent[-2].name}: {done.said[-1500:]}")
-        outcome.lost = job.EVERY
+        outcome = Outcome(message=next((line for line in done.output.splitlines() if line.startswith("restored")), ""))
+        outcome.check(done.code == 0, f"{done.code}: {done.output[-1500:]}")
+        outcome.check(f"restored {uploaded[-2].name}" in done.output, f"not {uploaded[-2].name}: {done.output[-1500:]}")
+        outcome.lost_steps = job.EVERY
         after = job.read_digests(run.run) if done.code == 0 else {}
         # The lines of the ledger were in the folder; their digest is in the checkpoint.
         other = [name for name in before if not name.startswith("step ") and after.get(name) != before[name]]
         outcome.exact = not other
-        outcome.check(not other, f"it ended otherwise: {other}")
+        outcome.check(not other, f"it ended differently: {other}")
     return outcome

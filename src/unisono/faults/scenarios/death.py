@@ -10,11 +10,11 @@ from unisono.faults import job
 from unisono.faults.matrix import Outcome, Sandbox, scenario
 
 REFUSED, DIED, STUCK = 2, 9, 10
-HELD = "hold@forward:1:7"  # so that the run is in step 8 until it is released
+HELD = "hold@forward:1:7"  # the run stays in step 8 until it is released
 
 
 def send_signal(pid: int, number: int = signal.SIGKILL) -> float:
-    """Send a signal; returns when."""
+    """Send a signal; return the time."""
     now = time.monotonic()
     os.kill(pid, number)
     return now
@@ -23,7 +23,7 @@ def send_signal(pid: int, number: int = signal.SIGKILL) -> float:
 def _add_harm(
     key: str, text: str, misbehave: str, *words: str, code: int = DIED, says: tuple[str, ...], quick: bool = False
 ) -> None:
-    """A row of the matrix: a fault of the task's own that ends a run."""
+    """Add a row of the matrix: a fault inside the task that ends a run."""
 
     @scenario(key, text, quick=quick)
     def _act(sandbox: Sandbox) -> Outcome:
@@ -41,7 +41,7 @@ _add_harm("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "s
 _add_harm(
     "A7", "kill -9 of a process that makes samples", "kill@data:-1:20", *_IN_PROCESSES, code=REFUSED, says=("worker",)
 )
-_add_harm("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK, quick=True)
+_add_harm("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK)
 _add_harm("B10", "a rank sleeps for ever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
 _add_harm("B10b", "a rank holds the interpreter's lock for ever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
 _add_harm("B12", "a rank raises", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
@@ -55,21 +55,21 @@ def _launcher(sandbox: Sandbox) -> Outcome:
         run.wait_for_hold()
         began = send_signal(run.process.pid)
         done = run.finish()
-        outcome = Outcome(seconds=round(done.ended_at - began, 1), said="(nobody is left to say it)")
-        outcome.check(not done.orphans, f"processes {done.orphans} are left")
+        outcome = Outcome(seconds=round(done.ended_at - began, 1), message="(no process is left to report it)")
+        outcome.check(not done.orphans, f"processes {done.orphans} are still running")
     sandbox.check_resume(outcome, before)
     return outcome
 
 
 @scenario("B11", "a rank is slow from some step on: named, not killed")
 def _slow(sandbox: Sandbox) -> Outcome:
-    words = ("train.steps=80",)  # it has to be slow for two windows of twenty
+    words = ("train.steps=80",)  # it must be slow for two windows of twenty steps
     before = sandbox.reference_digests(*words)
     with sandbox.job(*words, misbehave="slow@forward:1:7") as run:
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if "holds up" in line), ""))
-        outcome.check(done.code == 0, f"it ended with {done.code}: {done.said[-1500:]}")
-        outcome.check("rank 1" in outcome.said and "compute" in outcome.said, f"not named: {done.said[-1500:]}")
+        outcome = Outcome(message=next((line for line in done.output.splitlines() if "holds up" in line), ""))
+        outcome.check(done.code == 0, f"it ended with {done.code}: {done.output[-1500:]}")
+        outcome.check("rank 1" in outcome.message and "compute" in outcome.message, f"not named: {done.output[-1500:]}")
         outcome.exact = job.read_digests(run.run) == before
-        outcome.check(outcome.exact, "it ended otherwise")
+        outcome.check(outcome.exact, "it ended differently")
     return outcome

@@ -1,4 +1,4 @@
-"""What a run, a checkpoint or a store that somebody else has made can do to whoever uses it."""
+"""Attacks through a run, a checkpoint or a store that somebody else created."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASK = f"{job.TASK}:Small"
 
 
 def _write_evil_task(folder: Path, touched: Path) -> Path:
-    """A task that tells when it was imported, among the assets of a run."""
+    """Write a task into the assets of a run that leaves a file when it is imported."""
     evil = folder / "assets" / "evil.py"
     evil.parent.mkdir(exist_ok=True)
     evil.write_text(f"from pathlib import Path\nPath({str(touched)!r}).touch()\nfrom harmed import Small\n")
@@ -36,7 +36,7 @@ def _write_evil_task(folder: Path, touched: Path) -> Path:
 
 
 def _run_verb(sandbox: Sandbox, *words: str, answers: bool = False) -> JobResult:
-    """A verb to its end; with `answers` a pipe says yes to whatever it asks."""
+    """Run a verb to its end; with `answers` a pipe answers yes to every question."""
     command = job.verb_command(*words)
     if answers:
         command = ["sh", "-c", 'yes | "$0" "$@"', *command]
@@ -46,10 +46,10 @@ def _run_verb(sandbox: Sandbox, *words: str, answers: bool = False) -> JobResult
 
 @scenario("S7", "a store whose run.json brings a Python file, and whose config.yaml names it as the task")
 def _restored_code(sandbox: Sandbox) -> Outcome:
-    outcome, touched = Outcome(), sandbox.own / "touched"
-    url = f"checkpoint.upload.url=file://{sandbox.own}/store"
+    outcome, touched = Outcome(), sandbox.folder / "touched"
+    url = f"checkpoint.upload.url=file://{sandbox.folder}/store"
     newest = job.train_to_end(sandbox, url)
-    run, store = newest.parents[1], sandbox.own / "store" / job.RUN
+    run, store = newest.parents[1], sandbox.folder / "store" / job.RUN
     evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
     _write_description(store, {"config.yaml": yaml.safe_dump(values).encode(), "assets/evil.py": evil.read_bytes()})
@@ -60,31 +60,31 @@ def _restored_code(sandbox: Sandbox) -> Outcome:
     shutil.rmtree(run)
     with sandbox.job(url) as again:
         done = again.finish()
-    outcome.check("restored step-" in done.said, f"it was not restored: {done.code}: {done.said[-800:]}")
+    outcome.check("restored step-" in done.output, f"it was not restored: {done.code}: {done.output[-800:]}")
     outcome.check(not touched.exists(), "the file was imported")
-    outcome.check(not evil.exists(), "the file was brought")
-    outcome.check("assets/evil.py" in done.said, f"it is not said: {done.said[-800:]}")
-    outcome.said = next((line for line in done.said.splitlines() if "evil.py" in line), "")
+    outcome.check(not evil.exists(), "the file was restored")
+    outcome.check("assets/evil.py" in done.output, f"it is missing from the output: {done.output[-800:]}")
+    outcome.message = next((line for line in done.output.splitlines() if "evil.py" in line), "")
     return outcome
 
 
 @scenario("S7b", "a run whose config.yaml names a Python file of its own, given to evaluate, replay and data audit")
 def _foreign_run(sandbox: Sandbox) -> Outcome:
-    outcome, touched = Outcome(), sandbox.own / "touched"
+    outcome, touched = Outcome(), sandbox.folder / "touched"
     run = job.train_to_end(sandbox).parents[1]
     evil = _write_evil_task(run, touched)
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     for verb in (["evaluate"], ["replay"], ["data", "audit"]):
         done = _run_verb(sandbox, *verb, str(run), answers=True)
-        outcome.check(done.code == 2 and "--trust" in done.said, f"{verb}: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == 2 and "--trust" in done.output, f"{verb}: {done.code}: {done.output[-800:]}")
         outcome.check(not touched.exists(), f"{verb} imported it")
-        outcome.said = done.sentence
+        outcome.message = done.message
         done = _run_verb(sandbox, *verb, str(run), "--task", TASK)
-        outcome.check(done.code == 0, f"{verb} with the user's own task: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == 0, f"{verb} with the user's own task: {done.code}: {done.output[-800:]}")
         outcome.check(not touched.exists(), f"{verb} imported it, though a task was given")
     _run_verb(sandbox, "evaluate", str(run), "--trust")
-    outcome.check(touched.exists(), "the file does nothing, so nothing was shown")
+    outcome.check(touched.exists(), "the file does nothing, so the test is vacuous")
     return outcome
 
 
@@ -94,19 +94,19 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
         import transformers  # noqa: F401
     except ModuleNotFoundError:
         raise AbstainError("needs transformers: pip install 'unisono[language]'") from None
-    outcome, touched = Outcome(), sandbox.own / "touched"
+    outcome, touched = Outcome(), sandbox.folder / "touched"
     run = job.train_to_end(sandbox).parents[1]
     _write_evil_task(run, touched)
     code = {"AutoConfig": "evil.Small", "AutoModelForCausalLM": "evil.Small"}
     (run / "assets" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
     done = _run_verb(sandbox, "export", str(run), answers=True)
-    outcome.check(done.code == 2, f"{done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 2, f"{done.code}: {done.output[-800:]}")
     outcome.check(not touched.exists(), "it was imported")
-    outcome.said = done.sentence
+    outcome.message = done.message
     command = f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(run / 'assets')!r})"
     with sandbox.job(command=["sh", "-c", 'yes | "$0" "$@"', sys.executable, "-c", command]) as bare:
         bare.finish(120)
-    outcome.check(touched.exists(), "the library would not have imported it either, so nothing was shown")
+    outcome.check(touched.exists(), "the library would not have imported it either, so the test is vacuous")
     return outcome
 
 
@@ -115,33 +115,33 @@ def _left_overs(sandbox: Sandbox) -> Outcome:
     before, outcome = sandbox.reference_digests(), Outcome()
     with sandbox.job(variables={fault_injection.VARIABLE: "rank=0,step=2,phase=compute,act=die"}) as run:
         done = run.finish()
-    outcome.check(done.code == 0, f"the variable ended the run: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 0, f"the variable ended the run: {done.code}: {done.output[-800:]}")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise than the run without the variable")
+    outcome.check(bool(outcome.exact), "its result differs from that of the run without the variable")
     with (run.run / "events.jsonl").open("a") as events:
         hostile = {"error": "lost\x1b[2J\x1b]0;x\x07", "rank": "0\nunisono: all is well", "step": 2**70}
         events.write(f"{json.dumps(hostile)}\n{'[' * 100_000}\n")
     done = _run_verb(sandbox, "diagnose", str(run.run))
-    outcome.check("Traceback" not in done.said and "\x1b" not in done.said, f"diagnose: {done.said[-800:]!r}")
-    outcome.check("unisono: all is well" not in done.said.splitlines(), "a record has written a line of its own")
-    outcome.said = next(iter(done.said.splitlines()), "")
+    outcome.check("Traceback" not in done.output and "\x1b" not in done.output, f"diagnose: {done.output[-800:]!r}")
+    outcome.check("unisono: all is well" not in done.output.splitlines(), "a record wrote a line of its own")
+    outcome.message = next(iter(done.output.splitlines()), "")
     return outcome
 
 
 @scenario("S13", "code that runs in the process that reads a pickle: a key of the home, the launcher's variables")
 def _pickle_process(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
-    (sandbox.own / "key").write_text("secret")
-    given = sandbox.own / "weights.pt"
-    given.write_text("given")
-    missing, free = _try_to_escape(sandbox, given, enter=False)
-    outcome.check(all(free.values()), f"these are not possible outside either, so nothing was shown: {free}")
-    missing, shut = _try_to_escape(sandbox, given, enter=True)
+    (sandbox.folder / "key").write_text("secret")
+    weights = sandbox.folder / "weights.pt"
+    weights.write_text("weights")
+    missing, free = _try_to_escape(sandbox, weights, enter=False)
+    outcome.check(all(free.values()), f"these are not possible outside either, so the test is vacuous: {free}")
+    missing, shut = _try_to_escape(sandbox, weights, enter=True)
     if missing:
         raise AbstainError(f"this host lacks {', '.join(missing)}, of which `unisono import` warns")
-    outcome.check(shut.pop("read the weights"), "it cannot read what it is given")
+    outcome.check(shut.pop("read the weights"), "it cannot read the given file")
     outcome.check(not any(shut.values()), f"possible: {', '.join(name for name, can in shut.items() if can)}")
-    outcome.said = f"permission denied: {', '.join(shut)}"
+    outcome.message = f"permission denied: {', '.join(shut)}"
     return outcome
 
 
@@ -171,8 +171,8 @@ print(json.dumps([missing, done]))
 
 
 def _try_to_escape(sandbox: Sandbox, weights: Path, *, enter: bool) -> tuple[list[str], dict[str, bool]]:
-    """What the process may do, with what this host cannot keep it from; before and after it has given up its rights."""
-    words = [str(sandbox.own), str(weights), str(os.getpid()), "yes" if enter else ""]
+    """Return the protections that this host lacks, and which actions succeed; with or without the sandbox."""
+    words = [str(sandbox.folder), str(weights), str(os.getpid()), "yes" if enter else ""]
     done = subprocess.run([sys.executable, "-c", _ESCAPES, *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -185,16 +185,16 @@ def _bombs(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
     lines = [f"v{level}: ${{v{level + 1}}}${{v{level + 1}}}" for level in range(30)]
-    (sandbox.own / "mine.yaml").write_text("\n".join(["defaults: [language, _self_]", *lines, "v30: x"]))
+    (sandbox.folder / "mine.yaml").write_text("\n".join(["defaults: [language, _self_]", *lines, "v30: x"]))
     began = time.monotonic()
-    done = _run_verb(sandbox, "check", "mine", f"--config-dir={sandbox.own}")
-    outcome.check(done.code == 2 and "references" in done.said, f"references: {done.code}: {done.said[-800:]}")
+    done = _run_verb(sandbox, "check", "mine", f"--config-dir={sandbox.folder}")
+    outcome.check(done.code == 2 and "references" in done.output, f"references: {done.code}: {done.output[-800:]}")
     with (newest / manifest.NAME).open("r+b") as file:
         file.truncate(9 << 30)
     done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
-    outcome.check(done.code == 2 and "at most" in done.said, f"manifest: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 2 and "at most" in done.output, f"manifest: {done.code}: {done.output[-800:]}")
     outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.said = done.sentence
+    outcome.message = done.message
     return outcome
 
 
@@ -207,67 +207,67 @@ def _changed_asset(sandbox: Sandbox) -> Outcome:
     for verb in (["evaluate"], ["predict"], ["export"]):
         task = ["--task", TASK] if verb != ["export"] else []
         done = _run_verb(sandbox, *verb, f"runs/{job.RUN}", *task)
-        outcome.check(done.code == 2 and asset.name in done.said, f"{verb}: {done.code}: {done.said[-800:]}")
-        outcome.said = done.sentence
+        outcome.check(done.code == 2 and asset.name in done.output, f"{verb}: {done.code}: {done.output[-800:]}")
+        outcome.message = done.message
     asset.unlink()
     done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
-    outcome.check(done.code == 0, f"with the assets as they were: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 0, f"with the assets as they were: {done.code}: {done.output[-800:]}")
     return outcome
 
 
 @scenario("S14", "files that lead elsewhere: a link in assets, a pipe in a checkpoint, a split named ../, an HDF5 link")
 def _paths_elsewhere(sandbox: Sandbox) -> Outcome:
-    outcome, folder = Outcome(), sandbox.own / "theirs"
+    outcome, folder = Outcome(), sandbox.folder / "theirs"
     newest = job.train_to_end(sandbox)
-    run, out = newest.parents[1], sandbox.own / "exported"
-    secret = sandbox.own / "id_rsa"
+    run, out = newest.parents[1], sandbox.folder / "exported"
+    secret = sandbox.folder / "id_rsa"
     secret.write_text("PRIVATE KEY")
     asset = run / "assets" / "config.json"
     asset.symlink_to(secret)
     done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
-    outcome.check(done.code == 2 and asset.name in done.said, f"a link: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 2 and asset.name in done.output, f"a link: {done.code}: {done.output[-800:]}")
     asset.unlink()
     piece = next(iter(newest.glob("*.safetensors")))
-    held = piece.read_bytes()
+    content = piece.read_bytes()
     piece.unlink()
     os.mkfifo(piece)
     done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
-    outcome.check(done.code == 2 and piece.name in done.said, f"a pipe: {done.code}: {done.said[-800:]}")
+    outcome.check(done.code == 2 and piece.name in done.output, f"a pipe: {done.code}: {done.output[-800:]}")
     piece.unlink()
-    piece.write_bytes(held)
+    piece.write_bytes(content)
     outcome.check(not out.exists() or "PRIVATE" not in str([*map(Path.read_bytes, out.rglob("*.*"))]), "it was copied")
     folder.mkdir()
     (folder / "dataset_dict.json").write_text('{"splits": ["../secrets"]}')
-    outcome.said = _refused(outcome, "a split", lambda: open_source(folder))
+    outcome.message = _read_expecting_error(outcome, "a split", lambda: open_source(folder))
     with suppress(ImportError):
         import h5py
 
         with h5py.File(folder / "a.h5", "w") as file:
             file["ids"] = h5py.ExternalLink(str(secret), "/ids")
-        _refused(outcome, "an HDF5 link", lambda: check_hdf5(folder / "a.h5"))
+        _read_expecting_error(outcome, "an HDF5 link", lambda: check_hdf5(folder / "a.h5"))
     return outcome
 
 
-def _refused(outcome: Outcome, what: str, read: Callable[[], object]) -> str:
-    """The sentence by which a reader refuses a file."""
+def _read_expecting_error(outcome: Outcome, name: str, read: Callable[[], object]) -> str:
+    """Return the message with which a reader refuses a file."""
     try:
         read()
     except UnisonoError as error:
         return str(error)
-    outcome.check(kept=False, what=f"{what} was followed")
+    outcome.check(False, f"{name} was followed")
     return ""
 
 
 def _write_description(store: Path, files: Mapping[str, bytes]) -> None:
-    """Put files into a store as `run.json` names them."""
-    described = json.loads((store / "run.json").read_text())
+    """Write files into a store and list them in its `run.json`."""
+    description = json.loads((store / "run.json").read_text())
     for name, content in files.items():
         sha256 = hashlib.sha256(content).hexdigest()
         path = store / "description" / sha256[:16] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        described[name] = {"size": len(content), "sha256": sha256}
-    (store / "run.json").write_text(json.dumps(described))
+        description[name] = {"size": len(content), "sha256": sha256}
+    (store / "run.json").write_text(json.dumps(description))
 
 
 @scenario("S10", "a checkpoint that was moved to an archive, with a link left in its place")
@@ -275,16 +275,16 @@ def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     words = ("checkpoint.keep=1",)
     before, outcome = sandbox.reference_digests(*words), Outcome()
     newest = job.train_to_end(sandbox, *words, "run.stop_after=6")
-    archive = sandbox.own / "archive"
+    archive = sandbox.folder / "archive"
     newest.rename(archive)
     newest.symlink_to(archive)
     with sandbox.job(*words) as run:
         done = run.finish()
-    outcome.check(done.code == 0, f"a later save was stopped: {done.code}: {done.said[-800:]}")
-    left = [path.name for path in (run.run / "checkpoints").iterdir()]
-    outcome.check(left == ["step-00000012"], f"{left} are there")
+    outcome.check(done.code == 0, f"a later save was stopped: {done.code}: {done.output[-800:]}")
+    names = [path.name for path in (run.run / "checkpoints").iterdir()]
+    outcome.check(names == ["step-00000012"], f"these checkpoints remain: {names}")
     outcome.check((archive / "manifest.json").is_file(), "the archive was removed")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise")
-    outcome.said = "the link goes when it is due, the archive stays, and every later save is made"
+    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.message = "the link goes when it is due, the archive stays, and every later save is made"
     return outcome

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: uneven rows, branches, other collectives."""
+"""Ranks that diverge: uneven rows, branches, different collectives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ REFUSED, DESYNC = 2, 8
 
 
 @scenario("B14", "rows that do not divide by the ranks, with a tail shorter than a batch")
-def _uneven(sandbox: Sandbox) -> Outcome:
+def _uneven_rows(sandbox: Sandbox) -> Outcome:
     words = ("train.steps=null", "train.epochs=2", "task.rows=37", "train.precision=fp64")
     alone, many = (sandbox.reference_digests(*words, world=world) for world in (1, 2))
-    outcome = Outcome(said="every process makes the same number of passes")
-    steps = {where.partition(",")[0] for where in many if where.startswith("step ")}
+    outcome = Outcome(message="every process makes the same number of passes")
+    steps = {name.partition(",")[0] for name in many if name.startswith("step ")}
     outcome.check(len(steps) == 10, f"{len(steps)} steps, not 10")  # 74 rows in batches of 8
-    outcome.check(alone["step"] == many["step"], "another number of steps on one process")
+    outcome.check(alone["step"] == many["step"], "a different number of steps on one process")
     return outcome
 
 
@@ -27,7 +27,9 @@ def _add_desync(key: str, text: str, act: str, *says: str, quick: bool = False) 
     @scenario(key, text, quick=quick)
     def _show(sandbox: Sandbox) -> Outcome:
         outcome = sandbox.run_harmed(f"{act}@forward:1:7", code=DESYNC, says=("harmed.py:", *says), within=30.0)
-        outcome.check(outcome.lost is None or job.last_step(sandbox.own / "runs" / job.RUN) >= job.STEPS, "not resumed")
+        outcome.check(
+            outcome.lost_steps is None or job.last_step(sandbox.folder / "runs" / job.RUN) >= job.STEPS, "not resumed"
+        )
         return outcome
 
 
@@ -39,7 +41,7 @@ _add_desync("B17c", "another shape", "shape", "all_reduce")
 
 
 @scenario("B18", "a parameter that one rank alone does not use")
-def _unused(sandbox: Sandbox) -> Outcome:
+def _unused_parameter(sandbox: Sandbox) -> Outcome:
     return sandbox.run_harmed("unused@forward:1:7", code=REFUSED, says=("0.weight", "rank 1"), within=30.0)
 
 
@@ -51,31 +53,33 @@ def _lonely(sandbox: Sandbox) -> Outcome:
 
 
 def _add_two_node_desync(key: str, text: str, misbehave: str, *says: str) -> None:
-    """Nobody of a node can read the ring of another one's processes; the nodes compare them over the run's folder."""
+    """A node cannot read the ring buffers of another node; the nodes compare them through the run's folder."""
 
     @scenario(key, text)
     def _show(sandbox: Sandbox) -> Outcome:
         outcome, before = Outcome(), sandbox.reference_digests()
-        there = f"launch.rendezvous=127.0.0.1:{free_port()}"
-        words = ("layout.world_size=2", "launch.nodes=2", "launch.interface=lo", there)
+        rendezvous = f"launch.rendezvous=127.0.0.1:{free_port()}"
+        words = ("layout.world_size=2", "launch.nodes=2", "launch.interface=lo", rendezvous)
         with ExitStack() as stack:
             jobs = [
                 stack.enter_context(
-                    Job(sandbox.own, *words, f"launch.node_rank={n}", misbehave=misbehave, output=f"node-{n}.txt")
+                    Job(sandbox.folder, *words, f"launch.node_rank={n}", misbehave=misbehave, output=f"node-{n}.txt")
                 )
                 for n in range(2)
             ]
-            ends = [each.finish(120) for each in jobs]
-            began = job.fault_time(sandbox.own)
+            ends = [node.finish(120) for node in jobs]
+            began = job.fault_time(sandbox.folder)
             outcome.check(began is not None, "the fault did not happen")
             outcome.seconds = round(max(done.ended_at for done in ends) - (began or time.monotonic()), 1)
-            outcome.said = ends[0].sentence
-            outcome.lost = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
+            outcome.message = ends[0].message
+            outcome.lost_steps = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
         for number, done in enumerate(ends):
-            outcome.check(done.code == DESYNC, f"node {number}: {done.code}: {done.said[-1000:]}")
+            outcome.check(done.code == DESYNC, f"node {number}: {done.code}: {done.output[-1000:]}")
             for word in ("harmed.py:", "rank 0", "rank 1", *says):
-                outcome.check(word in done.sentence, f"node {number}: '{word}' is not said: {done.said[-1000:]}")
-        outcome.check(not ends[0].orphans, f"{ends[0].orphans} are left")
+                outcome.check(
+                    word in done.message, f"node {number}: '{word}' is missing from the output: {done.output[-1000:]}"
+                )
+        outcome.check(not ends[0].orphans, f"processes {ends[0].orphans} are still running")
         outcome.check(outcome.seconds <= 30.0, f"it took {outcome.seconds} s")
         sandbox.check_resume(outcome, before)
         return outcome

@@ -1,4 +1,4 @@
-"""The same faults in a run in JAX: rows of other modules, with the small task in JAX. Their keys end in `j`."""
+"""Faults of the other modules, with the small task in JAX. Their keys end in `j`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from unisono.faults import job
 from unisono.faults.job import free_port
 from unisono.faults.matrix import SCENARIOS, Outcome, Sandbox, scenario
-from unisono.faults.scenarios import death, network, storage  # noqa: F401 - their rows are taken over
+from unisono.faults.scenarios import death, network, storage  # noqa: F401 - their rows are added again
 from unisono.faults.scenarios.kills import kill_rank
 from unisono.faults.scenarios.network import UNREACHED
 from unisono.faults.scenarios.setup import run_by_hand
 
 
 def _add(key: str, *, quick: bool = False) -> None:
-    """A row of the matrix as it is in torch."""
+    """Add the row of the same fault in torch, with the task in JAX."""
     row = SCENARIOS[key]
 
     @scenario(f"{key}j", f"JAX: {row.text}", quick=quick)
@@ -35,13 +35,15 @@ def _coordinator(sandbox: Sandbox) -> Outcome:
         commands = [network.command_on(name, *job.train_command()) for name in names]
         host = {"MASTER_ADDR": network.IPV4[0], "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         began = time.monotonic()
-        each = [{**host, "GLOO_SOCKET_IFNAME": name} for name in ("v0", "v1")]
-        ends = run_by_hand([sandbox.own] * 2, commands, each, "jax")
+        variables = [{**host, "GLOO_SOCKET_IFNAME": name} for name in ("v0", "v1")]
+        ends = run_by_hand([sandbox.folder] * 2, commands, variables, "jax")
     outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.said = next((done.sentence for done in ends if done.sentence), "")
+    outcome.message = next((done.message for done in ends if done.message), "")
     for rank, done in enumerate(ends):
-        outcome.check(done.code == UNREACHED, f"rank {rank}: {done.code}: {done.said[-1000:]}")
-    outcome.check("JAX's coordinator at" in outcome.said and "firewall" in outcome.said, f"{ends[0].said[-1000:]}")
+        outcome.check(done.code == UNREACHED, f"rank {rank}: {done.code}: {done.output[-1000:]}")
+    outcome.check(
+        "JAX's coordinator at" in outcome.message and "firewall" in outcome.message, f"{ends[0].output[-1000:]}"
+    )
     outcome.check(outcome.seconds < 60, f"it took {outcome.seconds} s")
     return outcome
 

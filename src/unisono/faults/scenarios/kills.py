@@ -1,7 +1,7 @@
-"""Kills at random instants: the run resumes after each, and ends as one that was never killed.
+"""Kills at random instants: the run resumes after each, and gives the same result as one that was never killed.
 
 A run is killed ten times before it may end: while its processes start, meet and load, in steps and between them, while
-a save is on its way, and after the last step. Two such runs go on at once. Where all processes are killed together,
+a save is in progress, and after the last step. Two such runs execute at once. If all processes are killed together,
 the ranks are forks of a process with warm imports (`unisono.faults.rank_server`), but for the kills while they start.
 """
 
@@ -22,7 +22,7 @@ from unisono.faults.matrix import Outcome, Sandbox, scenario
 from unisono.faults.rank_server import RankServer
 from unisono.faults.scenarios.death import DIED
 
-KILLS = "UNISONO_KILLS"  # how many instants the random kills take
+KILLS = "UNISONO_KILLS"  # the number of random kills
 SEED = 20_261_122
 TOTAL, EVERY = 100, 2
 # A network of some megabytes: a save takes about as long as the steps between two of them.
@@ -40,11 +40,11 @@ _PHASES_OF_ONE = ("join", "steps", "save", "join", "steps", "save", "join", "ste
 
 
 def kill_count() -> int:
-    """How many random instants are asked for."""
+    """The number of random instants."""
     return int(os.environ.get(KILLS, "200"))
 
 
-@scenario("A4", "kill -9 of everything at random instants, of all phases", quick=True)
+@scenario("A4", "kill -9 of everything at random instants, of all phases")
 def _anywhere(sandbox: Sandbox) -> Outcome:
     with RankServer() as server:
         return _run_chains(sandbox, kill_count(), _PHASES_OF_ALL, server)
@@ -60,19 +60,19 @@ class _Kill:
     """One kill.
 
     Attributes:
-        when: a key of `_TOLD`.
+        moment: a key of `_PHASE_TEXTS`.
         seconds: until the last process was gone.
-        cut: whether it left half a checkpoint behind.
-        kept: step of the newest commit that can be loaded; -1 if there is none.
-        lost: steps that have to be made again.
-        broken_promises: promises that were not kept.
+        interrupted_save: whether it left an unfinished checkpoint.
+        saved_step: step of the newest checkpoint that can be loaded; -1 if there is none.
+        lost_steps: steps that have to be repeated.
+        broken_promises: promises that did not hold.
     """
 
-    when: str
+    moment: str
     seconds: float = 0.0
-    cut: bool = False
-    kept: int = -1
-    lost: int = 0
+    interrupted_save: bool = False
+    saved_step: int = -1
+    lost_steps: int = 0
     broken_promises: list[str] = field(default_factory=list)
 
 
@@ -88,80 +88,84 @@ def _run_chains(
     server: RankServer | None = None,
     victim: int | None = None,
 ) -> Outcome:
-    """So many kills, of all processes where there is a server, else of one rank: the victim, or any."""
+    """Kill a run `count` times: all processes if there is a server, else one rank, the victim or any."""
     before = sandbox.reference_digests(*BIG)
     times = {when: _seconds_to_first_step(sandbox, when, server) for when in ("start", "join")}
     outcome = Outcome(exact=True)
 
     def chain(number: int) -> list[_Kill]:
-        rng, own, kills = random.Random(f"{SEED} {number}"), sandbox.for_scenario(f"chain{number}"), [_Kill("")]
+        rng, kills = random.Random(f"{SEED} {number}"), [_Kill("")]
+        chain_sandbox = sandbox.for_scenario(f"chain{number}")
         for turn, when in enumerate(phases[: count - number * len(phases)]):
-            kills.append(_run_and_kill(own, rng, when, times, server, kills[-1].kept, victim))
+            kills.append(_run_and_kill(chain_sandbox, rng, when, times, server, kills[-1].saved_step, victim))
             kills[-1].broken_promises = [
-                f"kill {turn} of chain {number} ({when}): {wrong}" for wrong in kills[-1].broken_promises
+                f"kill {turn} of chain {number} ({when}): {problem}" for problem in kills[-1].broken_promises
             ]
-        own.check_resume(outcome, before, *BIG)
+        chain_sandbox.check_resume(outcome, before, *BIG)
         return kills[1:]
 
     with ThreadPoolExecutor(2) as pool:
-        kills = [one for found in pool.map(chain, range(-(-count // len(phases)))) for one in found]
-    outcome.broken_promises += [wrong for one in kills for wrong in one.broken_promises]
-    outcome.seconds, outcome.lost = round(max(one.seconds for one in kills), 1), max(one.lost for one in kills)
-    outcome.said = _format_kills(kills)
+        kills = [kill for chained in pool.map(chain, range(-(-count // len(phases)))) for kill in chained]
+    outcome.broken_promises += [problem for kill in kills for problem in kill.broken_promises]
+    outcome.seconds, outcome.lost_steps = (
+        round(max(kill.seconds for kill in kills), 1),
+        max(kill.lost_steps for kill in kills),
+    )
+    outcome.message = _format_kills(kills)
     return outcome
 
 
 def _run_and_kill(
-    own: Sandbox,
+    sandbox: Sandbox,
     rng: random.Random,
-    when: str,
+    moment: str,
     times: Mapping[str, float],
     server: RankServer | None,
-    kept: int,
+    saved_before: int,
     victim: int | None,
 ) -> _Kill:
-    """Start the run of a folder, kill it at such a moment, and look at what is left."""
-    one = _Kill(when)
-    with own.job(*BIG, server=(server, 2) if server and when != "start" else None) as run:
-        made = run.step()
+    """Start the run of a folder, kill it at a random instant of a moment, and check what is left."""
+    kill = _Kill(moment)
+    with sandbox.job(*BIG, server=(server, 2) if server and moment != "start" else None) as run:
+        first_step = run.step()
         rank = None if server else _choose(run.wait_for_ranks(2), rng, victim)
-        if when in ("start", "join"):
-            with suppress(TimeoutError):  # at its first step at the latest: programs may come from a cache by now
-                job.wait_for(lambda: run.step() > made, rng.uniform(0.0, times[when]), "its first step")
+        if moment in ("start", "join"):
+            with suppress(TimeoutError):  # at its first step at the latest: programs may be cached by now
+                job.wait_for(lambda: run.step() > first_step, rng.uniform(0.0, times[moment]), "its first step")
         else:
-            run.wait_for_step(TOTAL - 1 if when == "end" else made + rng.randint(1, 3))
-            if when == "save":
+            run.wait_for_step(TOTAL - 1 if moment == "end" else first_step + rng.randint(1, 3))
+            if moment == "save":
                 job.wait_for(lambda: job.is_saving(run.run) or run.process.poll() is not None, 30.0, "a save", 0.002)
-            time.sleep(rng.uniform(0.0, 0.1 if when == "save" else 0.3))
-        over = run.process.poll() is not None
+            time.sleep(rng.uniform(0.0, 0.1 if moment == "save" else 0.3))
+        ended_before = run.process.poll() is not None
         began = _kill(run, rank)
         done = run.finish()
-        one.seconds, one.cut, one.kept, last = (
+        kill.seconds, kill.interrupted_save, kill.saved_step, last = (
             done.ended_at - began,
             job.is_saving(run.run),
             job.newest_step(run.run),
             run.step(),
         )
-    one.lost = last - max(one.kept, 0)
+    kill.lost_steps = last - max(kill.saved_step, 0)
     promises = {
-        f"the run had ended before: {done.said[-800:]}": not over or when == "end",
-        f"processes {done.orphans} are left": not done.orphans,
-        f"exit code {done.code}, not {DIED}: {done.said[-800:]}": server is not None or done.code == DIED,
-        f"commit {kept} was there, and now {one.kept} is the newest": one.kept >= kept,
-        # A save begins once the one before is over, so two of them are all that can be missing.
-        f"{one.lost} steps are lost: {one.kept} of {last} can be loaded": one.lost <= 2 * EVERY,
+        f"the run had ended before: {done.output[-800:]}": not ended_before or moment == "end",
+        f"processes {done.orphans} are still running": not done.orphans,
+        f"exit code {done.code}, not {DIED}: {done.output[-800:]}": server is not None or done.code == DIED,
+        f"checkpoint {saved_before} existed, and now {kill.saved_step} is the newest": kill.saved_step >= saved_before,
+        # A save begins once the kill before is over, so two of them are all that can be missing.
+        f"{kill.lost_steps} steps are lost: {kill.saved_step} of {last} can be loaded": kill.lost_steps <= 2 * EVERY,
     }
-    one.broken_promises = [what for what, held in promises.items() if not held]
-    return one
+    kill.broken_promises = [problem for problem, holds in promises.items() if not holds]
+    return kill
 
 
 def _choose(ranks: list[int], rng: random.Random, victim: int | None) -> int:
-    """The process of the victim, or any."""
+    """The process of the victim, or a random one."""
     return rng.choice(ranks) if victim is None else ranks[victim]
 
 
 def _kill(run: job.Job, rank: int | None) -> float:
-    """Kill one process of a job, or all of them; returns when."""
+    """Kill one process of a job, or all of them; return the time."""
     began = time.monotonic()
     for pid in [rank] if rank else [run.process.pid, *run.pids()]:
         with suppress(ProcessLookupError):
@@ -170,7 +174,7 @@ def _kill(run: job.Job, rank: int | None) -> float:
 
 
 def _seconds_to_first_step(sandbox: Sandbox, when: str, server: RankServer | None) -> float:
-    """Seconds from the start of a job to its first step; or, where its ranks join each other, from their start."""
+    """Seconds to the first step from the start of a job or, for `join`, from the start of its ranks."""
     began = time.monotonic()
     with sandbox.for_scenario("first").job(*BIG, server=(server, 2) if server and when == "join" else None) as run:
         if when == "join" and server is None:
@@ -181,27 +185,28 @@ def _seconds_to_first_step(sandbox: Sandbox, when: str, server: RankServer | Non
 
 
 def _format_kills(kills: list[_Kill]) -> str:
-    """How many kills there were at which moments, and how many of them cut a save off."""
-    count = Counter(one.when for one in kills)
+    """Format the number of kills at each moment, and how many of them interrupted a save."""
+    count = Counter(kill.moment for kill in kills)
     phases = ", ".join(f"{count[when]} {text}" for when, text in _PHASE_TEXTS.items() if count[when])
-    return f"{len(kills)} kills: {phases}; {sum(one.cut for one in kills)} of them left half a checkpoint behind"
+    interrupted = sum(kill.interrupted_save for kill in kills)
+    return f"{len(kills)} kills: {phases}; {interrupted} of them left half a checkpoint behind"
 
 
 def _add_mid_save_kill(key: str, text: str, where: str, numbers: tuple[int, ...]) -> None:
-    """Rows of the matrix: rank 0 is killed in the n-th such call of the operating system."""
+    """Add a row of the matrix: rank 0 is killed in the n-th such system call."""
 
     @scenario(key, text)
     def _act(sandbox: Sandbox) -> Outcome:
-        total = Outcome(exact=True, lost=0)
+        total = Outcome(exact=True, lost_steps=0)
         for number in numbers:
             found = sandbox.for_scenario(f"{key}-{number}").run_harmed(
                 f"kill@{where}:0:{number}", code=DIED, says=("rank 0", "signal 9")
             )
-            total.broken_promises += [f"call {number}: {wrong}" for wrong in found.broken_promises]
+            total.broken_promises += [f"call {number}: {problem}" for problem in found.broken_promises]
             total.seconds = max(total.seconds or 0.0, found.seconds or 0.0)
-            total.lost = max(total.lost or 0, found.lost or 0)
+            total.lost_steps = max(total.lost_steps or 0, found.lost_steps or 0)
             total.exact = bool(total.exact and found.exact)
-            total.said = found.said
+            total.message = found.message
         return total
 
 

@@ -1,4 +1,4 @@
-"""Networks: addresses where nobody is, ports that are taken, one kind of address only, firewalls, cables."""
+"""Networks: unreachable addresses, ports in use, IPv6 only, firewalls, disconnected cables."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ def _port(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
     command, two = job.train_command("launch.start_timeout=10"), {"WORLD_SIZE": "2"}
-    (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}], sandbox.engine)
+    (done,) = run_by_hand(
+        [sandbox.folder], [command], [{**two, "MASTER_ADDR": "192.0.2.1", "RANK": "1"}], sandbox.engine
+    )
     outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.said = done.sentence or done.said.strip().splitlines()[-1]
-    outcome.check(done.code == UNREACHED, f"{done.code}: {done.said[-1000:]}")
-    outcome.check("192.0.2.1:" in done.said, f"the address is not named: {done.said[-1000:]}")
+    outcome.message = done.message or done.output.strip().splitlines()[-1]
+    outcome.check(done.code == UNREACHED, f"{done.code}: {done.output[-1000:]}")
+    outcome.check("192.0.2.1:" in done.output, f"the address is not named: {done.output[-1000:]}")
     outcome.check(outcome.seconds < 40, f"it took {outcome.seconds} s")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = str(taken.getsockname()[1])
-        (done,) = run_by_hand([sandbox.own], [command], [{**two, "MASTER_PORT": number}], sandbox.engine)
-        outcome.check(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.said[-1000:]}")
-        outcome.check(number in done.said, f"the port is not named: {done.said[-1000:]}")
+        (done,) = run_by_hand([sandbox.folder], [command], [{**two, "MASTER_PORT": number}], sandbox.engine)
+        outcome.check(done.code in (REFUSED, UNREACHED), f"{done.code}: {done.output[-1000:]}")
+        outcome.check(number in done.output, f"the port is not named: {done.output[-1000:]}")
     return outcome
 
 
 @scenario("F42b", "hosts that have IPv6 addresses alone: one, and two that meet")
 def _ipv6(sandbox: Sandbox) -> Outcome:
-    """Not even the loopback has an address of IPv4. Both runs end as one on this host, which has."""
+    """Not even the loopback has an IPv4 address. Both runs give the same result as one on this host, which has IPv4."""
     before, outcome = sandbox.reference_digests(), Outcome()
     with make_hosts(IPV6) as names:
         with sandbox.job(command=command_on(names[0], *job.train_command("layout.world_size=2"))) as run:
             alone = run.finish()
             outcome.exact = alone.code == 0 and job.read_digests(run.run) == before
-            outcome.check(bool(outcome.exact), f"one host: {alone.code}: {alone.said[-1500:]}")
+            outcome.check(bool(outcome.exact), f"one host: {alone.code}: {alone.output[-1500:]}")
         with _start_nodes(sandbox.for_scenario("two"), names, IPV6[0]) as jobs:
-            ends = [each.finish() for each in jobs]
+            ends = [node.finish() for node in jobs]
             same = all(done.code == 0 for done in ends) and job.read_digests(jobs[0].run) == before
-            outcome.check(same, f"two hosts: {[(done.code, done.said[-1500:]) for done in ends]}")
+            outcome.check(same, f"two hosts: {[(done.code, done.output[-1500:]) for done in ends]}")
             outcome.exact = outcome.exact and same
-    met = [line for line in ends[0].said.splitlines() if "meets the others" in line]
-    outcome.said = met[0].removeprefix("unisono: ") if met else ""
+    met = [line for line in ends[0].output.splitlines() if "meets the others" in line]
+    outcome.message = met[0].removeprefix("unisono: ") if met else ""
     return outcome
 
 
@@ -68,14 +70,14 @@ def _firewall(sandbox: Sandbox) -> Outcome:
         drop_packets(names[0], port)
         began = time.monotonic()
         with _start_nodes(sandbox, names, IPV4[0], port, timeout) as jobs:
-            ends = [each.finish(60) for each in jobs]
+            ends = [node.finish(60) for node in jobs]
     outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
-    outcome.said = ends[1].sentence
+    outcome.message = ends[1].message
     for number, done in enumerate(ends):
-        what = f"node {number}: {done.code}: {done.said[-1000:]}"
+        what = f"node {number}: {done.code}: {done.output[-1000:]}"
         outcome.check(done.code == UNREACHED, what)
-        outcome.check(f"{IPV4[0]}:{port}" in done.sentence and "launch.start_timeout" in done.sentence, what)
-    outcome.check("firewall" in outcome.said, f"a firewall is not thought of: {ends[1].said[-1000:]}")
+        outcome.check(f"{IPV4[0]}:{port}" in done.message and "launch.start_timeout" in done.message, what)
+    outcome.check("firewall" in outcome.message, f"the message does not mention a firewall: {ends[1].output[-1000:]}")
     outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
     return outcome
 
@@ -88,19 +90,19 @@ def _firewall_between(sandbox: Sandbox) -> Outcome:
         drop_packets(names[0], port, others=True)
         began = time.monotonic()
         with _start_nodes(sandbox, names, IPV4[0], port) as jobs:
-            ends = [each.finish(60) for each in jobs]
+            ends = [node.finish(60) for node in jobs]
     outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
-    outcome.said = ends[1].sentence
+    outcome.message = ends[1].message
     for number, done in enumerate(ends):
-        what = f"node {number}: {done.code}: {done.said[-1000:]}"
-        outcome.check(done.code == REFUSED and "firewall" in done.sentence and IPV4[0] in done.sentence, what)
+        what = f"node {number}: {done.code}: {done.output[-1000:]}"
+        outcome.check(done.code == REFUSED and "firewall" in done.message and IPV4[0] in done.message, what)
     outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
     return outcome
 
 
 @scenario("F42d", "a port that others want between its choice and its use, and one that the environment names")
-def _owned(sandbox: Sandbox) -> Outcome:
-    """A run of one host chooses its port: it asks for no other than a free one, and keeps it until rank 0 is there."""
+def _contested_port(sandbox: Sandbox) -> Outcome:
+    """A run on one host chooses a free port itself, and reserves it until rank 0 listens."""
     before, outcome = sandbox.reference_digests(), Outcome()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -115,28 +117,28 @@ def _owned(sandbox: Sandbox) -> Outcome:
                 with suppress(OSError):
                     stranger.bind(place)
                     got = True
-                outcome.check(not run.step(), "steps had been made")
+                outcome.check(not run.step(), "steps had been run")
                 done = run.finish()
-    outcome.said = f"the port {named} of the environment is left alone; the one that was chosen is nobody else's"
+    outcome.message = f"the port {named} of the environment is left alone; the one that was chosen is nobody else's"
     outcome.check(place[1] != named, f"port {named} of the environment was taken, and the run wanted it")
     outcome.check(not got, f"another process could have the port {place[1]} before rank 0")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), f"{done.code}: {done.said[-1500:]}")
+    outcome.check(bool(outcome.exact), f"{done.code}: {done.output[-1500:]}")
     return outcome
 
 
 def _read_address(run: Job) -> tuple[str, int]:
-    """Where the processes of a run will meet, by what rank 0 writes down."""
+    """The address at which the processes of a run meet, as written by rank 0."""
     address = run.folder / task_fault.ADDRESS
     job.wait_for(lambda: address.exists() or run.process.poll() is not None, 120.0, "the address of rank 0")
     if not address.exists():
-        raise AssertionError(run.finish().said[-2000:])
+        raise AssertionError(run.finish().output[-2000:])
     host, port = address.read_text().split()
     return host, int(port)
 
 
 @scenario("A8", "a node is cut off from the network, with launch.timeout=8")
-def _cut(sandbox: Sandbox) -> Outcome:
+def _disconnected_node(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=200")
     before = sandbox.reference_digests(*words)
     with (
@@ -146,23 +148,25 @@ def _cut(sandbox: Sandbox) -> Outcome:
         jobs[0].wait_for_step(5)
         began = time.monotonic()
         _run_ip("-n", names[1], "link", "set", "v1", "down")
-        ends = [each.finish(120) for each in jobs]
-        outcome = Outcome(said=ends[0].sentence, seconds=round(max(done.ended_at for done in ends) - began, 1))
-        outcome.check(all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.said[-800:]) for d in ends]}")
-        explained = all("(launch.timeout)" in done.said or "node" in done.sentence for done in ends)
-        outcome.check(explained, f"no sentence on both nodes: {[done.said[-800:] for done in ends]}")
+        ends = [node.finish(120) for node in jobs]
+        outcome = Outcome(message=ends[0].message, seconds=round(max(done.ended_at for done in ends) - began, 1))
+        outcome.check(
+            all(done.code not in (0, 1, 124) for done in ends), f"{[(d.code, d.output[-800:]) for d in ends]}"
+        )
+        explained = all("(launch.timeout)" in done.output or "node" in done.message for done in ends)
+        outcome.check(explained, f"not explained on both nodes: {[done.output[-800:] for done in ends]}")
         outcome.check((outcome.seconds or 0) <= 30, f"it took {outcome.seconds} s")
-        outcome.check(not ends[0].orphans, f"{ends[0].orphans} are left")
-        outcome.lost = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
+        outcome.check(not ends[0].orphans, f"processes {ends[0].orphans} are still running")
+        outcome.lost_steps = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
     sandbox.check_resume(outcome, before, *words)
     return outcome
 
 
 @contextmanager
 def make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them; with addresses of IPv6 they have none of IPv4 at all."""
+    """Create two connected network namespaces; with IPv6 addresses they have no IPv4 address at all."""
     if not shutil.which("ip") or os.geteuid() != 0:
-        raise AbstainError("hosts are made of network namespaces, which needs root and iproute2")
+        raise AbstainError("simulating hosts by network namespaces needs root and iproute2")
     tag = os.getpid() % 100000
     names = [f"ufa{tag}", f"ufb{tag}"]
     try:
@@ -173,13 +177,13 @@ def make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
             for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
                 for link in ("lo", f"v{number}"):
                     _run_ip("-n", name, "link", "set", link, "up")
-                # An address of IPv6 is otherwise looked for among the neighbours for a second before it can be used.
+                # Without nodad, duplicate address detection delays an IPv6 address by a second.
                 how = ("/64", "nodad") if ":" in address else ("/24",)
                 _run_ip("-n", name, "addr", "add", f"{address}{how[0]}", "dev", f"v{number}", *how[1:])
                 if ":" in address:
                     _run_ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
         except subprocess.CalledProcessError as error:
-            raise AbstainError(f"network namespaces cannot be made here: {error.stderr.strip()}") from error
+            raise AbstainError(f"cannot create network namespaces here: {error.stderr.strip()}") from error
         yield names
     finally:
         for name in names:
@@ -195,7 +199,7 @@ def _start_nodes(
     start_timeout: float = 60.0,
     *words: str,
 ) -> Iterator[list[Job]]:
-    """The small task on two hosts, a process on each, as a user starts it."""
+    """Start the small task on two hosts, one process on each, as a user would."""
     place = f"[{host}]" if ":" in host else host
     settings = (
         "layout.world_size=2", "launch.nodes=2", f"launch.rendezvous={place}:{port or free_port()}",
@@ -205,7 +209,7 @@ def _start_nodes(
         yield [
             stack.enter_context(
                 Job(
-                    sandbox.own, output=f"host-{number}.txt",
+                    sandbox.folder, output=f"host-{number}.txt",
                     command=command_on(name, *job.train_command(*settings, f"launch.node_rank={number}")),
                 )
             )
@@ -214,21 +218,21 @@ def _start_nodes(
 
 
 def drop_packets(name: str, port: int, others: bool = False) -> None:
-    """Have a host take no packet for a port; with `others` for every other one, and answers to its own apart."""
+    """Make a host drop packets to a port; with `others`, to every other port except replies to its own connections."""
     rule = ["INPUT", "-p", "tcp", *(["!"] if others else []), "--dport", f"{port}", "-j", "DROP"]
-    ways = [["iptables", "-A", *rule]]
+    commands = [["iptables", "-A", *rule]]
     if others:
-        ways.insert(0, ["iptables", "-A", "INPUT", "-m", "conntrack", "--ctstate", "ESTABLISHED", "-j", "ACCEPT"])
+        commands.insert(0, ["iptables", "-A", "INPUT", "-m", "conntrack", "--ctstate", "ESTABLISHED", "-j", "ACCEPT"])
     elif not shutil.which("iptables"):
-        ways = [["ip", "route", "add", "blackhole", IPV4[1]]]  # nothing at all goes back to the other host
-    for way in ways:
-        made = subprocess.run(command_on(name, *way), capture_output=True, text=True)
-        if made.returncode:
-            raise AbstainError(f"no firewall can be made here: {made.stderr.strip()}")
+        commands = [["ip", "route", "add", "blackhole", IPV4[1]]]  # no packet returns to the other host
+    for command in commands:
+        result = subprocess.run(command_on(name, *command), capture_output=True, text=True)
+        if result.returncode:
+            raise AbstainError(f"cannot set up a firewall here: {result.stderr.strip()}")
 
 
 def command_on(name: str, *words: str) -> list[str]:
-    """A command on a host."""
+    """A command that runs on a host."""
     return ["ip", "netns", "exec", name, *words]
 
 

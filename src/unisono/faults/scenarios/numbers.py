@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and replicas that leave each other."""
+"""Non-finite numbers, and replicas that diverge."""
 
 from __future__ import annotations
 
@@ -41,35 +41,39 @@ def _moment(sandbox: Sandbox) -> Outcome:
 
 
 def _run_not_saved(sandbox: Sandbox, misbehave: str, name: str) -> Outcome:
-    """What happens in steps 4 to 6 is seen when the checkpoint of step 6 is due; that of step 3 stays the newest."""
+    """A fault in steps 4 to 6 is detected when the checkpoint of step 6 is due; that of step 3 stays the newest."""
     words = (f"train.guard_every={10**6}",)
     outcome = sandbox.run_harmed(
         misbehave, *words, code=GUARD, says=("step 6", "rank", name), within=30.0, resumes=False
     )
-    kept = job.newest_step(sandbox.own / "runs" / job.RUN)
-    outcome.check(kept == job.EVERY, f"the newest checkpoint is that of step {kept}")
+    newest = job.newest_step(sandbox.folder / "runs" / job.RUN)
+    outcome.check(newest == job.EVERY, f"the newest checkpoint is that of step {newest}")
     sandbox.check_resume(outcome, sandbox.reference_digests(*words), *words)
     return outcome
 
 
 @scenario("D35", "a gradient of one rank is wrong before the reduction: a replay finds the step")
-def _corrupt(sandbox: Sandbox) -> Outcome:
-    """What every rank receives alike no comparison of ranks can see; the run ends well, with other numbers."""
+def _corrupt_gradient(sandbox: Sandbox) -> Outcome:
+    """Every rank receives the same wrong sum, so comparing ranks cannot detect it; the run ends with wrong numbers."""
     words = ("checkpoint.keep=9",)
     before = sandbox.reference_digests(*words)
     with sandbox.job(*words, misbehave="flip@backward:1:7") as run:
         done = run.finish()
         outcome = Outcome()
-        outcome.check(done.code == 0 and job.fault_time(sandbox.own) is not None, f"{done.code}: {done.said[-1500:]}")
+        outcome.check(
+            done.code == 0 and job.fault_time(sandbox.folder) is not None, f"{done.code}: {done.output[-1500:]}"
+        )
         outcome.check(job.read_digests(run.run) != before, "the fault changed nothing")
     for first, code, says in ((6, 1, "the first step that differs is step 8: "), (9, 0, "bit for bit")):
         with job.Job(
-            sandbox.own,
+            sandbox.folder,
             command=job.verb_command("replay", str(run.run), "--task", f"{job.TASK}:Small", "--from", str(first)),
-        ) as again:
-            done = again.finish()
-        outcome.check(done.code == code and says in done.said, f"from step {first}: {done.code}: {done.said[-1500:]}")
+        ) as replay:
+            done = replay.finish()
+        outcome.check(
+            done.code == code and says in done.output, f"from step {first}: {done.code}: {done.output[-1500:]}"
+        )
         if code:
-            outcome.said = next((line.strip() for line in done.said.splitlines() if says in line), "")
+            outcome.message = next((line.strip() for line in done.output.splitlines() if says in line), "")
     outcome.exact = not outcome.broken_promises
     return outcome

@@ -1,4 +1,4 @@
-"""What a hostile file or stranger can do."""
+"""Attacks by a hostile file or by somebody on the network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.faults.matrix import Outcome, Sandbox, scenario
 
 
 class _Payload:
-    """Runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, touched: Path) -> None:
         self.touched = touched
@@ -32,22 +32,22 @@ class _Payload:
 
 @scenario("S1", "a checkpoint with a pickle payload in place of each of its files")
 def _payload(sandbox: Sandbox) -> Outcome:
-    outcome, touched = Outcome(), sandbox.own / "touched"
+    outcome, touched = Outcome(), sandbox.folder / "touched"
     pickle.loads(pickle.dumps(_Payload(touched)))
     assert touched.exists(), "the payload does nothing"
     touched.unlink()
     newest = job.train_to_end(sandbox)
     for file in sorted(newest.iterdir()):
-        kept = file.read_bytes()
+        content = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
         with sandbox.job(
             command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
         ) as evaluation:
             done = evaluation.finish()
-        outcome.check(done.code == 2 and file.name in done.said, f"{file.name}: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == 2 and file.name in done.output, f"{file.name}: {done.code}: {done.output[-800:]}")
         outcome.check(not touched.exists(), f"{file.name} was unpickled")
-        outcome.said = outcome.said or done.sentence
-        file.write_bytes(kept)
+        outcome.message = outcome.message or done.message
+        file.write_bytes(content)
     return outcome
 
 
@@ -55,19 +55,19 @@ def _payload(sandbox: Sandbox) -> Outcome:
 def _escape(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
-    secret = sandbox.own / "secret.safetensors"
+    secret = sandbox.folder / "secret.safetensors"
     shard = next(newest.glob("*.safetensors"))
     shutil.copy(shard, secret)
-    kept = (newest / "manifest.json").read_text()
+    original = (newest / "manifest.json").read_text()
     for hostile in (f"../../../../{secret.name}", str(secret)):
-        text = kept.replace(json.dumps(shard.name), json.dumps(hostile))
+        text = original.replace(json.dumps(shard.name), json.dumps(hostile))
         job.rewrite_manifest(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
         with sandbox.job(
             command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
         ) as evaluation:
             done = evaluation.finish()
-        outcome.check(done.code == 2, f"{hostile} was read: {done.code}: {done.said[-800:]}")
-        outcome.said = done.sentence
+        outcome.check(done.code == 2, f"{hostile} was read: {done.code}: {done.output[-800:]}")
+        outcome.message = done.message
     return outcome
 
 
@@ -76,21 +76,21 @@ def _link(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
     shard = next(newest.glob("*.safetensors"))
-    elsewhere = sandbox.own / "elsewhere.safetensors"
+    elsewhere = sandbox.folder / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
     with sandbox.job(
         command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
     ) as evaluation:
         done = evaluation.finish()
-    outcome.check(done.code == 2 and shard.name in done.said, f"{done.code}: {done.said[-800:]}")
-    outcome.said = done.sentence
+    outcome.check(done.code == 2 and shard.name in done.output, f"{done.code}: {done.output[-800:]}")
+    outcome.message = done.message
     return outcome
 
 
 @scenario("S4", "YAML with object tags, aliases without end, and `_target_`")
 def _yaml(sandbox: Sandbox) -> Outcome:
-    outcome, touched = Outcome(), sandbox.own / "touched"
+    outcome, touched = Outcome(), sandbox.folder / "touched"
     configs = {
         "tag": f"!!python/object/apply:os.system ['touch {touched}']",
         "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
@@ -99,15 +99,15 @@ def _yaml(sandbox: Sandbox) -> Outcome:
         "target": f"recipe: harmed.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
     }  # fmt: skip
     for name, text in configs.items():
-        folder = sandbox.own / name
+        folder = sandbox.folder / name
         folder.mkdir()
         (folder / "mine.yaml").write_text(text)
         with sandbox.job(command=job.verb_command("check", "mine", f"--config-dir={folder}")) as run:
             done = run.finish(60)
-        outcome.check(done.code == 2, f"{name}: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == 2, f"{name}: {done.code}: {done.output[-800:]}")
         outcome.check(not touched.exists(), f"{name} ran a command")
-        outcome.check("Traceback" not in done.said, f"{name}: {done.said[-800:]}")
-        outcome.said = done.sentence
+        outcome.check("Traceback" not in done.output, f"{name}: {done.output[-800:]}")
+        outcome.message = done.message
     return outcome
 
 
@@ -116,10 +116,10 @@ def _secret(sandbox: Sandbox) -> Outcome:
     canary = "hf_" + "Q7x" * 11
     with sandbox.job(f"observe.project={canary}") as run:
         done = run.finish()
-    outcome = Outcome(said=done.sentence)
+    outcome = Outcome(message=done.message)
     outcome.check(done.code == 2, f"it was not refused: {done.code}")
-    found = [p for p in sandbox.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.check(not found, f"{found} hold it")
+    leaks = [p for p in sandbox.folder.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.check(not leaks, f"{leaks} contain it")
     return outcome
 
 
@@ -128,11 +128,11 @@ def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     canary = "Q7x" * 11
     with sandbox.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
         done = run.finish()
-    outcome = Outcome(said=done.sentence)
+    outcome = Outcome(message=done.message)
     outcome.check(done.code == 2, f"it was not refused: {done.code}")
-    outcome.check("Traceback" not in done.said and canary not in done.said, done.said[-800:])
-    found = [p for p in sandbox.own.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.check(not found, f"{found} hold it")
+    outcome.check("Traceback" not in done.output and canary not in done.output, done.output[-800:])
+    leaks = [p for p in sandbox.folder.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
+    outcome.check(not leaks, f"{leaks} contain it")
     return outcome
 
 
@@ -141,53 +141,55 @@ def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
 )
 def _stranger(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=60")
-    before, outcome, touched = sandbox.reference_digests(*words), Outcome(), sandbox.own / "touched"
+    before, outcome, touched = sandbox.reference_digests(*words), Outcome(), sandbox.folder / "touched"
     hostile = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n" * 9, os.urandom(4096), pickle.dumps(_Payload(touched))]
     with sandbox.job(*words) as run:
         run.wait_for_step(3)
         ports = [place for pid in run.pids() for place in _listening(pid)]
-        outcome.check(len(ports) > 1, f"it listens nowhere: {ports}")
+        outcome.check(len(ports) > 1, f"it listens on no port: {ports}")
         outside = [place for place in ports if not ipaddress.ip_address(place[0]).is_loopback]
         outcome.check(not outside, f"other hosts can reach {outside}")
-        for place, told in itertools.product(ports, hostile):
+        for place, data in itertools.product(ports, hostile):
             with suppress(OSError), socket.create_connection(place, 5.0) as link:
-                link.sendall(told)
+                link.sendall(data)
         outcome.check(run.step() < 60, "the run had ended before")
         done = run.finish()
-    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.output[-1000:]}")
     outcome.check(not touched.exists(), "something was unpickled")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise")
-    outcome.said = f"{len(ports)} ports, all of them of this host alone; the run goes on"
+    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.message = f"{len(ports)} ports, all of them of this host alone; the run goes on"
     return outcome
 
 
 @scenario("S6b", "strangers where nodes meet: with words that are nobody's, with another token, with none")
-def _uninvited(sandbox: Sandbox) -> Outcome:
+def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
     port = job.free_port()
     words = ("layout.world_size=2", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}", "launch.start_timeout=90")
     before, outcome = sandbox.reference_digests(), Outcome()
 
     def node(rank: int, token: str, where: Sandbox = sandbox) -> job.Job:
         command = job.train_command(*words, f"launch.node_rank={rank}")
-        return job.Job(where.own, command=command, variables={"UNISONO_TOKEN": token}, output=f"{rank}{token}.txt")
+        return job.Job(where.folder, command=command, variables={"UNISONO_TOKEN": token}, output=f"{rank}{token}.txt")
 
     with node(0, "ours") as first:
         job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
-        for told in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"node": 1, "nodes": 2, "proof": ""}\n'):
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"node": 1, "nodes": 2, "proof": ""}\n'):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
-                link.sendall(told)
+                link.sendall(data)
         for token in ("theirs", ""):
             with node(1, token, sandbox.for_scenario("stranger")) as other:
                 refused = other.finish(60)
-                outcome.check(refused.code == 2, f"token '{token}': {refused.code}: {refused.said[-800:]}")
-                outcome.check("UNISONO_TOKEN" in refused.sentence, f"it is not told why: {refused.said[-800:]}")
+                outcome.check(refused.code == 2, f"token '{token}': {refused.code}: {refused.output[-800:]}")
+                outcome.check(
+                    "UNISONO_TOKEN" in refused.message, f"the message gives no reason: {refused.output[-800:]}"
+                )
         with node(1, "ours") as second:
             ends = [first.finish(), second.finish()]
-    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
+    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.output[-800:]) for done in ends]}")
     outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise")
-    outcome.said = refused.sentence
+    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.message = refused.message
     return outcome
 
 
@@ -204,19 +206,19 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
 
     def node(rank: int, at: int, where: Sandbox = sandbox) -> job.Job:
         command = job.train_command(*words, f"launch.rendezvous=127.0.0.1:{at}", f"launch.node_rank={rank}")
-        return job.Job(where.own, command=command, output=f"{rank}.txt")
+        return job.Job(where.folder, command=command, output=f"{rank}.txt")
 
     with node(0, port) as first:
         job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
-        for told in hostile:
+        for data in hostile:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
-                link.sendall(told)
+                link.sendall(data)
         with node(1, port) as second:
             ends = [first.finish(), second.finish()]
-    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.said[-800:]) for done in ends]}")
-    outcome.check("\x1b" not in ends[0].said, "what a stranger said moves the cursor")
+    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.output[-800:]) for done in ends]}")
+    outcome.check("\x1b" not in ends[0].output, "escape sequences from a stranger reach the terminal")
     outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise")
+    outcome.check(bool(outcome.exact), "it ended differently")
     answers = (
         b'{"unisono": 2, "token": "none", ' + nonce + b'}\n{"nonce": "1"}\n{"welcome": "x"}\n{"values": [[], []]}\n'
     )
@@ -224,9 +226,9 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
         threading.Thread(target=_answer, args=(false, answers), daemon=True).start()
         with node(1, false.getsockname()[1], sandbox.for_scenario("false")) as believer:
             done = believer.finish()
-    outcome.check(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.said[-800:]}")
-    outcome.check(not (believer.run / "checkpoints").exists(), "it has trained")
-    outcome.said = done.sentence
+    outcome.check(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.output[-800:]}")
+    outcome.check(not (believer.run / "checkpoints").exists(), "it trained")
+    outcome.message = done.message
     return outcome
 
 
@@ -239,7 +241,7 @@ def _store(sandbox: Sandbox) -> Outcome:
         ranks = run.wait_for_ranks(2)
         memory = {pid: psutil.Process(pid).memory_info().rss for pid in ranks}
         ports = [place for pid in run.pids() for place in _listening(pid)]
-        outcome.check(bool(ports), "it listens nowhere, so nothing was shown")
+        outcome.check(bool(ports), "it listens on no port, so the test is vacuous")
         began = run.step()
         for place in ports:
             threading.Thread(target=_set_a_key, args=(place,), daemon=True).start()
@@ -250,21 +252,21 @@ def _store(sandbox: Sandbox) -> Outcome:
                     peak[pid] = max(peak[pid], psutil.Process(pid).memory_info().rss)
             time.sleep(0.05)
         done = run.finish()
-        grown = max((peak[pid] - memory[pid]) / 1e6 for pid in memory)
+        growth = max((peak[pid] - memory[pid]) / 1e6 for pid in memory)
         outcome.check(run.step() - began > 20, "the run had ended before")
-    outcome.check(grown < 50, f"a process has grown by {grown:.0f} MB")
-    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.said[-1000:]}")
+    outcome.check(growth < 50, f"a process grew by {growth:.0f} MB")
+    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.output[-1000:]}")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended otherwise")
-    outcome.said = "processes of one host meet by a file of this user alone; no port takes a key"
+    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.message = "processes of one host meet by a file of this user alone; no port takes a key"
     return outcome
 
 
 def _set_a_key(place: tuple[str, int]) -> None:
-    """Ask a TCPStore of torch to keep 240 MB; it takes up to 8 MB for a key."""
+    """Ask torch's TCPStore to store 240 MB; it accepts up to 8 MB per key."""
     value = bytes(1 << 20)
     with suppress(OSError), socket.create_connection(place, 5.0) as link:
-        link.sendall(b"\x00" + (0x3C85F7CE).to_bytes(4, "little"))  # as it is greeted
+        link.sendall(b"\x00" + (0x3C85F7CE).to_bytes(4, "little"))  # the greeting of its protocol
         for number in range(240):
             key = f"k{number}".encode()
             link.sendall(b"\x01" + len(key).to_bytes(8, "little") + key + len(value).to_bytes(8, "little") + value)

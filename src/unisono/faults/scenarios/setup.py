@@ -1,4 +1,4 @@
-"""Configurations, code and machines that are not the same everywhere, or not what they were."""
+"""Configurations, code and machines that differ between ranks, or that changed since the last start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_by_hand(
     variables: Sequence[Mapping[str, str]] | None = None,
     engine: str = "torch",
 ) -> list[job.JobResult]:
-    """Processes that were started one by one, with the variables of a launcher and each with some of its own."""
+    """Start processes one by one, with the variables of a launcher and additional ones for each; return their ends."""
     size = str(len(commands))
     launcher = {
         "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -37,34 +37,34 @@ def run_by_hand(
             stack.enter_context(
                 Job(
                     folder, command=command, output=f"rank-{rank}.txt", engine=engine,
-                    variables={**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
+                    variables={**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **extra},
                 )
             )
-            for rank, (folder, command, own) in enumerate(
+            for rank, (folder, command, extra) in enumerate(
                 zip(folders, commands, variables or [{}] * len(commands), strict=True)
             )
         ]  # fmt: skip
-        return [each.finish(120) for each in jobs]
+        return [rank_job.finish(120) for rank_job in jobs]
 
 
 def _check_refused(outcome: Outcome, ends: Sequence[job.JobResult], *says: str) -> Outcome:
-    said = "\n".join(done.said for done in ends)
-    outcome.said = next((done.sentence for done in ends if done.sentence), "")
-    outcome.check(all(done.code == REFUSED for done in ends), f"{[done.code for done in ends]}: {said[-1500:]}")
+    output = "\n".join(done.output for done in ends)
+    outcome.message = next((done.message for done in ends if done.message), "")
+    outcome.check(all(done.code == REFUSED for done in ends), f"{[done.code for done in ends]}: {output[-1500:]}")
     for word in says:
-        outcome.check(word in said, f"'{word}' is not said: {said[-1500:]}")
+        outcome.check(word in output, f"'{word}' is missing from the output: {output[-1500:]}")
     return outcome
 
 
 @scenario("E36", "another learning rate on one rank")
 def _config(sandbox: Sandbox) -> Outcome:
     commands = [job.train_command(f"optim.lr={lr}") for lr in (1e-2, 2e-2)]
-    return _check_refused(Outcome(), run_by_hand([sandbox.own] * 2, commands), "optim.lr")
+    return _check_refused(Outcome(), run_by_hand([sandbox.folder] * 2, commands), "optim.lr")
 
 
 @scenario("E36b", "another environment on one rank")
 def _environment(sandbox: Sandbox) -> Outcome:
-    ends = run_by_hand([sandbox.own] * 2, [job.train_command()] * 2, [{}, {"OMP_NUM_THREADS": "2"}])
+    ends = run_by_hand([sandbox.folder] * 2, [job.train_command()] * 2, [{}, {"OMP_NUM_THREADS": "2"}])
     return _check_refused(Outcome(), ends, "OMP_NUM_THREADS")
 
 
@@ -72,24 +72,24 @@ def _environment(sandbox: Sandbox) -> Outcome:
 def _code(sandbox: Sandbox) -> Outcome:
     text = Path(task.__file__).read_text(encoding="utf-8")
     folders = []
-    for rank, own in enumerate((text, text.replace("nn.Dropout(0.1)", "nn.Dropout(0.2)"))):
-        folder = sandbox.own / f"host-{rank}"
+    for rank, source in enumerate((text, text.replace("nn.Dropout(0.1)", "nn.Dropout(0.2)"))):
+        folder = sandbox.folder / f"host-{rank}"
         folder.mkdir()
-        (folder / "mine.py").write_text(own)
+        (folder / "mine.py").write_text(source)
         folders.append(folder)
-    assert "nn.Dropout(0.2)" in own
-    command = [*job.verb_command("train", "mine.py:Small"), *job.SETTINGS, f"run.dir={sandbox.own}/runs"]
+    assert "nn.Dropout(0.2)" in source
+    command = [*job.verb_command("train", "mine.py:Small"), *job.SETTINGS, f"run.dir={sandbox.folder}/runs"]
     return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "mine.py")
 
 
 @scenario("E37b", "another version of a library on one rank")
 def _library(sandbox: Sandbox) -> Outcome:
-    """What an installer leaves of a version, first on the path of rank 1, is what Python says is installed there."""
-    metadata = sandbox.own / "other" / "numpy-9.9.9.dist-info" / "METADATA"
+    """The metadata of another version, first on the path of rank 1, is what Python reports as installed there."""
+    metadata = sandbox.folder / "other" / "numpy-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n")
     path = [str(metadata.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ends = run_by_hand([sandbox.own] * 2, [job.train_command()] * 2, [{}, {"PYTHONPATH": os.pathsep.join(path)}])
+    ends = run_by_hand([sandbox.folder] * 2, [job.train_command()] * 2, [{}, {"PYTHONPATH": os.pathsep.join(path)}])
     return _check_refused(Outcome(), ends, f"numpy is '{version('numpy')}' on rank 0 and '9.9.9' on rank 1")
 
 
@@ -102,11 +102,17 @@ def _data(sandbox: Sandbox) -> Outcome:
 
 @scenario("E38b", "other data on one rank, under the same name")
 def _data_of_a_rank(sandbox: Sandbox) -> Outcome:
-    folders = [sandbox.own / f"host-{rank}" for rank in range(2)]
+    folders = [sandbox.folder / f"host-{rank}" for rank in range(2)]
     for rank, folder in enumerate(folders):
         (folder / "texts").mkdir(parents=True)
         (folder / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * (40 + rank))
-    words = ("data=corpus", "data.path=texts", f"run.dir={sandbox.own}/runs", "train.steps=4", "train.global_batch=4")
+    words = (
+        "data=corpus",
+        "data.path=texts",
+        f"run.dir={sandbox.folder}/runs",
+        "train.steps=4",
+        "train.global_batch=4",
+    )
     command = job.verb_command("train", "language", "run.name=a", "observe.progress=false", "layout.threads=1", *words)
     return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "the data", "rank 0 and rank 1")
 
@@ -119,25 +125,25 @@ def _another_world(sandbox: Sandbox) -> Outcome:
     for world, layout in ((4, "fsdp"), (1, "single")):
         with sandbox.copy().job(*words, f"layout.strategy={layout}", world=world) as run:
             done = run.finish()
-            outcome.check(done.code == 0, f"{layout} × {world}: {done.code}: {done.said[-1500:]}")
+            outcome.check(done.code == 0, f"{layout} × {world}: {done.code}: {done.output[-1500:]}")
             apart = job.max_distance(run.run, before) if done.code == 0 else 1.0
-            outcome.check(apart < 1e-12, f"{layout} × {world}: {apart:.1e} from the run that never failed")
+            outcome.check(apart < 1e-12, f"{layout} × {world}: {apart:.1e} from the reference run")
     with sandbox.copy().job(*words, world=3) as run:
         done = run.finish()
-        outcome.check(done.code == REFUSED and "8" in done.sentence, f"× 3: {done.code}: {done.said[-800:]}")
+        outcome.check(done.code == REFUSED and "8" in done.message, f"× 3: {done.code}: {done.output[-800:]}")
     outcome.exact = not outcome.broken_promises
-    outcome.said = done.sentence
+    outcome.message = done.message
     return outcome
 
 
 @scenario("E40", "resumed with another learning rate")
-def _changed(sandbox: Sandbox) -> Outcome:
+def _changed_setting(sandbox: Sandbox) -> Outcome:
     job.train_to_end(sandbox)
     with sandbox.job("optim.lr=2e-2", "train.steps=14") as run:
         outcome = _check_refused(Outcome(), [run.finish()], "optim.lr", "allow_change")
     with sandbox.job("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]") as run:
         done = run.finish()
-        outcome.check(done.code == 0 and run.step() == 14, f"not allowed: {done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0 and run.step() == 14, f"not allowed: {done.code}: {done.output[-1500:]}")
     return outcome
 
 
@@ -156,8 +162,8 @@ def _another_format(sandbox: Sandbox) -> Outcome:
         job.rewrite_manifest(newest, change)
         with sandbox.job("train.steps=14", "run.allow_change=[train.steps]", "run.resume=exact") as run:
             done = run.finish()
-        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.said[-1000:]}")
-        outcome.said = done.sentence
+        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1000:]}")
+        outcome.message = done.message
     return outcome
 
 
@@ -168,15 +174,15 @@ def _memory(sandbox: Sandbox) -> Outcome:
         admit(run.wait_for_hold()[1])
         run.release()
         done = run.finish()
-        outcome = sandbox.check_end(run, done, job.fault_time(sandbox.own), DIED, ("rank 1", "memory"), 10.0)
-        outcome.lost = run.step() - max(job.newest_step(run.run), 0)
+        outcome = sandbox.check_end(run, done, job.fault_time(sandbox.folder), DIED, ("rank 1", "memory"), 10.0)
+        outcome.lost_steps = run.step() - max(job.newest_step(run.run), 0)
     sandbox.check_resume(outcome, before)
     return outcome
 
 
 @contextmanager
 def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
-    """A control group that may take so much memory, and how a process is put into it."""
+    """Create a control group with a memory limit; yield a function that adds a process to it."""
     root = Path("/sys/fs/cgroup")
     first = root / "memory" if (root / "memory").is_dir() else root
     limit = "memory.limit_in_bytes" if (root / "memory").is_dir() else "memory.max"
@@ -185,7 +191,7 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
         group.mkdir()
         (group / limit).write_text(str(megabytes << 20))
     except OSError as error:
-        raise AbstainError(f"no control group can be made here ({error.strerror})") from error
+        raise AbstainError(f"cannot create a control group here ({error.strerror})") from error
     try:
         yield lambda pid: _write_number(group / "cgroup.procs", pid)
     finally:
@@ -195,7 +201,7 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
 
 @scenario("F43b", "an accelerator runs out of memory on one rank")
 def _device_memory(sandbox: Sandbox) -> Outcome:
-    raise AbstainError("needs an accelerator; tests/engines/torch/test_oom.py raises in a step as one would")
+    raise AbstainError("needs an accelerator; tests/engines/torch/test_oom.py raises the same error in a step")
 
 
 @scenario("F44", "SIGTERM with a deadline", quick=True)
@@ -231,26 +237,26 @@ def _sigterm_early(sandbox: Sandbox) -> Outcome:
 
 @scenario("F44f", "SIGTERM during a save")
 def _sigterm_saving(sandbox: Sandbox) -> Outcome:
-    """Rank 0 takes two seconds for a flush in a save, and the signal comes in it."""
+    """A flush of rank 0 takes two seconds during a save, and the signal arrives in it."""
     words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=6")
-    before, mark = sandbox.reference_digests(*words), sandbox.own / task_fault.MARK
+    before, mark = sandbox.reference_digests(*words), sandbox.folder / task_fault.MARK
     with sandbox.job(*words, misbehave="pause@fsync:0:5") as run:
         job.wait_for(mark.exists, 120.0, "a save")
         outcome = Outcome()
-        outcome.check(job.is_saving(run.run), "no save was on its way")
+        outcome.check(job.is_saving(run.run), "no save was in progress")
         began = send_signal(run.process.pid, signal.SIGTERM)
         ended = sandbox.check_end(run, run.finish(), began, PREEMPTED, ("which is saved",), 15.0)
         ended.broken_promises += outcome.broken_promises
-        ended.lost = run.step() - max(job.newest_step(run.run), 0)
-        ended.check(ended.lost == 0, f"{ended.lost} steps are lost")
-        ended.check(not job.is_saving(run.run), "half a checkpoint is left")
+        ended.lost_steps = run.step() - max(job.newest_step(run.run), 0)
+        ended.check(ended.lost_steps == 0, f"{ended.lost_steps} steps are lost")
+        ended.check(not job.is_saving(run.run), "an unfinished checkpoint is left")
     sandbox.check_resume(ended, before, *words)
     return ended
 
 
 @scenario("F44h", "SIGTERM with a deadline too short for a save: the message names the newest checkpoint")
 def _sigterm_short(sandbox: Sandbox) -> Outcome:
-    """The only save so far took two seconds more, so the next is expected to."""
+    """The only save so far took two additional seconds, so the next is expected to take as long."""
     words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40", "launch.preempt_deadline=2")
     before = sandbox.reference_digests(*words)
     with sandbox.job(*words, misbehave="pause@fsync:0:5") as run:
@@ -260,8 +266,8 @@ def _sigterm_short(sandbox: Sandbox) -> Outcome:
         outcome = sandbox.check_end(
             run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is from step 40"), 15.0
         )
-        outcome.lost = run.step() - job.newest_step(run.run)
-        outcome.check(outcome.lost > 0, "it was saved")
+        outcome.lost_steps = run.step() - job.newest_step(run.run)
+        outcome.check(outcome.lost_steps > 0, "it was saved")
     sandbox.check_resume(outcome, before, *words)
     return outcome
 
@@ -269,20 +275,20 @@ def _sigterm_short(sandbox: Sandbox) -> Outcome:
 @scenario("F44g", "SIGTERM while the model is compiled")
 def _sigterm_compiling(sandbox: Sandbox) -> Outcome:
     if not shutil.which(os.environ.get("CXX", "g++")):
-        raise AbstainError("compiling for a CPU takes a C++ compiler")
-    cache = sandbox.own / "cache"  # one of its own, or all of it may have been compiled before
-    (sandbox.own / "texts").mkdir()
-    (sandbox.own / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * 40)
+        raise AbstainError("compiling for a CPU needs a C++ compiler")
+    cache = sandbox.folder / "cache"  # an empty one, since everything may have been compiled before
+    (sandbox.folder / "texts").mkdir()
+    (sandbox.folder / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * 40)
     words = ("data=corpus", "data.path=texts", "run.name=a", "layout.world_size=2", "layout.compile=true")
     command = job.verb_command(
         "train", "language", "train.steps=9", "train.global_batch=4", "observe.progress=false", *words
     )
-    with Job(sandbox.own, command=command, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as run:
+    with Job(sandbox.folder, command=command, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as run:
         job.wait_for(lambda: any(cache.rglob("*.cpp")) or run.process.poll() is not None, 240.0, "something to compile")
-        assert run.process.poll() is None, run.finish().said[-2000:]
+        assert run.process.poll() is None, run.finish().output[-2000:]
         began = send_signal(run.process.pid, signal.SIGTERM)
         outcome = sandbox.check_end(run, run.finish(), began, PREEMPTED, (), 15.0)
-        outcome.check(run.step() == 0, "steps had been made")
+        outcome.check(run.step() == 0, "steps had been run")
     return outcome
 
 
@@ -293,16 +299,16 @@ def _write_number(path: Path, number: int) -> None:
 def _run_preempted(sandbox: Sandbox, number: int, times: int, rank: int | None = None) -> Outcome:
     before = sandbox.reference_digests()
     with sandbox.job(misbehave=HELD) as run:
-        found = run.wait_for_hold()
-        target = run.process.pid if rank is None else found[rank]
+        ranks = run.wait_for_hold()
+        target = run.process.pid if rank is None else ranks[rank]
         began = send_signal(target, number)
         for _ in range(times - 1):
             time.sleep(0.05)
             send_signal(target, number)
         run.release()
         outcome = sandbox.check_end(run, run.finish(), began, PREEMPTED, ("step",), 15.0)
-        outcome.lost = run.step() - max(job.newest_step(run.run), 0)
-        outcome.check(outcome.lost == 0, f"{outcome.lost} steps are lost")
+        outcome.lost_steps = run.step() - max(job.newest_step(run.run), 0)
+        outcome.check(outcome.lost_steps == 0, f"{outcome.lost_steps} steps are lost")
         outcome.check(run.step() < job.STEPS, "it had ended before")
     sandbox.check_resume(outcome, before)
     return outcome

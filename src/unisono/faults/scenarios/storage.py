@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or wrong, and commits that are not what was written."""
+"""Disks that are full, read-only or failing, and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REFUSED, UNSAVED = 2, 7
 
 @contextmanager
 def mount_small_disk(folder: Path, megabytes: int) -> Iterator[None]:
-    """A file system of so many megabytes in a folder."""
+    """Mount a file system of this size in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, text=True
     )
-    if made.returncode:
-        raise AbstainError(f"no file system can be mounted here: {made.stderr.strip()}")
+    if result.returncode:
+        raise AbstainError(f"no file system can be mounted here: {result.stderr.strip()}")
     try:
         yield
     finally:
@@ -36,10 +36,10 @@ def mount_small_disk(folder: Path, megabytes: int) -> Iterator[None]:
 
 @contextmanager
 def fill_disk(folder: Path, leaving: int) -> Iterator[Path]:
-    """A file that takes all the room of a disk but so many bytes."""
+    """Fill a disk with a file, leaving this many bytes free."""
     path = folder / "filler"
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    with suppress(OSError), path.open("wb", buffering=0) as file:  # others write meanwhile
+    with suppress(OSError), path.open("wb", buffering=0) as file:  # other processes write meanwhile
         for _ in range(0, free - leaving, 4096):
             file.write(b"\0" * 4096)
     yield path
@@ -57,46 +57,46 @@ def _full_to_the_last_byte(sandbox: Sandbox) -> Outcome:
 
 
 def _run_without_room(sandbox: Sandbox, leaving: int) -> Outcome:
-    """A run whose disk has so many bytes left, once it has a checkpoint."""
+    """Run a job whose disk has only this many bytes free after its first checkpoints."""
     words = ("train.steps=20", "task.width=60000", "checkpoint.every=5")
     before = sandbox.reference_digests(*words)
-    with mount_small_disk(sandbox.own / "runs", 120):
+    with mount_small_disk(sandbox.folder / "runs", 120):
         with sandbox.job(*words, misbehave="hold@forward:1:11") as run:
             run.wait_for_hold()
             job.wait_for(lambda: not job.is_saving(run.run), 60.0, "the checkpoint of step 10")
             began = time.monotonic()
-            with fill_disk(sandbox.own / "runs", leaving):
+            with fill_disk(sandbox.folder / "runs", leaving):
                 run.release()
                 done = run.finish()
                 outcome = sandbox.check_end(run, done, began, UNSAVED, ("space",), 60.0)
-                kept, made = job.newest_step(run.run), run.step()
-                outcome.check(kept > 0, "no commit can be loaded")
+                saved_step, steps_done = job.newest_step(run.run), run.step()
+                outcome.check(saved_step > 0, "no checkpoint can be loaded")
                 fragments = list((run.run / "checkpoints").glob(".*"))
                 outcome.check(not (fragments and leaving), "a fragment is left")
-            outcome.lost = made - kept
+            outcome.lost_steps = steps_done - saved_step
         sandbox.check_resume(outcome, before, *words)
     return outcome
 
 
 @scenario("C20b", "a disk without room for the next checkpoints: reported before the first step")
 def _too_small(sandbox: Sandbox) -> Outcome:
-    with mount_small_disk(sandbox.own / "runs", 12), sandbox.job("task.width=400000") as run:
+    with mount_small_disk(sandbox.folder / "runs", 12), sandbox.job("task.width=400000") as run:
         done = run.finish()
-        outcome = Outcome(said=done.sentence)
-        outcome.check(done.code == REFUSED, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.check("needs" in done.said and "free" in done.said, f"not told how much: {done.said[-1500:]}")
-        outcome.check(run.step() == 0, "steps were made")
+        outcome = Outcome(message=done.message)
+        outcome.check(done.code == REFUSED, f"exit code {done.code}: {done.output[-1500:]}")
+        outcome.check("needs" in done.output and "free" in done.output, f"no amount is given: {done.output[-1500:]}")
+        outcome.check(run.step() == 0, "steps were run")
     return outcome
 
 
 @scenario("C21", "a directory that cannot be written or is not there")
 def _read_only(sandbox: Sandbox) -> Outcome:
-    with mount_small_disk(sandbox.own / "runs", 20):
-        subprocess.run(["mount", "-o", "remount,ro", str(sandbox.own / "runs")], check=True)
+    with mount_small_disk(sandbox.folder / "runs", 20):
+        subprocess.run(["mount", "-o", "remount,ro", str(sandbox.folder / "runs")], check=True)
         with sandbox.job() as run:
             done = run.finish()
-    outcome = Outcome(said=done.sentence)
-    outcome.check(done.code == REFUSED and "runs" in done.sentence, f"{done.code}: {done.said[-1500:]}")
+    outcome = Outcome(message=done.message)
+    outcome.check(done.code == REFUSED and "runs" in done.message, f"{done.code}: {done.output[-1500:]}")
     return outcome
 
 
@@ -107,36 +107,36 @@ def _for_a_while(sandbox: Sandbox) -> Outcome:
         "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
     )  # fmt: skip
     before = sandbox.reference_digests(*words)
-    with mount_small_disk(sandbox.own / "runs", 120), sandbox.job(*words, misbehave="hold@forward:1:11") as run:
+    with mount_small_disk(sandbox.folder / "runs", 120), sandbox.job(*words, misbehave="hold@forward:1:11") as run:
         run.wait_for_hold()
-        with fill_disk(sandbox.own / "runs", 200_000):
+        with fill_disk(sandbox.folder / "runs", 200_000):
             run.release()
             job.wait_for(lambda: "unsaved since" in _read_output(run), 60.0, "a line that says so")
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if "unsaved since" in line), ""))
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome = Outcome(message=next((line for line in done.output.splitlines() if "unsaved since" in line), ""))
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
         outcome.exact = job.read_digests(run.run) == before
-        outcome.check(outcome.exact, "it ended otherwise")
+        outcome.check(outcome.exact, "it ended differently")
     return outcome
 
 
 @scenario("C22b", "a disk error when a shard is flushed: retried, with a warning")
-def _broken(sandbox: Sandbox) -> Outcome:
+def _transient_disk_error(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
     with sandbox.job(misbehave="eio@fsync:0:5") as run:
         done = run.finish()
-        outcome = Outcome(said=next((line for line in done.said.splitlines() if "Retrying in" in line), ""))
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.check("Input/output error" in outcome.said, f"not told: {done.said[-1500:]}")
-        outcome.lost = 0
+        outcome = Outcome(message=next((line for line in done.output.splitlines() if "Retrying in" in line), ""))
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
+        outcome.check("Input/output error" in outcome.message, f"the error is not reported: {done.output[-1500:]}")
+        outcome.lost_steps = 0
         outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(outcome.exact, "it ended otherwise")
+        outcome.check(outcome.exact, "it ended differently")
     return outcome
 
 
 @scenario("C22c", "errors of the disk that do not go away")
-def _away(sandbox: Sandbox) -> Outcome:
-    """From the second checkpoint on; it is tried again for three seconds."""
+def _persistent_disk_error(sandbox: Sandbox) -> Outcome:
+    """Errors from the second checkpoint on; saving is retried for three seconds."""
     says = ("rank 0", "Input/output error", "3 attempts")
     return sandbox.run_harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
@@ -146,31 +146,31 @@ def _read_output(run: job.Job) -> str:
 
 
 def _run_damaged(sandbox: Sandbox, harm: object, *, bites: int = 1) -> Outcome:
-    """A finished run whose newest commit is harmed in several ways, one after the other; each is refused by name."""
+    """Damage the newest checkpoint of a finished run in several ways, one after the other; each must be refused."""
     outcome = Outcome()
     words = ("train.steps=6",)
     before = sandbox.reference_digests("train.steps=6")
     with sandbox.job(*words) as run:
         assert run.finish().code == 0
-    found = sorted((run.run / "checkpoints").glob("step-*"))
-    kept = sandbox.own / "kept"
-    shutil.copytree(run.run, kept)
-    for name, told in harm(found[-1], found[-2]):  # type: ignore[operator]
-        with sandbox.job(*words, "run.resume=exact") as again:
-            done = again.finish()
-        outcome.check(done.code == REFUSED, f"{name}: exit code {done.code}: {done.said[-800:]}")
-        outcome.check(told in done.said, f"{name}: '{told}' is not said: {done.said[-800:]}")
-        outcome.said = outcome.said or done.sentence
+    older, newest = sorted((run.run / "checkpoints").glob("step-*"))[-2:]
+    backup = sandbox.folder / "backup"
+    shutil.copytree(run.run, backup)
+    for name, expected in harm(newest, older):  # type: ignore[operator]
+        with sandbox.job(*words, "run.resume=exact") as resumed:
+            done = resumed.finish()
+        outcome.check(done.code == REFUSED, f"{name}: exit code {done.code}: {done.output[-800:]}")
+        outcome.check(expected in done.output, f"{name}: '{expected}' is missing from the output: {done.output[-800:]}")
+        outcome.message = outcome.message or done.message
         shutil.rmtree(run.run)
-        shutil.copytree(kept, run.run)
-    last = list(harm(found[-1], found[-2]))[-1:]  # type: ignore[operator]
-    outcome.check(bool(last), "nothing was harmed")
-    sandbox.check_resume(outcome, before, *words)  # falls back to the one before, loudly
+        shutil.copytree(backup, run.run)
+    last = list(harm(newest, older))[-1:]  # type: ignore[operator]
+    outcome.check(bool(last), "nothing was damaged")
+    sandbox.check_resume(outcome, before, *words)  # falls back to the one before, with a warning
     return outcome
 
 
 @scenario("C23", "one bit flipped in any file of a commit")
-def _flipped(sandbox: Sandbox) -> Outcome:
+def _flipped_bit(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         for file in sorted(path.name for path in newest.iterdir()):
             path = newest / file
@@ -185,7 +185,7 @@ def _flipped(sandbox: Sandbox) -> Outcome:
 
 
 @scenario("C24", "a shard that was cut off")
-def _truncated(sandbox: Sandbox) -> Outcome:
+def _truncated_shard(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[0]
         os.truncate(shard, shard.stat().st_size // 2)
@@ -197,7 +197,7 @@ def _truncated(sandbox: Sandbox) -> Outcome:
 
 
 @scenario("C25", "a manifest that is torn, empty, or of another commit")
-def _torn(sandbox: Sandbox) -> Outcome:
+def _torn_manifest(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, older: Path) -> Iterator[tuple[str, str]]:
         manifest = newest / "manifest.json"
         os.truncate(manifest, manifest.stat().st_size // 2)
@@ -214,7 +214,7 @@ def _torn(sandbox: Sandbox) -> Outcome:
 
 
 @scenario("C26", "one rank's shard is missing")
-def _missing(sandbox: Sandbox) -> Outcome:
+def _missing_shard(sandbox: Sandbox) -> Outcome:
     def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[-1]
         shard.unlink()
@@ -236,14 +236,14 @@ def _falls_back(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     with sandbox.job() as run:
         done = run.finish()
-        loud = [line for line in done.said.splitlines() if shard.name in line]
-        outcome.said = loud[0] if loud else ""
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
-        outcome.check(bool(loud), f"it was silent: {done.said[-1500:]}")
-        outcome.check("fallback" in (run.run / "events.jsonl").read_text(), "it is not in the events")
-        outcome.lost = job.EVERY
+        warnings = [line for line in done.output.splitlines() if shard.name in line]
+        outcome.message = warnings[0] if warnings else ""
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
+        outcome.check(bool(warnings), f"there was no warning: {done.output[-1500:]}")
+        outcome.check("fallback" in (run.run / "events.jsonl").read_text(), "it is not recorded in the events")
+        outcome.lost_steps = job.EVERY
         outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(bool(outcome.exact), "it ended otherwise")
+        outcome.check(bool(outcome.exact), "it ended differently")
     return outcome
 
 
@@ -253,24 +253,24 @@ def _second(sandbox: Sandbox) -> Outcome:
     with sandbox.job(misbehave=HELD) as run:
         run.wait_for_hold()
         other = subprocess.run(
-            job.train_command("layout.world_size=2"), cwd=sandbox.own, capture_output=True, text=True, timeout=120
+            job.train_command("layout.world_size=2"), cwd=sandbox.folder, capture_output=True, text=True, timeout=120
         )
-        outcome = Outcome(said=next((line for line in other.stderr.splitlines() if "error: " in line), ""))
+        outcome = Outcome(message=next((line for line in other.stderr.splitlines() if "error: " in line), ""))
         outcome.check(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
         outcome.check(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
         run.release()
         done = run.finish()
         outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.said[-800:]}")
+        outcome.check(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.output[-800:]}")
     return outcome
 
 
 @scenario("C28b", "an owner that was frozen while another took its run over does not write any more")
-def _fenced(sandbox: Sandbox) -> Outcome:
-    """The other has process numbers of its own: neither sees whether the other lives, as on two hosts."""
+def _fenced_owner(sandbox: Sandbox) -> Outcome:
+    """The other process is in its own PID namespace: neither sees whether the other lives, as on two hosts."""
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
-        raise AbstainError("a second host is made of a namespace of process numbers, which needs root and util-linux")
+        raise AbstainError("simulating a second host by a PID namespace needs root and util-linux")
     before = sandbox.reference_digests()
     with sandbox.job(misbehave=HELD) as run:
         run.wait_for_hold()
@@ -278,29 +278,29 @@ def _fenced(sandbox: Sandbox) -> Outcome:
         for pid in first:
             os.kill(pid, signal.SIGSTOP)
         other = subprocess.run(
-            [*apart, *job.train_command("layout.world_size=2")], cwd=sandbox.own, capture_output=True, text=True,
+            [*apart, *job.train_command("layout.world_size=2")], cwd=sandbox.folder, capture_output=True, text=True,
             timeout=180,
         )  # fmt: skip
         outcome = Outcome()
         outcome.check(other.returncode == 0, f"the other: {other.returncode}: {other.stderr[-1500:]}")
         outcome.exact = other.returncode == 0 and job.read_digests(run.run) == before
-        kept = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        before_resume = sorted(path.name for path in (run.run / "checkpoints").iterdir())
         events = (run.run / "events.jsonl").read_bytes()
         began = time.monotonic()
         for pid in first:
             os.kill(pid, signal.SIGCONT)
         run.release()
         done = run.finish(60)
-        outcome.said, outcome.seconds = done.sentence, round(done.ended_at - began, 1)
-        outcome.check(done.code == REFUSED, f"the first: {done.code}: {done.said[-1500:]}")
-        outcome.check("taken over" in done.said, f"it is not said: {done.said[-1500:]}")
-        left = sorted(path.name for path in (run.run / "checkpoints").iterdir())
-        outcome.check(left == kept, f"it wrote {set(left) ^ set(kept)}")
+        outcome.message, outcome.seconds = done.message, round(done.ended_at - began, 1)
+        outcome.check(done.code == REFUSED, f"the first: {done.code}: {done.output[-1500:]}")
+        outcome.check("taken over" in done.output, f"it is missing from the output: {done.output[-1500:]}")
+        after_resume = sorted(path.name for path in (run.run / "checkpoints").iterdir())
+        outcome.check(after_resume == before_resume, f"it wrote {set(after_resume) ^ set(before_resume)}")
         outcome.check((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
         after = job.read_digests(run.run)
         outcome.exact = outcome.exact and after == before
         differing = [name for name in after | before if after.get(name) != before.get(name)]
-        outcome.check(bool(outcome.exact), f"it ended otherwise: {differing}")
+        outcome.check(bool(outcome.exact), f"it ended differently: {differing}")
     return outcome
 
 
@@ -311,51 +311,51 @@ def _names(sandbox: Sandbox) -> Outcome:
         with sandbox.for_scenario("name").job(f"run.name={name!r}", "train.steps=1", world=1) as run:
             done = run.finish()
             inside = run.folder / "runs"
-            made = [p for p in run.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
-            outcome.check(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.said[-500:]}")
-            outcome.check("Traceback" not in done.said, f"{name!r}: {done.said[-800:]}")
-            outcome.check(not made, f"{name!r} wrote {made}")
+            stray = [p for p in run.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
+            outcome.check(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.output[-500:]}")
+            outcome.check("Traceback" not in done.output, f"{name!r}: {done.output[-800:]}")
+            outcome.check(not stray, f"{name!r} wrote {stray}")
             outcome.check(
                 done.code == 0 or not inside.exists() or not any(inside.iterdir()), f"{name!r} left something"
             )
-    looped = sandbox.for_scenario("loop")
-    (looped.own / "runs").symlink_to(looped.own / "runs")
-    with looped.job(world=1) as run:
+    loop = sandbox.for_scenario("loop")
+    (loop.folder / "runs").symlink_to(loop.folder / "runs")
+    with loop.job(world=1) as run:
         done = run.finish()
-    outcome.check(done.code == REFUSED and "Traceback" not in done.said, f"a loop: {done.code}: {done.said[-800:]}")
-    outcome.said = done.sentence
+    outcome.check(done.code == REFUSED and "Traceback" not in done.output, f"a loop: {done.code}: {done.output[-800:]}")
+    outcome.message = done.message
     return outcome
 
 
 @scenario("C29b", "a file system that ignores upper and lower case: `Run` and `run`")
-def _folded(sandbox: Sandbox) -> Outcome:
-    """Such disks are FAT, exFAT and NTFS, which know neither links nor permissions as others do."""
+def _case_insensitive_names(sandbox: Sandbox) -> Outcome:
+    """FAT, exFAT and NTFS are such file systems; they lack links and Unix permissions."""
     before, outcome = sandbox.reference_digests(), Outcome()
-    disk = sandbox.for_scenario("disk").own / "runs"  # not in the folder of the jobs, as a process may serve it
+    disk = sandbox.for_scenario("disk").folder / "runs"  # not in the folder of the jobs, as a process may serve it
     with mount_case_insensitive(disk) as kind:
-        first, where = disk / "Run", f"run.dir={disk}"
-        with sandbox.job("run.name=Run", where) as run:
+        first, run_dir = disk / "Run", f"run.dir={disk}"
+        with sandbox.job("run.name=Run", run_dir) as run:
             done = run.finish()
             outcome.exact = done.code == 0 and job.read_digests(first) == before
-            outcome.check(bool(outcome.exact), f"it did not train: {done.code}: {done.said[-1500:]}")
-        kept = _read_contents(first)
+            outcome.check(bool(outcome.exact), f"it did not train: {done.code}: {done.output[-1500:]}")
+        contents = _read_contents(first)
         for words in ((), ("optim.lr=2e-2",), ("run.resume=never",)):
-            with sandbox.job("run.name=run", where, *words) as run:
+            with sandbox.job("run.name=run", run_dir, *words) as run:
                 done = run.finish()
-            outcome.said = outcome.said or done.sentence
-            outcome.check(done.code == REFUSED, f"run {words}: {done.code}: {done.said[-1500:]}")
-            outcome.check(_read_contents(first) == kept, f"run {words} changed what is in the folder of Run")
-        outcome.check("'Run'" in outcome.said, f"the other run is not named: {outcome.said}")
-        with sandbox.job("run.name=Run", where, "train.steps=15", "run.allow_change=[train.steps]") as run:
+            outcome.message = outcome.message or done.message
+            outcome.check(done.code == REFUSED, f"run {words}: {done.code}: {done.output[-1500:]}")
+            outcome.check(_read_contents(first) == contents, f"run {words} changed the folder of Run")
+        outcome.check("'Run'" in outcome.message, f"the other run is not named: {outcome.message}")
+        with sandbox.job("run.name=Run", run_dir, "train.steps=15", "run.allow_change=[train.steps]") as run:
             done = run.finish()
-            outcome.check(done.code == 0 and job.newest_step(first) == 15, f"Run: {done.code}: {done.said[-1500:]}")
-    outcome.said = f"{kind}: {outcome.said}"
+            outcome.check(done.code == 0 and job.newest_step(first) == 15, f"Run: {done.code}: {done.output[-1500:]}")
+    outcome.message = f"{kind}: {outcome.message}"
     return outcome
 
 
 @contextmanager
 def mount_case_insensitive(folder: Path) -> Iterator[str]:
-    """A file system in a folder that does not tell large letters from small ones, and its kind."""
+    """Mount a case-insensitive file system in a folder; yield its kind."""
     ways = (
         (("mkfs.vfat",), ("mount",)),
         (("mkfs.exfat",), ("mount",)),
@@ -371,16 +371,16 @@ def mount_case_insensitive(folder: Path) -> Iterator[str]:
             continue
         if subprocess.run([*make, str(image)], capture_output=True).returncode:
             continue
-        found = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
-        if found.returncode:
-            raise AbstainError(f"no loop device can be had here: {found.stderr.strip()}")
-        device = found.stdout.strip()
+        loop = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
+        if loop.returncode:
+            raise AbstainError(f"no loop device is available here: {loop.stderr.strip()}")
+        device = loop.stdout.strip()
         try:
             if subprocess.run([*mount, device, str(folder)], capture_output=True).returncode:
                 continue
             try:
                 (folder / "Probe").mkdir()
-                assert (folder / "pROBE").exists(), f"{make[0]} tells large letters from small ones"
+                assert (folder / "pROBE").exists(), f"{make[0]} is case-sensitive"
                 (folder / "Probe").rmdir()
                 yield make[0].removeprefix("mkfs.")
             finally:
@@ -388,11 +388,11 @@ def mount_case_insensitive(folder: Path) -> Iterator[str]:
             return
         finally:
             subprocess.run(["losetup", "--detach", device], check=True)
-    raise AbstainError("no such file system can be mounted here: it takes root, and dosfstools, exfatprogs or ntfs-3g")
+    raise AbstainError("no such file system can be mounted here: needs root, and dosfstools, exfatprogs or ntfs-3g")
 
 
 def _read_contents(folder: Path) -> dict[str, bytes]:
-    """All files of a run but its lease, which belongs to whoever starts there."""
+    """All files of a run except its lease, which every start changes."""
     files = (path for path in folder.rglob("*") if path.is_file() and "lease" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -403,7 +403,7 @@ def _read_contents(folder: Path) -> dict[str, bytes]:
 def _clock(sandbox: Sandbox) -> Outcome:
     """The wall clock of every process jumps at random; commits are ordered by their steps, leases by counters."""
     before = sandbox.reference_digests()
-    folder = Path(tempfile.mkdtemp(dir=sandbox.own))
+    folder = Path(tempfile.mkdtemp(dir=sandbox.folder))
     (folder / "sitecustomize.py").write_text(
         "import os, random, time\n"
         "_real, _random = time.time, random.Random(os.getpid())\n"
@@ -411,15 +411,15 @@ def _clock(sandbox: Sandbox) -> Outcome:
         "time.time_ns = lambda: int(time.time() * 1e9)\n"
     )
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    outcome = Outcome(said="nothing is decided by the wall clock")
+    outcome = Outcome(message="nothing is decided by the wall clock")
     with sandbox.job(misbehave=HELD, variables={"PYTHONPATH": path}) as run:
         run.wait_for_hold()
         send_signal(run.process.pid, signal.SIGKILL)
         run.finish()
     with sandbox.job(variables={"PYTHONPATH": path}) as run:
         done = run.finish()
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.said[-1500:]}")
+        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
         after = job.read_digests(run.run) if done.code == 0 else {}
     outcome.exact = after == before
-    outcome.check(outcome.exact, "it ended otherwise")
+    outcome.check(outcome.exact, "it ended differently")
     return outcome

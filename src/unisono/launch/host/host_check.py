@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from unisono.config.schema.run import RunConfig
+from unisono.data.loading.worker_autotuning import REMOTE_WORKERS
 from unisono.launch.host import host_variables
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
@@ -52,8 +53,10 @@ def raise_open_files_limit(config: RunConfig) -> None:
         return
     world = config.layout.world_size if isinstance(config.layout.world_size, int) else 1
     workers = getattr(config.data, "workers", 1)
-    workers = (os.cpu_count() or 1) if workers == "auto" else int(workers)
-    loaders = workers * (8 + 2 * int(getattr(config.data, "prefetch", 4)))  # sockets, and memory of prefetched batches
+    if not isinstance(workers, int):  # decided later; as many as there may be
+        workers = max(REMOTE_WORKERS, (os.cpu_count() or 1) if workers == "auto" else 1)
+    ahead = getattr(config.data, "prefetch", None) or 4  # of each worker
+    loaders = workers * (8 + 2 * int(ahead))  # sockets, and memory of prefetched batches
     needed = _OPEN_FILES + _OPEN_FILES_PER_PEER * world + 2 * loaders  # training and evaluation
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

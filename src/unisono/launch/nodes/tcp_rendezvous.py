@@ -146,7 +146,7 @@ class NodeCommunicator:
         why = None
         while why is None:
             try:
-                answer = line.receive(time.monotonic() + self.timeout, "a sign of life")
+                answer = line.receive(time.monotonic() + self.timeout, "a heartbeat")
             except DeadlineError as error:
                 why = str(error)
             else:

@@ -80,7 +80,7 @@ def launch(
     with (
         preemption.forward_signals(
             lambda: _living_pids(started), lambda: _kill_all(started), config.launch.preempt_deadline
-        ) as asked,
+        ) as was_preempted,
         watch or nullcontext(),
     ):
         try:
@@ -89,7 +89,7 @@ def launch(
                 arguments=arguments, server=server, started=started, authenticated=config.layout.engine == "jax",
             )  # fmt: skip
         except WorkerError as error:
-            if asked() and error.by_signal:  # killed before they could react, or long after their deadline
+            if was_preempted() and error.by_signal:  # killed before they could react, or long after their deadline
                 raise _preempted_error(folder) from None
             raise
 
@@ -104,7 +104,7 @@ def run_processes(
     node: Node | None = None,
     watch: MonitorClient | None = None,
     signals: Sequence[int] = (signal.SIGTERM, *INTERRUPT_SIGNALS),
-    ours: bool = True,
+    shares_port: bool = True,
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
     started: list[ChildProcesses] | None = None,
@@ -114,7 +114,7 @@ def run_processes(
 
     Args:
         module: E.g. `unisono.launch.processes.rank_process`.
-        folder: What the processes read, and where they leave their logs.
+        folder: What the processes read, and where they write their logs.
         count: Number of processes on this node.
         threads: CPU threads per process, unless the user's environment sets them.
         reference: Reference to the user's code, as `path/to/file.py:name` or `module:name`.
@@ -122,7 +122,7 @@ def run_processes(
         node: This node, if there are several; the caller has then removed earlier faults.
         watch: The monitor that reads the processes' heartbeats.
         signals: Signals to this process that end all of them.
-        ours: Whether rank 0 listens through `process_group.start`, which can share the reserved port; any other
+        shares_port: Whether rank 0 listens through `process_group.start`, which can share the reserved port; any other
             listener would find it in use.
         arguments: Of the processes, after the folder.
         server: Forks the processes; None starts new processes.
@@ -137,30 +137,30 @@ def run_processes(
         address = network.find_loopback() if node is None else ""
         if node is None:
             remove_old_faults(folder)
-            kept = stack.enter_context(reserve_port(address))
-            meet_at = address, kept.getsockname()[1]
-            if not ours:
-                kept.close()
+            reserved = stack.enter_context(reserve_port(address))
+            meet_at = address, reserved.getsockname()[1]
+            if not shares_port:
+                reserved.close()
         else:
             meet_at = node.host, node.port
         common = {**process_variables(threads, reference), **_address_variables(meet_at, loopback, node)}
         if watch is not None:
             common[heartbeat.DIRECTORY_VARIABLE] = str(watch.directory)
-        if node is None and ours:
+        if node is None and shares_port:
             private = watch.directory if watch is not None else stack.enter_context(_private_directory())
             common[STORE_VARIABLE] = str(private / "store")
         if authenticated and node is None:  # nodes have their own token, or none
             common[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
         ranks = range(node.rank * count if node else 0, (node.rank + 1) * count if node else count)
         environments = [{**os.environ, **common, **_rank_variables(rank, ranks, node)} for rank in ranks]
-        begun = children.start_children(server, module, [str(folder), *arguments], environments)
+        processes = children.start_children(server, module, [str(folder), *arguments], environments)
         if started is not None:
-            started[:] = [begun]
-        codes = {ranks[place]: code for place, code in children.wait_for_children(begun, signals).items()}
+            started[:] = [processes]
+        codes = {ranks[place]: code for place, code in children.wait_for_children(processes, signals).items()}
     if any(codes.values()):
         raise select_fault(folder / "logs", codes, watch, node)
-    if watch is not None and (untold := watch.unfinished_ranks()):
-        raise LostWorkerError(watch.record_lost_rank(untold[0], 0).text, LostError.exit_code)
+    if watch is not None and (unfinished := watch.unfinished_ranks()):
+        raise LostWorkerError(watch.record_lost_rank(unfinished[0], 0).text, LostError.exit_code)
 
 
 def process_variables(threads: int, reference: str) -> dict[str, str]:
@@ -234,11 +234,11 @@ def _private_directory() -> Iterator[Path]:
 
 def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str]:
     """Return the variables that tell a process, and the libraries in it, its rank; as set by torchrun."""
-    here, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
+    local, nodes, number = len(ranks), node.count if node else 1, node.rank if node else 0
     run_id = f"unisono-{os.getpid()}"
     numbers = {
-        "RANK": rank, "WORLD_SIZE": here * nodes, "LOCAL_RANK": rank - ranks[0], "LOCAL_WORLD_SIZE": here,
-        "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": here * nodes,
+        "RANK": rank, "WORLD_SIZE": local * nodes, "LOCAL_RANK": rank - ranks[0], "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": local * nodes,
         "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
     }  # fmt: skip
     texts = {cluster.RUN_ID_VARIABLE: run_id, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -247,28 +247,28 @@ def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str
 
 def _address_variables(meet_at: tuple[str, int], loopback: bool, node: Node | None) -> dict[str, str]:
     """Return the variables that tell processes where to meet and which interface to use."""
-    found = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
+    variables = {"MASTER_ADDR": meet_at[0], "MASTER_PORT": str(meet_at[1])}
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if node is not None:
-        found[network.GLOO] = node.interface
+        variables[network.GLOO] = node.interface
         if network.NCCL not in os.environ:
-            found[network.NCCL] = f"={node.interface}"  # `=` means exactly this name, not a prefix
+            variables[network.NCCL] = f"={node.interface}"  # `=` means exactly this name, not a prefix
     elif interface and loopback and network.GLOO not in os.environ:
-        found[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
-    return found
+        variables[network.GLOO] = interface  # all processes are on this host, whatever its name resolves to
+    return variables
 
 
 def _import_path(reference: str) -> str:
     """Return `PYTHONPATH`, preceded by the folder in which this process finds the package of a `module:name`."""
     package = Path(reference.partition(":")[0].partition(".")[0])
     by_name = ":" in reference and ".py:" not in reference
-    found = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
-    return os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH")]))
+    folders = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
+    return os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
 
 
 def _living_pids(started: Sequence[ChildProcesses]) -> list[int]:
     """Return the ids of processes that have not ended, as far as this one knows."""
-    return [pid for each in started for place, pid in enumerate(each.pids) if place not in each.codes]
+    return [pid for group in started for place, pid in enumerate(group.pids) if place not in group.codes]
 
 
 def _kill_all(started: Sequence[ChildProcesses]) -> None:
@@ -280,5 +280,5 @@ def _kill_all(started: Sequence[ChildProcesses]) -> None:
 def _preempted_error(folder: Path) -> Preempted:
     """Return the error of a run whose processes were ended before they could react."""
     newest = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(folder / "checkpoints")[-1:]]
-    kept = f"the newest checkpoint is from step {newest[0]}" if newest else "there is no checkpoint yet"
-    return Preempted(f"preempted before the processes could save; {kept}")
+    newest_text = f"the newest checkpoint is from step {newest[0]}" if newest else "there is no checkpoint yet"
+    return Preempted(f"preempted before the processes could save; {newest_text}")

@@ -273,6 +273,11 @@ class BirdsongConfig(Settings):
         description="fit probes of held-out recordings after each checkpoint (RUN/probes.parquet); other processes "
         "wait for it",
     )
+    pictures: bool = Field(
+        False,
+        description="draw learning curves, and after each checkpoint embeddings and a reconstruction (RUN/pictures); "
+        "other processes wait for it",
+    )
     asymmetric: Asymmetric = Field(Asymmetric(), description="with task.loss=asymmetric")
     lejepa: LeJepa = Field(LeJepa(), description="with task.objective=lejepa")
     pixio: Pixio = Field(Pixio(), description="with task.objective=pixio")

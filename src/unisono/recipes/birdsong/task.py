@@ -252,12 +252,16 @@ class Birdsong(Task):
             )
 
     def callbacks(self) -> Sequence[Callback]:
-        """A warning of embeddings that collapse where they are looked at; probes of checkpoints where asked for."""
+        """A warning of embeddings that collapse where they are looked at; probes and pictures where asked for."""
         found: list[Callback] = [CollapseWarning()] if self.cross_sample is not None else []
         if self.config.probe_saves:
             from unisono.recipes.birdsong.evaluation.probe_callback import ProbeSaves
 
             found.append(ProbeSaves(self))
+        if self.config.pictures:
+            from unisono.recipes.birdsong.evaluation.pictures import Pictures
+
+            found.append(Pictures(self))
         return found
 
     def facts(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,10 +80,13 @@ class Texts:
 def standard_library() -> sources.Found:
     """The modules of this interpreter's standard library, tests and site-packages left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in sorted(root.rglob("*.py")) if _NOT_DOCUMENTS.isdisjoint(path.relative_to(root).parts)]
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_DOCUMENTS]  # site-packages can be huge
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     if not paths:
         raise DataError(f"{root} holds no Python source, which data=embedded needs. Use data=corpus data.path=DIR")
-    named = (sources.File.from_path(path, "text", path.relative_to(root).as_posix()) for path in paths)
+    named = (sources.File.from_path(path, "text", path.relative_to(root).as_posix()) for path in sorted(paths))
     return sources.Found(tuple(named))
 
 

@@ -100,6 +100,8 @@ def generate(
     sound = task.codec.decode(codes)
     write_wav(out, sound, task.codec.rate)
     summary = f"{out}: {len(sound) / task.codec.rate:.2f} s, {len(codes)} frames"
+    if not len(codes):
+        return f"{summary}: the model began with its end code; train longer, or try another seed or temperature"
     return summary if finished else f"{summary}; cut off: the end code had not come after seconds={seconds:g}"
 
 

@@ -43,6 +43,7 @@ def test_a_probe_learns_classes_and_repeats_exactly(kind: probes.Kind) -> None:
     np.testing.assert_array_equal(scores, probes.fit(kind, x, truth, groups, seed=3).scores(other))
 
 
+@pytest.mark.slow
 def test_mlp_separates_what_no_line_does() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(200, 2))

@@ -97,7 +97,7 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     def sums(count: int) -> Any:
         """The sums of all rows but the last, of which there are so many."""
         cut: tuple[Any, Any] = jax.tree.map(lambda array: jnp.asarray(array[:count]), (made, one.arrays))
-        micro = replace(one, arrays=cut[1], valid=jnp.arange(count) < rows - 1)
+        micro = one.with_rows(cut[1], jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None
         if protocols.cross_sample_mode(forward.task) == "rows":

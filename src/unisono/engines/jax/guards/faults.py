@@ -54,17 +54,23 @@ def raise_not_finite(
         wrong = wrong or [
             f"gradient of '{name}'" for name, good in zip(parameters, gradients[micro.number], strict=True) if not good
         ]
-        if wrong and not micro.idle:
+        if wrong and micro.idle:
+            own.append([group.rank, micro.number, [], wrong[:3]])
+        elif wrong:
             alone = [int(micro.rows[row]) for row in range(len(micro.rows)) if not rows[micro.number][row]]
             own.append([group.rank, micro.number, alone or micro.rows.tolist(), wrong[:3]])
     everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
     where = "; ".join(
-        f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
+        f"rank {rank}, micro-batch {number}, {_describe_rows(rows)}: {', '.join(what)}"
         for rank, number, rows, what in everyone
     )
     where = where or "No single micro-batch is at fault: the sum overflows"
     what = "gradient" if math.isfinite(result.loss) else "loss"
     raise NonFiniteError(f"step {step + 1}: the {what} is not finite, and the parameters were not updated. {where}")
+
+
+def _describe_rows(rows: Sequence[int]) -> str:
+    return f"source rows {list(rows)}" if rows else "which has padding rows alone (divide by at least one there)"
 
 
 def raise_known_error(

@@ -42,7 +42,7 @@ def combine_reports(columns: Columns, reports: Sequence[Reports], grad_norm: flo
 def _weights(columns: Columns, weights: Reports) -> list[float]:  # (micro-batches, terms)
     """The weight of each term, which all micro-batches have to give alike."""
     given = weights[(weights != 0).any(axis=1)]  # a loss of all rows together is counted once, with the first of them
-    if len(given) and not np.allclose(given, given[0], rtol=1e-6):
+    if (given != given[:1]).any() and not np.allclose(given, given[0], rtol=1e-6):
         raise ConfigError(
             f"loss() gives the terms {', '.join(columns.terms)} different weights in different micro-batches; a weight "
             "must be the same for all rows, and what depends on rows belongs in the sums"

@@ -99,6 +99,11 @@ class LabelledRecordings:
         return digest.hexdigest()
 
     @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return bool(self._source.remote)
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON."""
         manifest: dict[str, Any] = self._source.manifest

@@ -33,7 +33,9 @@ class Embedded:
     groups: list[str]
 
 
-def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, threads: int = 2) -> Embedded:
+def embed(
+    encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, threads: int = 2, most: int | None = None
+) -> Embedded:
     """Embed the rows of a source whose classes are known: a window as it is, the centre of a recording that has none.
 
     Rows are computed one by one and are independent of each other, so no size of micro-batches changes them.
@@ -43,6 +45,7 @@ def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, th
         source: of recordings.
         micro_batch: rows that are computed at the same time.
         threads: that decode.
+        most: of the first rows of the source are looked at; None for all.
 
     Raises:
         BadSamplesError: naming the first recording that cannot be used.
@@ -65,7 +68,7 @@ def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, th
     known: list[Mapping[str, Any]] = []
     with ThreadPoolExecutor(1) as pool:  # the next micro-batch is decoded while this one is computed
         waiting = None
-        for rows in [*_micro_batches(source, micro_batch), None]:
+        for rows in [*_micro_batches(source, micro_batch, most), None]:
             following = None if rows is None else pool.submit(spectrograms, rows)
             if waiting is not None:
                 done, clips = waiting.result()
@@ -79,9 +82,9 @@ def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, th
     return Embedded(np.concatenate([np.zeros((0, width)), *found]), truth, [str(row["group"]) for row in known])
 
 
-def _micro_batches(source: LabelledSource, size: int) -> Iterator[list[Mapping[str, Any]]]:
+def _micro_batches(source: LabelledSource, size: int, most: int | None) -> Iterator[list[Mapping[str, Any]]]:
     rows: list[Mapping[str, Any]] = []
-    for number in range(len(source)):
+    for number in range(len(source))[:most]:
         record = source[number]
         if record.get("known", bool(record["labels"])):
             rows.append({"name": "a recording", "row": number, **record})

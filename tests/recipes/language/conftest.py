@@ -1,0 +1,17 @@
+"""What several test modules of the recipe begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.language.corpora import corpus, sentences, write_jsonl
+from unisono.recipes.language.settings import Corpus
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Corpus:
+    """A corpus with a cache of its own."""
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", sentences(20))
+    return corpus(tmp_path / "corpus", cache=tmp_path / "cache")
