@@ -114,7 +114,7 @@ def test_no_file_of_a_run_holds_a_secret(ground: Path) -> None:
     ("override", "why"),
     [(f"task.marks=https://me:{CANARY}@example.org", "it must not hold secrets"),
      (f"run.name=x-{SECRETS['HF_TOKEN']}", "it must not hold secrets"),
-     (f"task.password={CANARY}", "it can hold no secret"),
+     (f"task.password={CANARY}", "it must not hold secrets"),
      (f"checkpoint.upload.options={{token: {CANARY}}}", "is not an option of a store"),
      (f"task.x={CANARY}=b(c", "'task.x=…' cannot be read"), (CANARY, "one of the words is not an override")],
 )  # fmt: skip

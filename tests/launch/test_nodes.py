@@ -226,7 +226,7 @@ class TestAJobIsRefused:
         words = ("layout.world_size=2", "launch.start_timeout=4")
         first, second = run(pair, here, *words, before=("", f"mount -t tmpfs none {here}/runs"))
         assert (first.returncode, second.returncode) == (5, 5)
-        assert "node 1 did not come" in fault(first)
+        assert "node 1 of 2 did not connect" in fault(first)
         assert "run.dir must be on a file system that all nodes share, under the same path" in fault(second)
 
     def test_where_data_differ(self, pair: tuple[Host, Host], here: Path):

@@ -72,6 +72,35 @@ class OneRankRaises(Good):
             raise KeyError("label")
         return super().outputs(model, batch, context)
 
+class SetOrder(Good):
+    """Reads its rows in the order of a set of strings, which every start of Python makes anew."""
+
+    def data(self):
+        rows = {f"row {number}": row for number, row in enumerate(super().data())}
+        return [rows[name] for name in set(rows)]
+
+class HashedStart(Good):
+    def build(self):
+        model = super().build()
+        torch.nn.init.constant_(model[2].bias, hash("bias") % 997 / 997)
+        return model
+
+class OneRankAddsNothing(Good):
+    def outputs(self, model, batch, context):
+        found = super().outputs(model, batch, context)
+        return found.detach() + 0 * found if os.environ["RANK"] == "1" else found
+
+class ReducedTwice(Good):
+    def build(self):
+        model = super().build()
+        def again(gradient):
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                gradient = gradient.clone()
+                torch.distributed.all_reduce(gradient)
+            return gradient
+        model[2].bias.register_hook(again)
+        return model
+
 class OneRankHangs(Good):
     def outputs(self, model, batch, context):
         if os.environ["RANK"] == "1":
@@ -121,6 +150,29 @@ def test_a_mean_of_means_is_found_and_named(folder: Path) -> None:
     assert "single m1 fp64: FAIL loss" in done.stdout
     assert "likely: A mean of means" in done.stdout
     assert "page: docs/diagnoses.md#a-mean-of-means" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("SetOrder", r"FAIL samples: step 1.*\n  likely: The samples depend on the process \("),
+        ("HashedStart", r"FAIL initial parameters: 2\.bias.*\n  likely: Initialisation depends on the layout \("),
+        (
+            "OneRankAddsNothing",
+            r"FAIL raw gradients.*\n  likely: Gradients are those of a part of the batch \(.*rows of rank 0 alone",
+        ),
+        ("ReducedTwice", r"\(only 2\.bias differ, 2 times what they should be \(the number of processes"),
+    ],
+)
+def test_what_another_process_does_otherwise_is_found(
+    folder: Path, task: str, text: str, real_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases of one and of several processes have other hash seeds, as two starts of Python have."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    done = prove(folder, f"task.py:{task}", "layouts=[ddp:2]", "vary=[]", "steps=2", "precisions=[fp64]")
+    assert done.returncode == 1
+    assert re.search(text, done.stdout), done.stdout
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ def test_the_mended_script_passes_to_rounding(name: str) -> None:
 SPEECH = {
     "train_wrapper": ("raw gradients", "Gradients are not synchronised"),
     "train_sampler": ("sample ids", "Every rank reads the same rows"),
+    "train": ("sample ids", "Every rank reads the same rows"),  # all of them at once
     # One process makes means as well, of other micro-batches: no sum of what was recorded can show it.
     "train_means": ("loss", "The loss depends on the layout"),
 }
@@ -77,6 +78,8 @@ AS_IT_IS = {  # exit code, and what `unisono prove` calls it
     ("wrapper",): (1, "Gradients are not synchronised"),
     ("sampler",): (1, "Every rank reads the same rows"),
     ("shift",): (0, None),
+    ("last",): (0, None),
+    ("saves",): (0, None),
 }
 
 

@@ -22,7 +22,7 @@ REMEDIES = {
     "A sample depends on its neighbours": "compute in collate() nothing of several rows that a row is given",
     # initial parameters
     "Initialisation depends on the rank": "draw from the seeded generator in build(), or from one seed on all ranks",
-    "Initialisation depends on the layout": "initialise from a seed that no rank changes, before the model is sharded",
+    "Initialisation depends on the layout": "initialise from a seed that no rank changes; look for hash() and sets",
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",

@@ -45,8 +45,8 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("Some parameters are not synchronised", detail)
     if detail := _clipped_before(pattern, b):
         return build_diagnosis("Clipped before synchronisation", detail)
-    if detail := _own_gradient(pattern):
-        return build_diagnosis("Gradients are not synchronised", detail)
+    if diagnosis := _diagnose_own_gradient(pattern):
+        return diagnosis
     if means := find_means(pattern):
         return build_diagnosis("A mean of means", means)
     if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
@@ -90,20 +90,32 @@ def _not_synchronised_alone(pattern: Pattern) -> str:
     return "" if rank is None else f"{', '.join(wrong[:3])} are those of rank {rank} alone, all others agree"
 
 
-def _own_gradient(pattern: Pattern) -> str:
-    """Whether the gradient is that of a rank, or is so but for micro-batches that were reduced."""
+def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
+    """Whether the gradient is that of a rank, or is so but for micro-batches that were reduced.
+
+    Gradients that were not reduced leave replicas with other parameters. Where replicas agree, they were reduced, and
+    other ranks had nothing to add.
+    """
     rank = _rank_whose_gradient(pattern, pattern.gradient)
+    if rank is not None and pattern.agrees("replicas"):
+        detail = (
+            f"every tensor is what the rows of rank {rank} alone come to, and replicas agree: gradients were reduced, "
+            "and those of the other ranks were zero; look for the rank in outputs(), loss() and hooks"
+        )
+        return build_diagnosis("Gradients are those of a part of the batch", detail)
     if rank is not None:
-        return f"every tensor is what the rows of rank {rank} alone come to"
+        detail = f"every tensor is what the rows of rank {rank} alone come to"
+        return build_diagnosis("Gradients are not synchronised", detail)
     weights = _weights(pattern)
     if weights is None or not pattern.failed("replicas"):
-        return ""
+        return None
     size = pattern.world_size
     known = all(any(abs(w - n) < _FITTED for n in (0, 1, size)) for w in weights)
     others = [w for (rank, _), w in zip(pattern.shares, weights, strict=True) if rank and abs(w) < _FITTED]
-    return f"micro-batches of other ranks are missing, and replicas differ; weights {_shown(weights)}" * bool(
-        known and others
-    )
+    if not known or not others:
+        return None
+    detail = f"micro-batches of other ranks are missing, and replicas differ; weights {_shown(weights)}"
+    return build_diagnosis("Gradients are not synchronised", detail)
 
 
 def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> int | None:
@@ -151,6 +163,13 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
         n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(_norm_of({n: b[n]}), 1e-300)
     ]
     only = f"only {', '.join(wrong[:3])} differ" if wrong and len(wrong) <= len(b) // 2 else "they differ"
+    pair = {n: a[n] for n in wrong}, {n: b[n] for n in wrong}
+    factor = predictions.common_factor(*pair, pattern.rounding) if wrong else None
+    if factor is not None and only != "they differ":
+        size = pattern.world_size
+        known = " (the number of processes: are they reduced twice?)" * (abs(factor - size) <= pattern.rounding * size)
+        detail = f"{only}, {factor:.6g} times what they should be{known}"
+        return build_diagnosis("The gradients depend on the layout", detail)
     if not pattern.shares:
         known = "what each micro-batch adds was not recorded"
     else:

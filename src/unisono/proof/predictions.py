@@ -224,7 +224,7 @@ def reproduces(predicted: Mapping[str, Array], observed: Mapping[str, Array], li
     """Whether a predicted gradient is the observed one, tensor by tensor, to rounding."""
     if not predicted or not set(observed) <= set(predicted):
         return False
-    size = math.sqrt(sum(float(np.square(value).sum()) for value in observed.values()))
+    size = math.sqrt(sum(float(np.square(np.abs(value)).sum()) for value in observed.values()))
     return all(
         predicted[name].shape == value.shape
         and float(np.linalg.norm(predicted[name] - value)) <= limit * max(float(np.linalg.norm(value)), 1e-3 * size)

@@ -53,11 +53,11 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         for case in every
     }
     digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
-    with _open_fork_server(config, every) as server, trace_room() as folder:
+    with _open_fork_servers(config, every) as servers, trace_room() as folder:
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
         config, shrunk = _shrink_model(config, proof)
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
-        ended = _run_cases(every, config, proof, folder, server)
+        ended = _run_cases(every, config, proof, folder, servers)
         made = [case for case in every if case_process.is_recorded(folder, case.name)]
         traces = {case.name: Trace(trace_folder(folder, case.name)) for case in made}
         adaptive = not isinstance(config.optim, Sgd)
@@ -75,21 +75,38 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
 _PRELOADED = ("unisono.proof.case_process", "unisono.proof.recording.case_recorder")
 
 
-@contextmanager
-def _open_fork_server(config: RunConfig, every: list[Case]) -> Iterator[ForkServer | None]:
-    """A process that has imported what the cases need, and is forked for each phase; none for JAX, which has threads.
+@dataclass(frozen=True)
+class _Servers:
+    """Two processes that have imported what the cases need, and are forked for each phase; none for JAX's threads.
 
-    It never runs the task's code, so a fork begins as a new process does.
+    They never run the task's code, so a fork begins as a new process does, except that it has the hash seed of its
+    server. Cases of one process have another server than those of several, so that an order by `hash()` is seen.
+
+    Attributes:
+        one: forks the cases of one process.
+        several: forks the others.
     """
+
+    one: ForkServer | None
+    several: ForkServer | None
+
+
+@contextmanager
+def _open_fork_servers(config: RunConfig, every: list[Case]) -> Iterator[_Servers]:
     engine = "jax" if any(case.engine for case in every) else resolve_engine(config)
     count = max(case.world_size for case in every)
     modules = [*_PRELOADED, *preloading.find_libraries(config.recipe)]
-    with local_processes.open_fork_server(count, threads_per_process(count), config.recipe, modules, engine) as server:
-        yield server
+    given = count, threads_per_process(count), config.recipe, modules, engine
+    with local_processes.open_fork_server(*given) as one:
+        if count == 1:
+            yield _Servers(one, None)
+            return
+        with local_processes.open_fork_server(*given) as several:
+            yield _Servers(one, several)
 
 
 def _run_cases(
-    every: list[Case], config: RunConfig, proof: ProofSettings, folder: Path, server: ForkServer | None
+    every: list[Case], config: RunConfig, proof: ProofSettings, folder: Path, servers: _Servers
 ) -> dict[str, local_processes.WorkerError]:
     """Run every case on processes of its own layout; returns the errors that ended processes, by case.
 
@@ -111,6 +128,7 @@ def _run_cases(
         settled = case_process.build_case_config(config, one, proof, None)
         each = f" of {one.devices} devices" if one.devices > 1 else ""
         say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
+        server = servers.one if one.world_size == 1 else servers.several
         try:
             local_processes.launch(
                 settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server

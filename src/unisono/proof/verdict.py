@@ -115,8 +115,9 @@ def format_verdicts(verdicts: list[Verdict], alone: list[Verdict], full: bool = 
     for one in abstentions(judged):
         reasons.setdefault((one.quantity, one.why), []).append(one.case)
     result += [f"{_format_cases(cases)}: ABSTAIN {what}: {why}" for (what, why), cases in reasons.items()]
+    told: set[Diagnosis] = set()
     for verdict in judged:
-        result += _explain_verdict(verdict)
+        result += _explain_verdict(verdict, told)
     left_out = sorted({name for v in verdicts for c in v.compared for name in c.left_out})
     if left_out:
         result.append(
@@ -155,15 +156,19 @@ def _format_size(size: float) -> str:
     return "equal" if size == 0 else "differs" if size == float("inf") else f"{size:.0e}"
 
 
-def _explain_verdict(verdict: Verdict) -> list[str]:
+def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
+    """Its notes and its failure; of a diagnosis that was told before, its name alone."""
     result = [f"{verdict.case}: {note}" for note in verdict.notes]
     first = verdict.first
     if first is None and not verdict.fault:
         return result
     where = _format_difference(first.worst) if first else verdict.fault
     result.append(f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}")
-    if verdict.diagnosis is not None:
-        diagnosis = verdict.diagnosis
+    diagnosis = verdict.diagnosis
+    if diagnosis in told:
+        result.append(f"  likely: {diagnosis.fault}, as above")
+    elif diagnosis is not None:
+        told.add(diagnosis)
         result += [
             f"  likely: {diagnosis.fault} ({diagnosis.because})",
             f"  remedy: {diagnosis.remedy}",

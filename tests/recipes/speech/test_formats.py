@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from unisono import DataError
 from unisono.recipes.speech import folder, manifest
 from unisono.recipes.speech.library import Library
 from unisono.recipes.speech.samples import Clip
-from unisono.recipes.speech.settings import Folder, Manifest
+from unisono.recipes.speech.settings import Embedded, Folder, Manifest
 
 
 def read(path: Path, **settings: Any) -> Any:
@@ -145,6 +146,14 @@ def test_the_lines_of_ms_swift_are_read(tmp_path: Path) -> None:
         ({"start_index": 9}, "sample 1, start_index: 9 is not a message's number, 0 to 4"),
         ({"start_index": "3"}, "start_index: 3 is not"),
         ({"messages": []}, "messages: a list of messages is needed"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "text", "text": " "}]}], "start_index": 0},
+            "messages[0].content: a text is empty",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "<audio>"}], "start_index": 0},
+            "audios: is missing, and messages[0] has a place <audio>",
+        ),
         ({"messages": [{"role": "user", "content": "a"}], "start_index": 0}, "leaves no message of the assistant"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: 'robot' is none of system"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content: is empty"),
@@ -174,6 +183,47 @@ def test_a_reference_that_is_the_target_is_refused(tmp_path: Path) -> None:
     found[0]["messages"][4]["content"][0]["audio_url"] = "0_0.wav"
     with pytest.raises(DataError, match="a reference and the target at once"):
         manifest.read(Manifest(kind="manifest", path=write(tmp_path, found)))
+
+
+def test_a_recording_may_be_learned_and_another_be_heard_after_it(tmp_path: Path) -> None:
+    """References are the recordings that are not learned, wherever they stand."""
+    found = entries(tmp_path)[:1]
+    heard = {"role": "user", "content": [{"type": "audio", "audio_url": "1_0.wav"}]}
+    found[0]["messages"].insert(3, heard)
+    found[0]["start_index"] = 1
+    [read_again] = manifest.read(Manifest(kind="manifest", path=write(tmp_path, found)))
+    assert [clip.path.name for clip in read_again.targets] == ["0_0.wav", "0_1.wav"]
+    assert [clip.path.name for clip in read_again.references] == ["1_0.wav"]
+    heard["content"][0]["audio_url"] = "0_1.wav"
+    with pytest.raises(DataError, match=r"0_1\.wav is a reference and the target at once"):
+        manifest.read(Manifest(kind="manifest", path=write(tmp_path, found)))
+
+
+def test_a_text_may_hold_a_line_separator(tmp_path: Path) -> None:
+    found = entries(tmp_path)
+    found[0]["messages"][1]["content"] = "ba\u2028to\x85do"
+    lines = "\r\n".join(json.dumps(one, ensure_ascii=False) for one in found)
+    (tmp_path / "m.jsonl").write_text(lines, encoding="utf-8", newline="")
+    made_of = manifest.read(Manifest(kind="manifest", path=tmp_path / "m.jsonl"))
+    assert len(made_of) == 2 and made_of[0].messages[1].parts == ("ba\u2028to\x85do",)
+
+
+def test_a_recording_without_samples_is_refused(tmp_path: Path) -> None:
+    path = made.folder(tmp_path / "data")
+    with wave.open(str(path / "0_1.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+    with pytest.raises(DataError, match=r"sample 1 \(0_1\), audio_file: .*0_1\.wav"):
+        read(path)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "manifest"])
+def test_a_task_that_data_cannot_have_is_refused(tmp_path: Path, kind: str) -> None:
+    chosen: Any = {"embedded": Embedded, "manifest": Manifest}[kind]
+    more = {"path": tmp_path} if kind == "manifest" else {}
+    with pytest.raises(ValueError, match=r"data\.task=multi_speaker_voice_cloning"):
+        chosen(kind=kind, task="multi_speaker_voice_cloning", **more)
 
 
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def written(path: Path) -> Speech:
     entries = []
     for number in range(30):
         answer = [{"type": "audio", "audio_url": f"{number % 2}_{number % 3}.wav"}]
-        silent = 6 <= number < 12 or number % 7 == 0
+        silent = 6 <= number < 14 or number % 7 == 0
         asked = {"role": "user", "content": "say " + "la" * (number % 5 + 1)}
         said = {"role": "assistant", "content": "no " * (number % 3 + 1) if silent else answer}
         entries.append({"messages": [asked, said], "start_index": 1, "speaker": "a"})
@@ -65,14 +65,14 @@ def agree(mine: Trace, reference: Trace) -> None:
         assert max(worst.values()) < (TOLERANCE if quantity != "before" else 1e-300), (quantity, worst)
     for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
-    assert mine.evaluation == pytest.approx(reference.evaluation, rel=1e-9)
+    assert mine.evaluation == pytest.approx(reference.evaluation, rel=TOLERANCE)
 
 
 def test_two_processes_train_what_one_trains_though_one_of_them_has_no_audio(tmp_path: Path) -> None:
     task = written(tmp_path)
     source = task.data()
     silent = [not any(part for part in source[n].clips) for n in range(12)]
-    assert any(silent) and not all(silent)
+    assert all(silent[6:]) and not all(silent[:6])  # the second process's rows of the first batch, and the first's
     found = run(task, ("single", "ddp×2"))
     agree(found["ddp×2"], found["single"])
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.recipes.speech import made
-from unisono import ConfigError, DataError, audio
-from unisono.recipes.speech import codec, library, voices
+from unisono import ConfigError, DataError, SampleContext, audio, generator
+from unisono.recipes.speech import codec, library, samples, voices
 from unisono.recipes.speech.codec import KMeansCodec
 from unisono.recipes.speech.library import Library
-from unisono.recipes.speech.samples import Clip
+from unisono.recipes.speech.samples import Clip, same_recording
 from unisono.recipes.speech.settings import Embedded, Folder, Higgs, KMeans
 
 
@@ -134,3 +134,38 @@ def test_a_directory_that_is_no_codec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match="holds a llama, not the Higgs tokenizer"):
         HiggsCodec(Higgs(kind="higgs", path=tmp_path))
+
+
+def test_a_copy_of_a_recording_is_not_its_own_reference(tmp_path: Path) -> None:
+    """A reference that is the target would let the model copy it."""
+    place = made.folder(tmp_path / "data", speakers=1, clips=3)
+    (place / "copy.wav").write_bytes((place / "0_0.wav").read_bytes())
+    made.changed(place, 1, audio_file="copy.wav")
+    found = Library(Folder(kind="folder", path=place, held_out=0.0))
+    source = found.training()
+    for number, epoch in ((n, e) for n in (0, 1) for e in range(12)):
+        reference, target = found.conversation(source[number], SampleContext(generator("epoch", epoch), True)).clips
+        assert not same_recording(reference, target)
+        assert reference.path.name == "0_2.wav"
+    made.changed(place, 2, audio_file="0_0.wav")
+    with pytest.raises(DataError, match=r"3 of 3 samples cannot be used: .* has no other recording to train on"):
+        Library(Folder(kind="folder", path=place, held_out=0.0))
+
+
+def test_held_out_recordings_that_the_data_name_as_references_are_told(tmp_path: Path) -> None:
+    place = made.folder(tmp_path / "data", speakers=2, clips=3)
+    chosen = {"split": "speaker", "held_out_speakers": ["voice 1"]}
+    assert "held_out_as_references" not in Library(Folder(kind="folder", path=place, **chosen)).facts()
+    made.changed(place, 0, ref_audio_file="1_0.wav")
+    assert Library(Folder(kind="folder", path=place, **chosen)).facts()["held_out_as_references"] == 1
+
+
+def test_a_row_is_as_long_as_its_recordings_and_texts(tmp_path: Path) -> None:
+    place = made.folder(tmp_path / "data", speakers=1, clips=3)
+    read = Library(Folder(kind="folder", path=place, held_out=0.0)).source
+    seconds = [sample.clip.seconds for sample in read.rows]
+    assert len(set(seconds)) > 1
+    assert np.argmax(read.lengths) == np.argmax(seconds)
+    others = read.lengths - np.array([round(25 * second) for second in seconds])
+    texts = [samples.prompt(sample.text, sample.scene, ()) for sample in read.rows]
+    assert others.tolist() == [sum(len(part) for message in one for part in message.parts) for one in texts]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tests.recipes.speech import made
 from unisono import ConfigError, Context, count_parameters
+from unisono.config.schema.run import Lora
+from unisono.engines.torch.lora import Adapter
 from unisono.recipes.speech.labels import IGNORED
 from unisono.recipes.speech.samples import Conversation, Message
-from unisono.recipes.speech.settings import SpeechConfig
+from unisono.recipes.speech.settings import Embedded, KMeans, Pretrained, SpeechConfig
 from unisono.recipes.speech.task import Speech
 
 TRAINING = Context(0, training=True)
@@ -123,3 +128,56 @@ def test_a_shrunk_task_has_the_same_data_and_fewer_parameters(task: Speech) -> N
     assert small is not None
     assert count_parameters(small.build) < count_parameters(large.build)
     assert np.array_equal(made.rows(small, 1)[0].ids, made.rows(large, 1)[0].ids)
+
+
+def test_terms_are_weighed_as_the_settings_say(task: Speech) -> None:
+    weights = [2.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0, 3.0]
+    given = Speech(SpeechConfig(audio_weights=weights, text_weight=0.5), model=task.model_config, data=task.data_config)
+    batch = {name: torch.from_numpy(value) for name, value in given.collate(made.rows(given, 2)).items()}
+    loss = given.loss(given.outputs(model_of(given), batch, TRAINING), batch, TRAINING)
+    assert loss.weights == {"text": 0.5, **{f"codebook_{number}": weight for number, weight in enumerate(weights)}}
+    assert all(float(loss.sums[f"codebook_{number}"]) > 1 for number in range(8))
+
+
+def test_bfloat16_computes_nearly_the_same(task: Speech) -> None:
+    model = model_of(task).float()
+    batch = made.batch(task, 2)
+    exact = task.outputs(model, batch, TRAINING)["nats"]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = task.outputs(model, batch, TRAINING)["nats"]
+    assert bool((exact != rounded).any())
+    torch.testing.assert_close(rounded.float(), exact.float(), rtol=0.05, atol=0.05)
+
+
+def test_a_pretrained_model_is_refused_with_the_codec_of_another(task: Speech, tmp_path: Path) -> None:
+    """Its codes would mean other sounds: more or fewer entries, or as many that were fitted on other recordings."""
+    base = tmp_path / "base"
+    task.build().save_pretrained(base)
+    task.tokens.save(base)
+    group = Pretrained(kind="pretrained", path=base)
+
+    def pretrained(codec: KMeans, speakers: int = 2) -> Speech:
+        data = Embedded(kind="embedded", speakers=speakers, clips=4, codec=codec, cache=tmp_path / "cache")
+        return Speech(SpeechConfig(text_weight=0.0), model=group, data=data)
+
+    with pytest.raises(ConfigError, match="codes are 0 to 7, and the codec's 0 to 15"):
+        pretrained(made.CODEC.model_copy(update={"codes": 16})).check()
+    other = pretrained(made.CODEC, speakers=3)
+    with pytest.raises(ConfigError, match="was trained with the codec"):
+        other.check()
+    task.codec.save(base)
+    again = pretrained(made.CODEC, speakers=3)
+    again.check()
+    assert again.codec.digest == task.codec.digest != other.codec.digest
+
+
+def test_adapters_leave_the_heads_out_unless_they_are_named(task: Speech) -> None:
+    def adapted(**settings: Any) -> set[str]:
+        model = model_of(task)
+        Adapter(Lora(kind="lora", **settings), model, seed=0)
+        return {name.partition(".lora_A")[0] for name, value in model.named_parameters() if "lora_A" in name}
+
+    chosen = adapted()
+    assert chosen and not [name for name in chosen if "lm_head" in name]
+    named = adapted(targets=["*_proj", "audio_lm_head"])
+    assert [name.rpartition(".")[2] for name in named if "lm_head" in name] == ["audio_lm_head"]

@@ -107,7 +107,7 @@ class Lora(Settings):
     targets: list[str] = Field(
         [],
         description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
-        "but the head",
+        "but the heads",
     )
 
 

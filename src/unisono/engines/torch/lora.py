@@ -150,7 +150,9 @@ def _resolve_targets(config: Lora, model: nn.Module) -> list[str]:
     without = _unsupported_layers(model, layers)
     if not config.targets:
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        chosen = [name for name, layer in layers.items() if name not in without and layer is not head]
+        # A model may have several heads, of which transformers names one or none.
+        heads = {name for name, layer in layers.items() if layer is head or name.endswith("lm_head")}
+        chosen = [name for name in layers if name not in without and name not in heads]
         if not chosen:
             raise ConfigError("adapter=lora: the model has no linear layer that can have an adapter")
         return chosen

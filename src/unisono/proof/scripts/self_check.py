@@ -247,7 +247,7 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
             if m.rows == r.rows:
                 same_shape = ours[step][0].shape == theirs[step][0].shape
                 if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
-                    return f"{at}: the same rows gave other inputs; they are augmented by draws of each process"
+                    return f"{at}: the same rows gave other inputs: other padding, or each process's own augmentation"
                 continue
             if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
                 return ""  # a fault, which the ranks show

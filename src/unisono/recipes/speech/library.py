@@ -38,6 +38,7 @@ from unisono.recipes.speech.settings import Embedded, Folder, Higgs, Manifest, S
 Codes = NDArray[np.int64]
 Sample = Utterance | Conversation
 _RECENT = 4096  # recordings whose codes a process keeps in memory
+_FEW = 4  # recordings of a speaker that are compared before the start
 
 
 class Samples:
@@ -102,7 +103,8 @@ class Library:
     def conversation(self, sample: Sample, context: SampleContext) -> Conversation:
         """A sample with its references: in training another recording of the speaker in each epoch, else always one.
 
-        The references of training samples are training samples too; nothing of a held-out sample is ever heard.
+        The references that are drawn for training samples are training samples too; what the data name is taken as it
+        is, and `facts` counts those among them that are held out.
         """
         if isinstance(sample, Conversation):
             return sample
@@ -113,7 +115,11 @@ class Library:
                 place = int(context.rng.integers(len(others)))
             else:
                 place = key("speech", "reference", sample.name.rpartition(",")[2]) % len(others)
-            references = ((others[place].text, others[place].clip),)
+            in_turn = (*others[place:], *others[:place])
+            other = next((one for one in in_turn if not samples.same_recording(one.clip, sample.clip)), None)
+            if other is None:
+                raise DataError(_lonely(sample))
+            references = ((other.text, other.clip),)
         return sample.conversation(references)
 
     def fitting_clips(self, most: int) -> list[Clip]:
@@ -136,7 +142,14 @@ class Library:
             "samples": len(rows),
             "held_out": int(self.is_held_out.sum()),
             "speakers": len({sample.speaker for sample in rows}),
+            **({"held_out_as_references": heard} if (heard := self._held_out_references()) else {}),
         }
+
+    def _held_out_references(self) -> int:
+        """Held-out recordings that the data name as references of training samples."""
+        targets = {str(clip.path) for sample in _of(self.held_out()) for clip in _targets(sample) if clip.path}
+        heard = {str(clip.path) for sample in _of(self.training()) for clip in _references(sample)}
+        return len(targets & heard)
 
     def _candidates(self, sample: Utterance, training: bool) -> list[Utterance]:
         """Other recordings of a speaker that may be heard beside this one."""
@@ -150,12 +163,10 @@ class Library:
         for sample, held_out in zip(self.source.rows, self.is_held_out, strict=True):
             if not isinstance(sample, Utterance) or not sample.cloning or sample.references:
                 continue
-            sides = [False, True] if held_out else [False]
-            if sum(len(self._others[sample.speaker, side]) for side in sides) < 2:
-                faults.append(
-                    f"{sample.name}: speaker '{sample.speaker}' has no other recording to train on; name one in "
-                    "ref_audio_file, or set data.task=single_speaker_smart_voice"
-                )
+            others = self._candidates(sample, training=not held_out)
+            few = len(others) < _FEW and all(samples.same_recording(one.clip, sample.clip) for one in others)
+            if few:  # of many, not all are the same
+                faults.append(_lonely(sample))
         samples.refuse("data", faults, len(self.source.rows))
 
 
@@ -209,6 +220,13 @@ class CodeStore:
         return made
 
 
+def _lonely(sample: Utterance) -> str:
+    return (
+        f"{sample.name}: speaker '{sample.speaker}' has no other recording to train on; name one in ref_audio_file, or "
+        "set data.task=single_speaker_smart_voice"
+    )
+
+
 def sound(clip: Clip, content: bytes, rate: int) -> NDArray[np.float32]:
     """The samples of a recording at a rate.
 
@@ -222,21 +240,21 @@ def sound(clip: Clip, content: bytes, rate: int) -> NDArray[np.float32]:
     return audio.resample(decoded.samples, decoded.rate, rate)
 
 
-def open_codec(config: SpeechData, clips: Callable[[], list[Clip]], assets: Path | None = None) -> Codec:
-    """The codec that the settings name; of a run that is used, the one among its assets.
+def open_codec(config: SpeechData, clips: Callable[[], list[Clip]], fitted: Path | None = None) -> Codec:
+    """The codec that the settings name; one that is there already is not fitted again.
 
     Args:
         config: the group `data`.
         clips: recordings that a codec is fitted on.
-        assets: of a run.
+        fitted: folder with the codebooks of a run; None where there are none yet.
     """
     if isinstance(config.codec, Higgs):
         from unisono.recipes.speech.higgs_codec import HiggsCodec
 
         return HiggsCodec(config.codec)
     chosen = config.codec
-    if assets is not None:
-        return KMeansCodec.load(chosen, assets)
+    if fitted is not None:
+        return KMeansCodec.load(chosen, fitted)
     found = clips()
     contents = [samples.digest(clip.read()) for clip in found]
 
@@ -286,6 +304,18 @@ def _split(config: SpeechData, rows: Sequence[Sample]) -> NDArray[np.bool_]:
         what="sample",
         hint="or data.split=share to hold out samples instead",
     )
+
+
+def _of(rows: Subset | None) -> list[Sample]:
+    return [] if rows is None else [rows[number] for number in range(len(rows))]
+
+
+def _targets(sample: Sample) -> list[Clip]:
+    return [sample.clip] if isinstance(sample, Utterance) else sample.targets
+
+
+def _references(sample: Sample) -> list[Clip]:
+    return [clip for _, clip in sample.references] if isinstance(sample, Utterance) else sample.references
 
 
 def _length(sample: Sample) -> int:

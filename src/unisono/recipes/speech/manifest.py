@@ -42,7 +42,7 @@ def _entries(path: Path) -> list[Any]:
     text = path.read_text(encoding="utf-8")
     if path.suffix.lower() == ".jsonl":
         found: Any = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028, too, which JSON may contain
             if line.strip():
                 try:
                     found.append(safe_paths.parse_json(line))
@@ -62,7 +62,7 @@ def _entries(path: Path) -> list[Any]:
 def _conversation(entry: Any, config: Manifest, name: str) -> Conversation:
     if not isinstance(entry, dict) or not isinstance(entry.get("messages"), list) or not entry["messages"]:
         raise FaultError("messages: a list of messages is needed")
-    audios = entry.get("audios")  # of ms-swift; without it, its marks are text
+    audios = entry.get("audios")  # of ms-swift
     if audios is not None and not isinstance(audios, list):
         raise FaultError("audios: a list of files is needed")
     left = None if audios is None else list(audios)
@@ -75,9 +75,8 @@ def _conversation(entry: Any, config: Manifest, name: str) -> Conversation:
     made = Conversation(name, tuple(messages), start, str(entry.get("speaker") or ""))
     if all(message.role != "assistant" for message in messages[start:]):
         raise FaultError(f"start_index: {start} leaves no message of the assistant to learn")
-    taught = made.targets
-    for clip in made.clips[: len(made.clips) - len(taught)]:
-        if any(samples.same_recording(clip, target) for target in taught):
+    for clip in made.references:
+        if any(samples.same_recording(clip, target) for target in made.targets):
             raise FaultError(f"messages: {clip.path} is a reference and the target at once; name another reference")
     return made
 
@@ -96,6 +95,10 @@ def _message(message: Any, number: int, config: Manifest, name: str, audios: lis
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str):
             raise FaultError(f"{field}.content: text, or a list of text and audio, is needed")
+        if isinstance(content, list) and not text.strip():
+            raise FaultError(f"{field}.content: a text is empty")
+        if audios is None and _PLACE in text:
+            raise FaultError(f"audios: is missing, and {field} has a place {_PLACE}")
         for place, said in enumerate([text] if audios is None else text.split(_PLACE)):
             if place:
                 if not audios:

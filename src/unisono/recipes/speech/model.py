@@ -10,7 +10,7 @@ from torch import nn
 
 from unisono import ConfigError, UnisonoError, hf_config, nearest, pickle_hint
 from unisono.recipes.speech import tokens as names
-from unisono.recipes.speech.codec import Codec
+from unisono.recipes.speech.codec import Codec, KMeansCodec
 from unisono.recipes.speech.labels import Stream
 from unisono.recipes.speech.settings import FromConfig, ModelGroup, Pretrained
 from unisono.recipes.speech.tokens import Tokens
@@ -50,6 +50,7 @@ def check(config: ModelGroup, tokens: Tokens, codec: Codec, saved: Path | None =
             f"{where}: the model has {made.num_codebooks} codebooks and the codec {codec.codebooks}; choose data.codec "
             "for the model"
         )
+    _check_codec(made, where, codec, pretrained=isinstance(config, Pretrained))
     ends = (made.audio_stream_bos_id, made.audio_stream_eos_id)
     if codec.codes > min(ends) or max(ends) >= made.codebook_size:
         raise ConfigError(
@@ -62,7 +63,25 @@ def check(config: ModelGroup, tokens: Tokens, codec: Codec, saved: Path | None =
         )
     made.architectures = [ARCHITECTURE]
     made.use_cache = False
+    made.codec_digest = codec.digest  # goes with the weights into every export
     return made
+
+
+def _check_codec(made: Any, where: str, codec: Codec, pretrained: bool) -> None:
+    """Refuse a codec that gives codes another meaning than those which a pretrained model has learned."""
+    begin = min(made.audio_stream_bos_id, made.audio_stream_eos_id)
+    if pretrained and codec.codes != begin:
+        raise ConfigError(
+            f"{where}: the model's codes are 0 to {begin - 1}, and the codec's 0 to {codec.codes - 1}, so it is the "
+            "codec of another model; name the model's own, e.g. data.codec.kind=higgs data.codec.path=DIR"
+        )
+    learned = getattr(made, "codec_digest", codec.digest)
+    if learned != codec.digest:
+        raise ConfigError(
+            f"{where}: the model was trained with the codec {learned}, and data.codec is {codec.digest}, whose codes "
+            f"mean other sounds. Copy {KMeansCodec.NAME} of its run (RUN/assets) into that directory, and set "
+            "data.codec as it was"
+        )
 
 
 def stream_of(config: Any) -> Stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from unisono import DataError, audio
@@ -87,8 +88,16 @@ class Conversation:
     @property
     def targets(self) -> list[Clip]:
         """The recordings that are learned."""
-        taught = [m for number, m in enumerate(self.messages) if number >= self.start and m.role == "assistant"]
-        return [part for message in taught for part in message.parts if isinstance(part, Clip)]
+        return self._recordings(taught=True)
+
+    @property
+    def references(self) -> list[Clip]:
+        """The other recordings."""
+        return self._recordings(taught=False)
+
+    def _recordings(self, taught: bool) -> list[Clip]:
+        chosen = [m for n, m in enumerate(self.messages) if (n >= self.start and m.role == "assistant") == taught]
+        return [part for message in chosen for part in message.parts if isinstance(part, Clip)]
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,9 @@ def open_recording(name: str, path: Path, field: str, longest: float, rate: obje
     except DataError as error:
         raise FaultError(f"{field}: {error}") from error
     if rate is not None and rate != header.rate:
-        raise FaultError(f"sample_rate: {rate}, but {path.name} has {header.rate} Hz")
+        raise FaultError(f"sample_rate: {rate!r}, but {path.name} has {header.rate} Hz")
+    if header.frames == 0:
+        raise FaultError(f"{field}: {path.name} is empty: it has no samples")
     seconds = 0.0 if header.frames is None else header.frames / header.rate  # not every header says
     if seconds > longest:
         raise FaultError(f"{field}: {path.name} has {seconds:.1f} s, more than data.max_seconds={longest:g}")
@@ -180,7 +191,12 @@ def same_recording(one: Clip, other: Clip) -> bool:
         return True
     if one.path.stat().st_size != other.path.stat().st_size:
         return False
-    return digest(one.read()) == digest(other.read())
+    return _file_digest(one.path) == _file_digest(other.path)
+
+
+@lru_cache(maxsize=1 << 16)
+def _file_digest(path: Path) -> str:
+    return digest(path.read_bytes())
 
 
 def digest(content: bytes) -> str:

@@ -120,6 +120,12 @@ class Embedded(SpeechData):
     speakers: Annotated[int, Field(ge=2, le=64)] = Field(4, description="number of voices")
     clips: Annotated[int, Field(ge=2)] = Field(32, description="recordings per voice")
 
+    @model_validator(mode="after")
+    def _has_one_voice(self) -> Embedded:
+        if self.task.startswith("multi"):
+            raise ValueError(f"data.task={self.task}: made-up recordings have one voice each; use data=folder")
+        return self
+
 
 class Folder(SpeechData):
     """A folder of recordings and texts with a metadata.json."""
@@ -134,6 +140,12 @@ class Manifest(SpeechData):
     kind: Literal["manifest"]
     path: Path = Field(description="manifest file")
     root: Path | None = Field(None, description="folder that recordings are relative to; null: that of the manifest")
+
+    @model_validator(mode="after")
+    def _says_its_tasks(self) -> Manifest:
+        if self.task != "auto":
+            raise ValueError(f"data.task={self.task}: the messages of a manifest already say it; leave it out")
+        return self
 
 
 AnyData = Annotated[Embedded | Folder | Manifest, Field(discriminator="kind")]

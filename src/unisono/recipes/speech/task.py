@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipes.speech import labels, library, settings, tokens
-from unisono.recipes.speech.codec import Codec
+from unisono.recipes.speech.codec import Codec, KMeansCodec
 from unisono.recipes.speech.labels import IGNORED, Row, Stream
 from unisono.recipes.speech.library import CodeStore, Library, Sample
 from unisono.recipes.speech.tokens import Tokens
@@ -243,7 +243,11 @@ class Speech(Task):
         """Between sound and codes."""
         config = self.data_config
         most = getattr(config.codec, "fit_clips", 0)
-        return library.open_codec(config, lambda: self.library.fitting_clips(most), self._assets)
+        fitted = self._assets
+        if fitted is None and isinstance(self.model_config, settings.Pretrained):
+            beside = self.model_config.path
+            fitted = beside if (beside / KMeansCodec.NAME).is_file() else None
+        return library.open_codec(config, lambda: self.library.fitting_clips(most), fitted)
 
     @cached_property
     def codes(self) -> CodeStore:
