@@ -71,6 +71,10 @@ def test_what_is_the_same_on_one_process_passes(name: str) -> None:
     """A missing shift, a dropped window and a file that all write are faults all the same; no comparison shows them."""
     report = compare(getattr(script("speech_before"), name), quiet=True)
     assert report.exit_code == 0, report.lines
+    (verdict,) = report.verdicts
+    sizes = {c.quantity: c.worst.size for c in verdict.compared if c.mark == "PASS"}
+    assert {"loss", "raw gradients", "parameters"} <= set(sizes)
+    assert max(sizes.values()) < 1e-13
 
 
 AS_IT_IS = {  # exit code, and what `unisono prove` calls it
