@@ -195,7 +195,7 @@ def test_a_rank_that_is_slower_than_the_others_is_named_and_not_ended(tmp_path: 
     words = ("train.steps=90", "task.sleep=0.06", "checkpoint.every=null", "launch.straggler_factor=2")
     done = jobs.unisono(*TRAIN, *words, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"unisono: WARNING: rank 1 holds up the others: compute takes [\d.]+ s per step there", done.stderr)
+    assert re.search(r"WARNING: rank 1 holds up the others: compute takes [\d.]+ s per step there", done.stderr)
     assert "rank 0 holds up" not in done.stderr
     assert "rank 1 holds up" in (tmp_path / "runs" / "a" / "logs" / "monitor-node-0.log").read_text()
 
