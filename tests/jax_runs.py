@@ -11,7 +11,7 @@ from tests.runs import Trace, configuration
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import build_plan
+from unisono.data.order.planning import build_plan, build_source
 from unisono.engines.jax.engine import JaxEngine, create
 from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
@@ -43,7 +43,7 @@ def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
 def trace(task: Task, config: RunConfig, place: ProcessInfo | None = None, group: Communicator | None = None) -> Trace:
     """Train and evaluate a task; all processes return the same trace."""
     place, group = place or ProcessInfo(), group or SingleProcess()
-    source = task.data()
+    source = build_source(task, config, place.world_size)
     plan = build_plan(task, source, config, place.world_size)
     devices = config.layout.devices
     assert isinstance(devices, int)

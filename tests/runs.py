@@ -121,7 +121,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 
 def trace(place: ProcessInfo, group: Communicator, task: Task, config: RunConfig) -> Trace:
     """Train and evaluate a task; all ranks return the same trace."""
-    source = task.data()
+    source = build_source(task, config, place.world_size)
     plan = build_plan(task, source, config, place.world_size)
     split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)

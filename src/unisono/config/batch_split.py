@@ -6,7 +6,10 @@ contiguous range of micro-batches. A short last batch keeps the same owners: tho
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
@@ -29,10 +32,25 @@ class BatchSplit:
     devices: int = 1
 
     @classmethod
-    def create(cls, global_batch: int, world_size: int, micro_batch: int | str | None, devices: int = 1) -> BatchSplit:
+    def create(
+        cls,
+        global_batch: int,
+        world_size: int,
+        micro_batch: int | str | None,
+        devices: int = 1,
+        of_sources: Sequence[int] = (),
+    ) -> BatchSplit:
         """Create a split, or raise an error that lists valid numbers.
 
-        `micro_batch=None` gives each device all its rows at once, and so does `auto` until it is resolved.
+        `micro_batch=None` gives each device all its rows at once, and so does `auto` until it is resolved; of a mixture
+        with groups, as many as leave no micro-batch with rows of two sources.
+
+        Args:
+            global_batch: As the attribute.
+            world_size: As the attribute.
+            micro_batch: As the attribute, `auto` or None.
+            devices: As the attribute.
+            of_sources: From `rows_of_sources`.
         """
         micro_batch = micro_batch if isinstance(micro_batch, int) else None
         if world_size > global_batch:
@@ -54,7 +72,14 @@ class BatchSplit:
                 f"{_nearest_multiples(global_batch, count)}."
             )
         rows = global_batch // count
-        micro_batch = micro_batch or rows
+        largest = math.gcd(rows, *of_sources)
+        micro_batch = micro_batch or largest
+        if largest % micro_batch and not rows % micro_batch:
+            raise ConfigError(
+                f"layout.micro_batch={micro_batch} would put rows of two sources into a micro-batch: with "
+                f"data.mixture.grouped they have {', '.join(map(str, of_sources))} rows of each global batch. These "
+                f"micro-batches do not: {divisors(largest)}."
+            )
         if rows % micro_batch:
             raise ConfigError(
                 f"layout.micro_batch={micro_batch} does not divide the {rows} rows that each of {count} {who} "
@@ -106,7 +131,30 @@ def resolve_split(config: RunConfig) -> BatchSplit:
     """
     layout = config.layout
     assert isinstance(layout.world_size, int)
-    return BatchSplit.create(config.train.global_batch, layout.world_size, layout.micro_batch, layout.devices_each)
+    of_sources = rows_of_sources(config, config.train.global_batch)
+    return BatchSplit.create(
+        config.train.global_batch, layout.world_size, layout.micro_batch, layout.devices_each, of_sources
+    )
+
+
+def rows_of_sources(config: RunConfig, global_batch: int) -> list[int]:
+    """Return the rows that each source has of every global batch with `data.mixture.grouped`, by name; else nothing.
+
+    Raises:
+        ConfigError: If the weights do not divide the global batch.
+    """
+    mixture = config.data.mixture
+    if mixture is None or not mixture.grouped:
+        return []
+    weights = [Fraction(str(weight)) for _, weight in sorted(mixture.weights.items())]  # as written: 0.1 is a tenth
+    shares = [weight * global_batch / sum(weights) for weight in weights]
+    if any(share.denominator > 1 for share in shares):
+        least = math.lcm(*((weight / sum(weights)).denominator for weight in weights))
+        raise ConfigError(
+            f"train.global_batch={global_batch} cannot be divided into whole rows by data.mixture.weights, as "
+            f"data.mixture.grouped asks; these global batches can: {_nearest_multiples(global_batch, least)}"
+        )
+    return [int(share) for share in shares]
 
 
 def divisors(number: int) -> list[int]:

@@ -9,8 +9,7 @@ from itertools import islice
 from unisono.config.batch_split import BatchSplit, divisors
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
+from unisono.data.order.grouped import plan_evaluation
 from unisono.engines.protocol import Engine
 from unisono.protocols import cross_sample_mode
 from unisono.runtime.communicator import ProcessInfo
@@ -56,8 +55,8 @@ class HeldOut:
             whole = global_batch or config.train.global_batch
             micro = max(size for size in divisors(whole // parts) if size <= micro)
         self._split = BatchSplit.create(whole, place.world_size, micro, devices)
-        self._plan = StreamPlan(Order(len(source), seed=0, shuffle=rows < len(source)), self._split.global_batch, rows)
-        self._loader = Loader.from_config(task, source, self._plan, self._split, place, config, purpose="eval")
+        plan = plan_evaluation(source, config, self._split.global_batch, rows)
+        self._loader = Loader.from_config(task, source, plan, self._split, place, config, purpose="eval")
         self._weight_sets = [
             average for average, one in ((False, "model"), (True, "ema"))
             if config.eval.weights in ("both", one) and (config.ema.decay is not None or not average)

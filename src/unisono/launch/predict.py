@@ -19,9 +19,8 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch
+from unisono.data.order.grouped import plan_evaluation
 from unisono.data.order.mixture import Joined
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
 from unisono.data.table_files import check_table_suffix, write_table
 from unisono.launch.run import Run
 from unisono.optim import schedules
@@ -145,7 +144,7 @@ def _jax_forward(run: Run, model: Any, device: str) -> Forward:
 def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
     """Return all rows in order, built as for an evaluation."""
     size = min(micro_batch, len(source))
-    plan = StreamPlan(Order(len(source), seed=0, shuffle=False), size, len(source))
+    plan = plan_evaluation(source, run.config, size, len(source))
     loader = Loader.from_config(
         run.task, source, plan, BatchSplit.create(size, 1, size), ProcessInfo(), run.config, purpose="eval"
     )

@@ -7,6 +7,7 @@ processes, and locks the directory while the run lasts. All others receive the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,8 @@ def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRu
 def next_smaller_micro_batch(run: ResolvedRun) -> int | None:
     """Return the next smaller micro-batch; None if there is none."""
     split = run.split
-    sizes = batch_split.divisors(split.passes * split.micro_batch // split.devices)
+    of_sources = batch_split.rows_of_sources(run.config, split.global_batch)
+    sizes = batch_split.divisors(math.gcd(split.passes * split.micro_batch // split.devices, *of_sources))
     return max((size for size in sizes if size < split.micro_batch), default=None)
 
 

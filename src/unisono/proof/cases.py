@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
@@ -181,7 +183,7 @@ def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
             )
     if "resume" in proof.vary and not proof.stops:
         raise ConfigError(f"resume_every={proof.resume_every} must be smaller than steps={proof.steps}")
-    largest = proof.global_batch // max(worlds, default=1)
+    largest = math.gcd(proof.global_batch // max(worlds, default=1), *rows_of_sources(config, proof.global_batch))
     together = config.layout.sync_batch_norm
     if together and "dp" in layouts:
         raise ConfigError("layouts: dp does not work with layout.sync_batch_norm=true; use ddp:2")

@@ -6,16 +6,18 @@ What is held against each other is what any framework has; how an optimizer keep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 from unisono.config import recipes
+from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import ComparedQuantity, compare_traces
-from unisono.proof.recording.trace import QUANTITIES, Array, Trace, trace_folder
+from unisono.proof.recording.trace import QUANTITIES, Array, StepFacts, Trace, trace_folder
 from unisono.runtime.errors import ConfigError
 
 FLOOR = 1e-10
@@ -38,9 +40,10 @@ def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
         )
     for engine in ("torch", "jax"):
         recipes.task_of(config.recipe, engine)
-    named = {"micro_batch": proof.global_batch, **_ONE_PROCESS}
-    first = Case(f"torch m{proof.global_batch} fp64", 1, {**named, "engine": "torch"}, "fp64")
-    other = Case(f"jax m{proof.global_batch} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name)
+    rows = math.gcd(proof.global_batch, *rows_of_sources(config, proof.global_batch))
+    named = {"micro_batch": rows, **_ONE_PROCESS}
+    first = Case(f"torch m{rows} fp64", 1, {**named, "engine": "torch"}, "fp64")
+    other = Case(f"jax m{rows} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name)
     return [first, replace(other, weights_from=first.name)]
 
 
@@ -79,9 +82,16 @@ def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantit
     in_torch = {rename(name): name for name in {**reference.tensors(BUFFERS), **_first(reference)}}
     trained = {*reference.facts.trainable, *(in_torch.get(name, name) for name in mine.facts.trainable)}
     ours = _Renamed(mine, in_torch, trained)
+    ours.facts = replace(mine.facts, steps=list(map(_outputs_of_both, mine.facts.steps, reference.facts.steps)))
     allowed = {**dict.fromkeys(QUANTITIES, FLOOR), "initial parameters": 0.0, "sample ids": 0.0}
     found = compare_traces(ours, _Renamed(reference, {}, trained), allowed, adaptive=False)
     return [one for one in found if one.quantity not in _EACH_ITS_OWN]
+
+
+def _outputs_of_both(mine: StepFacts, reference: StepFacts) -> StepFacts:
+    """A step in JAX without outputs that torch has not: of several kinds of rows, a micro-batch has those of all."""
+    pairs = zip(mine.outputs, reference.outputs, strict=True)
+    return replace(mine, outputs=[{name: own[name] for name in own.keys() & theirs.keys()} for own, theirs in pairs])
 
 
 def _first(trace: Trace) -> Mapping[str, Array]:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,20 @@ def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch:
         process_group.stop()
 
 
-def test_a_process_that_meets_nobody_says_where_it_was(address: str) -> None:
+def test_a_process_that_meets_nobody_says_where_it_was(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it gives torch, which tries twice, half of the time; torch's pause between its tries is random."""
+    given: list[float] = []
+
+    def store(*arguments: Any, timeout: timedelta, **more: Any) -> Any:
+        given.append(timeout.total_seconds())
+        return tcp_store(*arguments, timeout=timeout, **more)
+
+    tcp_store = dist.TCPStore  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "TCPStore", store)
     said = f"rank 1 could not reach the other processes at {address}: no response within 3 s "
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match=said):
         process_group.start(ProcessInfo(1, 2, 1, 2), CPU, timeout=5, start_timeout=3)
-    assert time.monotonic() - began < 6, "torch's second try began anew"
+    assert 1 <= len(given) <= 3 and max(given) <= 1.5
 
 
 def test_an_address_that_is_taken_is_said(address: str) -> None:

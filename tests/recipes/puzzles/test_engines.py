@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from tests.recipes.puzzles import test_task as of_torch
 from tests.runs import Trace, distance
 from tests.runs import trace as torch_trace
 from unisono.config.recipes import task_of
-from unisono.recipes.puzzles import settings
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
-from unisono.runtime.errors import ConfigError
 from unisono.task import SampleContext
 from unisono.task_config import find_task
 
@@ -42,12 +39,12 @@ def weights_of(task: Any) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def pair(model: dict[str, Any], last_bit: bool = False, **config: Any) -> tuple[Any, Any]:
+def pair(model: dict[str, Any], last_bit: bool = False, data: Any = None, **config: Any) -> tuple[Any, Any]:
     """The tasks of both engines, with the same first weights in fp32, or those changed in their last bit."""
     from unisono.recipes.puzzles.jax_task import Puzzles as OfJax
     from unisono.recipes.puzzles.model import names
 
-    mine = of_torch.task(model, weights=WEIGHTS, **config)
+    mine = of_torch.task(model, data, weights=WEIGHTS, **config)
     arrays, build = weights_of(mine), mine.build
     if last_bit:
         arrays = {name: np.nextafter(value, np.float32(np.inf)) for name, value in arrays.items()}
@@ -65,17 +62,17 @@ def pair(model: dict[str, Any], last_bit: bool = False, **config: Any) -> tuple[
     return mine, other
 
 
-def config(engine: str, **layout: Any) -> Any:
-    made = of_torch.run_config(**layout)
+def config(engine: str, mixture: Any = None, **layout: Any) -> Any:
+    made = of_torch.run_config(mixture, **layout)
     train = made.train.model_copy(update={"steps": STEPS})
     chosen = type(made.layout).model_validate({**made.layout.model_dump(), "engine": engine, **layout})
     return made.model_copy(update={"train": train, "layout": chosen})
 
 
-def jax_trace(task: Any, **layout: Any) -> Trace:
+def jax_trace(task: Any, mixture: Any = None, **layout: Any) -> Trace:
     from tests.jax_runs import trace
 
-    return trace(task, config("jax", **{"devices": 1, "threads": None, **layout}))
+    return trace(task, config("jax", mixture, **{"devices": 1, "threads": None, **layout}))
 
 
 def assert_same(one: Trace, other: Trace, floor: float, of_norms: float | None = None) -> None:
@@ -147,11 +144,14 @@ def test_the_engine_of_the_layout_chooses_the_task_and_both_make_the_same_batche
     assert all(np.array_equal(batches[0][name], batches[1][name]) for name in batches[0])
 
 
-def test_several_kinds_are_refused_in_jax_before_anything_is_compiled() -> None:
-    data = TypeAdapter(settings.PuzzlesData).validate_python(
-        {"kind": "several", "parts": {"one": of_torch.DATA, "other": {**of_torch.DATA, "seed": 1}}}
-    )
-    task = find_task("puzzles", "jax")(settings.PuzzlesConfig(), model=of_torch.task().model_config, data=data)
-    task.setup()
-    with pytest.raises(ConfigError, match=r"2 kinds of puzzles \(one, other\).*use layout\.engine=torch, or one kind"):
-        task.check()
+@pytest.mark.slow
+def test_several_kinds_are_the_same_run_in_both_engines_and_on_jax_devices() -> None:
+    """A JAX step is compiled once for micro-batches of all kinds, and each computes what its kind needs."""
+    mine, other = pair(VARIANTS["attention"], data=of_torch.SEVERAL)
+    mixture = mine.data_config.mixture
+    one = torch_trace(ProcessInfo(), SingleProcess(), mine, config("torch", mixture=mixture, micro_batch=3))
+    assert len(set(one.losses)) == STEPS and all(gradient.any() for gradient in one.gradients.values())
+    many = jax_trace(other, mixture=mixture, micro_batch=3)
+    assert_same(one, many, ACROSS)
+    assert [told for told in many.recompiled if told] == ["the step: h_cycles is 2, and was 1"]
+    assert_same(many, jax_trace(other, mixture=mixture, micro_batch=3, devices=2, strategy="fsdp"), WITHIN)

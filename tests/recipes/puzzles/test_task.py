@@ -37,9 +37,17 @@ def task(model: dict[str, Any] | None = None, data: dict[str, Any] | None = None
     return made
 
 
-def run_config(**layout: Any) -> Any:
+SEVERAL = {
+    "kind": "several",
+    "parts": {"small": DATA, "larger": {**DATA, "side": 6, "clues": (20, 24), "held_out": 7}},
+    "mixture": {"weights": {"small": 3, "larger": 1}, "grouped": True},
+}
+
+
+def run_config(mixture: Any = None, **layout: Any) -> Any:
     return configuration(
         layout=layout,
+        data={"mixture": mixture},
         train={"steps": 8, "global_batch": 12, "precision": "fp64", "clip_norm": None},
         optim={"kind": "adam_atan2", "lr": 3e-3, "groups": SIGN, "decay_all": True, "weight_decay": 0.1},
         ema={"decay": 0.9, "exclude": ["kinds.*.puzzles.weight"]},
@@ -64,9 +72,9 @@ def quick_to_halt(made: Puzzles) -> Puzzles:
     return made
 
 
-def traces_of(place: ProcessInfo, group: Any, layouts: list[dict[str, Any]]) -> list[Trace]:
-    made = quick_to_halt(task(weights={"q_continue": 0.5, "consistency": 0.1}))
-    return [trace(place, group, made, run_config(**layout)) for layout in layouts]
+def traces_of(place: ProcessInfo, group: Any, layouts: list[dict[str, Any]], several: bool = False) -> list[Trace]:
+    made = quick_to_halt(task(data=SEVERAL if several else None, weights={"q_continue": 0.5, "consistency": 0.1}))
+    return [trace(place, group, made, run_config(made.data_config.mixture, **layout)) for layout in layouts]
 
 
 def test_every_layout_computes_what_one_process_computes() -> None:
@@ -77,6 +85,10 @@ def test_every_layout_computes_what_one_process_computes() -> None:
     assert 0 < reference.metrics[3]["examples_learnt"] < 4  # some rows have halted, and some have not
     assert all(np.any(gradient) for gradient in reference.gradients.values())
     others += processes.run(traces_of, 2, together)[1]
+    assert_same(others, reference)
+
+
+def assert_same(others: list[Trace], reference: Trace) -> None:
     for other in others:
         assert other.rows == reference.rows
         assert max(distance(other.gradients, reference.gradients).values()) < TOLERANCE
@@ -85,6 +97,22 @@ def test_every_layout_computes_what_one_process_computes() -> None:
             assert mine == pytest.approx(theirs, rel=TOLERANCE)
         assert max(distance(other.parameters, reference.parameters).values()) < TOLERANCE
         assert other.evaluation == pytest.approx(reference.evaluation, rel=TOLERANCE)
+
+
+def test_several_kinds_are_the_same_run_on_every_layout_and_no_micro_batch_has_two() -> None:
+    """Kinds of other sizes, whose held-out puzzles no micro-batch divides."""
+    reference, other = traces_of(ProcessInfo(), SingleProcess(), [{"micro_batch": 3}, {"micro_batch": 1}], True)
+    assert len(set(reference.losses)) == 8 and all(norm > 1e-3 for norm in reference.norms)
+    assert all(np.any(gradient) for gradient in reference.gradients.values())  # of the parts of both kinds
+    learnt = [reference.metrics[-1][f"{kind}/examples_learnt"] for kind in ("small", "larger")]
+    assert min(learnt) > 1  # examples per row, and rows keep their kind
+    assert all(sum(row < 40 for row in rows) == 3 for rows in reference.rows)  # of 12, by the weights
+    assert {"small/exact", "larger/exact"} <= reference.evaluation.keys()
+    together = [
+        {"strategy": "ddp", "world_size": 2, "micro_batch": 3},
+        {"strategy": "fsdp", "world_size": 2, "micro_batch": 3},
+    ]
+    assert_same([other, *processes.run(traces_of, 2, together, True)[1]], reference)
 
 
 def test_a_row_at_work_ignores_the_new_puzzle_and_one_that_halted_takes_it() -> None:
@@ -130,7 +158,8 @@ def test_an_evaluation_makes_all_steps_and_notes_where_each_row_would_have_halte
     batch = {name: torch.as_tensor(array) for name, array in made.collate(rows).items()}
     context = Context(0, training=False)
     with torch.no_grad():
-        outputs = made.outputs(model, batch, context)
+        made_outputs = made.outputs(model, batch, context)
+        outputs = fields_of(made_outputs)
         kind, fields = "sudoku", fields_of(batch)
         answers, state = [], None
         for _ in range(4):  # by hand
@@ -147,7 +176,7 @@ def test_an_evaluation_makes_all_steps_and_notes_where_each_row_would_have_halte
     assert outputs["early_steps"].tolist() == [halt + 1 for halt in halts]
     for row, halt in enumerate(halts):
         assert (outputs["early"][row] == answers[halt][0][row]).all()
-    metrics = made.loss(outputs, batch, context).metrics
+    metrics = made.loss(made_outputs, batch, context).metrics
     assert metrics["halting/steps"][0] == sum(halts) + 10 and metrics["exact"][1] == 10
 
 
@@ -170,7 +199,7 @@ def test_votes_over_augmentations_find_the_answer_that_most_of_them_give(tmp_pat
         found = made.votes_of(answers, torch.zeros(5), batch)
         assert [bool(found[f"pass@{most}"]) for most in (1, 2)] == won, wrong
     model = made.build()
-    outputs = made.outputs(model, named("arc", batch), Context(0, training=False))
+    outputs = fields_of(made.outputs(model, named("arc", batch), Context(0, training=False)))
     assert outputs["logits"].shape == (1, 900, 12) and outputs["pass@1"].shape == (1,)
 
 
@@ -178,8 +207,9 @@ def test_a_micro_batch_of_several_kinds_is_refused(tmp_path: Path) -> None:
     write_mazes(tmp_path / "train.csv")
     parts = {"small": DATA, "maze": {"kind": "maze", "path": tmp_path / "train.csv", "held_out": 0.5}}
     made = task({"mixer": "attention"}, {"kind": "several", "parts": parts})
+    assert made.data_config.mixture.grouped and made.data_config.mixture.weights == {"small": 1, "maze": 1}
     sources = made.data()
     context = SampleContext(np.random.default_rng(0), training=True)
     mixed = [made.sample(sources[name][0], context) for name in ("small", "maze")]
-    with pytest.raises(ValueError, match=r"several kinds \(maze, small\).*data\.mixture\.rows.*small 10, maze 1"):
+    with pytest.raises(ValueError, match=r"several kinds \(maze, small\).*small: 1, maze: 1}, grouped: true"):
         made.collate(mixed)

@@ -23,6 +23,11 @@ class Mixture(Settings):
 
     weights: dict[str, NonNegative] = Field(description="weight of each source; 0: never read")
     by: Literal["samples", "tokens"] = Field("samples", description="unit that the weights divide")
+    grouped: bool = Field(
+        False,
+        description="whether every global batch has the same rows of each source side by side, so that a row keeps its "
+        "source and a micro-batch holds rows of one; else sources alternate at random within blocks",
+    )
     until: Literal["first", "all"] = Field(
         "all", description="an epoch ends when the first source is used up, or when all have been"
     )
@@ -41,6 +46,12 @@ class Mixture(Settings):
                 raise ValueError(f"data.mixture.{key}: '{name}' is not in weights, {nearest(name, self.weights)}")
             for name in self.weights.keys() - weights.keys():
                 raise ValueError(f"data.mixture.{key} has no weight for '{name}'; give it one (0 to leave it out)")
+        if self.grouped and (self.changes or self.by == "tokens"):
+            refused = "changes" if self.changes else "by=tokens"
+            raise ValueError(
+                f"data.mixture.{refused}: with grouped=true each source has the same rows of every global batch; leave "
+                "out one of the two"
+            )
         for before, after in pairwise(change.step for change in self.changes):
             if before >= after:
                 raise ValueError(f"data.mixture.changes: step {after} comes after step {before}; put them in order")

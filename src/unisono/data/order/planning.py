@@ -7,14 +7,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.batch_builder import refuse_mask
 from unisono.data.loading.loader import MeasuredLengths, check_draws
 from unisono.data.order import lanes as lanes_
 from unisono.data.order.blocks import BlockOrder, CachedBlocks
+from unisono.data.order.grouped import GroupedOrder
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
 from unisono.data.order.length_groups import LengthGroups
-from unisono.data.order.mixture import Joined, MixtureOrder
+from unisono.data.order.mixture import Joined, MixtureOrder, whole_weights
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
 from unisono.data.order.plan import Plan, Stream, StreamPlan
@@ -78,6 +80,14 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
             f"data.mixture has weights for {', '.join(data.mixture.weights)}, but {type(task).__name__}.data() returns "
             "a single source; return a dict of sources, or remove data.mixture"
         )
+    if data.mixture is not None and data.mixture.grouped:
+        other = ("data.packing", data.packing), ("data.group_by_length", data.group_by_length)
+        for key_, value in (*other, ("data.shuffle=blocks", data.shuffle == "blocks" or None)):
+            if value is not None:
+                raise ConfigError(
+                    f"data.mixture.grouped gives each source its rows of a batch, but {key_} moves them; "
+                    "leave out one of the two"
+                )
     sources = source.sources if isinstance(source, Joined) else {"": source}
     if data.shuffle == "full" and any(isinstance(one, CachedBlocks) for one in sources.values()):
         raise ConfigError(
@@ -161,6 +171,10 @@ def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -
     assert isinstance(source, Joined)
     streams = [build_order(one, key(seed, "source", name)) for name, one in source.sources.items()]
     batch = config.train.global_batch
+    if data.mixture.grouped:
+        whole_weights(data.mixture, source.sources)
+        shares = tuple(rows_of_sources(config, batch))
+        return GroupedOrder(tuple(streams), tuple(source.starts), shares, seed, data.mixture.until)
     units = None
     if data.packing is not None and (room := data.packing.length or packed_capacity(task)):
         units = room * batch

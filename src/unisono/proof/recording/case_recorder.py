@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.checkpoint.core import commit
-from unisono.config.batch_split import BatchSplit
+from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import Plan, StreamPlan
@@ -112,8 +112,9 @@ class _CaseRun:
         whole = config.train.steps or build_plan(task, self.source, config, world_size=1).steps
         self.scalars = schedules.ScheduledScalars(config, max(self.plan.steps, whole))
         self.split = BatchSplit.create(
-            proof.global_batch, process.world_size, case.micro_batch, config.layout.devices_each
-        )
+            proof.global_batch, process.world_size, case.micro_batch, config.layout.devices_each,
+            rows_of_sources(config, proof.global_batch),
+        )  # fmt: skip
         # Which rows a process has, by the number of the rank that usually has them.
         last = process.world_size - 1
         self.rows_of_rank = replace(process, rank=last - process.rank) if case.reversed else process

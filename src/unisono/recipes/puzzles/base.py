@@ -25,7 +25,7 @@ from unisono import (
 )
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle
-from unisono.recipes.puzzles.data.formats import Puzzle, format_of, plain
+from unisono.recipes.puzzles.data.formats import ARC_COLOURS, Puzzle, format_of, plain
 from unisono.recipes.puzzles.data.library import Library, open_libraries
 from unisono.recipes.puzzles.data.prepared import PuzzlePreparation
 from unisono.recipes.puzzles.data.tables import written, written_grid
@@ -34,6 +34,7 @@ from unisono.recipes.puzzles.model.shape import Kind, inner_width, step_flops
 
 _ASSET = "puzzles.json"
 _LEVELS = 4  # of ratings
+KIND = "kind"  # the array of a batch of several kinds that says which one it holds
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 Fields = dict[str, Any]
 
@@ -111,17 +112,26 @@ class PuzzlesBase(Task):
         return fields
 
     def collate(self, samples: Sequence[Fields]) -> Batch:
-        """Rows of one kind: `question` and `answer` (rows, cells) uint8, and numbers of each row."""
+        """Rows of one kind: `question` and `answer` (rows, cells) uint8, and numbers of each row.
+
+        Of several kinds, its arrays come first, and those of the others are zero, so that all batches have one shape,
+        as JAX needs it; nothing is computed from them. `kind` (rows,) is the number of the kind.
+        """
         kinds = sorted({sample["kind"] for sample in samples})
         if len(kinds) > 1:
-            sizes = ", ".join(f"{n} {len(rows)}" for n, rows in self._held_out_sizes.items())
+            weights = ", ".join(f"{kind}: 1" for kind in self.kinds)
             raise DataError(
-                f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}). In training, "
-                "data.mixture.rows gives each kind whole micro-batches; in evaluation, eval.micro_batch has to divide "
-                f"the held-out puzzles of each kind ({sizes}), and eval.rows has to be null"
+                f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}), and it can hold one; set "
+                f"data.mixture={{weights: {{{weights}}}, grouped: true}}"
             )
-        names = [name for name in samples[0] if name != "kind"]
-        return {f"{kinds[0]}/{name}": np.stack([sample[name] for sample in samples]) for name in names}
+        held = {name: np.stack([sample[name] for sample in samples]) for name in samples[0] if name != "kind"}
+        batch = named(kinds[0], held)
+        if len(self.kinds) > 1:
+            number = list(self.kinds).index(kinds[0])
+            for other in self.kinds.keys() - kinds:
+                batch |= named(other, self._no_puzzles(other, len(samples), "explore" in held))
+            batch[KIND] = np.full(len(samples), number, dtype=np.int32)
+        return batch
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """Rows whose answer is known, for every term."""
@@ -130,7 +140,7 @@ class PuzzlesBase(Task):
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Puzzles that are shown, and the FLOPs of a supervision step at the full depth."""
-        kind, rows, config = kind_of(batch), float(_rows(batch)), self.model_config
+        kind, rows, config = kind_of(batch), float(len(next(iter(batch.values())))), self.model_config
         return {"puzzles": rows, "flops": rows * step_flops(self.kinds[kind], config, config.h_cycles, config.l_cycles)}
 
     # the model --------------------------------------------------------------------------------------------------
@@ -173,6 +183,7 @@ class PuzzlesBase(Task):
         Answers that are not known leave `exact` and `cells` empty. ARC grids are written as JSON.
         """
         kind, fields = kind_of(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
+        outputs = fields_of(outputs, kind)
         found = {name: np.asarray(outputs[name].tolist()) for name in ("solution", "q", "early_steps")}
         format_, answers = self.kinds[kind].format, fields["answer"]
         questions = fields["question"] if fields["question"].ndim == 2 else fields["question"][:, 0]
@@ -273,10 +284,6 @@ class PuzzlesBase(Task):
         return found
 
     @cached_property
-    def _held_out_sizes(self) -> dict[str, Any]:
-        return {name: library.held_out or () for name, library in self.libraries.items()}
-
-    @cached_property
     def _edges(self) -> dict[str, list[float]]:
         """Upper ends of the levels of the held-out ratings: their quartiles, without repetition."""
         found: dict[str, list[float]] = {}
@@ -301,6 +308,16 @@ class PuzzlesBase(Task):
             "colours": np.stack([change.colours for change in changes]).astype(np.int32),
         }
 
+    def _no_puzzles(self, kind: str, rows: int, training: bool) -> Fields:
+        """The arrays of a kind of which a batch holds none."""
+        length, votes = self.kinds[kind].format.length, not training and self.votes_in(kind)
+        shown = (rows, self.config.votes) if votes else (rows,)
+        shapes = {"question": (*shown, length), "answer": (rows, length), "identifier": shown, "level": (rows,)}
+        shapes |= {"explore": (rows,), "patience": (rows,)} if training else {}
+        shapes |= {"symmetry": shown, "colours": (*shown, ARC_COLOURS)} if votes else {}
+        dtypes = {"question": np.uint8, "answer": np.uint8, "explore": np.float32}
+        return {name: np.zeros(shape, dtypes.get(name, np.int32)) for name, shape in shapes.items()}
+
     def preparation(self) -> dict[str, tuple[PuzzlePreparation, Path]]:
         """What `unisono data prepare` makes: the augmented training puzzles and the held-out ones."""
         found: dict[str, tuple[PuzzlePreparation, Path]] = {}
@@ -317,19 +334,16 @@ class PuzzlesBase(Task):
 
 
 def kind_of(batch: Mapping[str, Any]) -> str:
-    """The kind of puzzles in a batch."""
+    """The kind of puzzles that a batch holds, whose arrays come first."""
     return next(iter(batch)).split("/")[0]
 
 
-def fields_of(arrays: Mapping[str, Any]) -> Fields:
-    """Arrays of a batch or of a carry, without the name of their kind."""
-    return {name.split("/", 1)[1]: array for name, array in arrays.items()}
+def fields_of(arrays: Mapping[str, Any], kind: str | None = None) -> Fields:
+    """Arrays of a kind, by default the first, in a batch or a carry, without the name of the kind."""
+    begin = f"{kind or kind_of(arrays)}/"
+    return {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
 
 
 def named(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `fields_of`."""
     return {f"{kind}/{name}": array for name, array in fields.items()}
-
-
-def _rows(batch: Mapping[str, Any]) -> int:
-    return len(next(iter(batch.values())))

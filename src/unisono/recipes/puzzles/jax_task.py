@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unisono import ConfigError
-from unisono.recipes.puzzles.base import Fields
+from unisono import Batch, Context, Loss
+from unisono.recipes.puzzles.base import KIND, Fields, fields_of, named
 from unisono.recipes.puzzles.steps import PuzzleSteps
 
 if TYPE_CHECKING:
@@ -28,14 +30,51 @@ class Puzzles(PuzzleSteps):
 
         return PuzzleModel(self.model_config, self.kinds, key)
 
-    def check(self) -> None:
-        """Settings against the puzzles, of one kind."""
-        super().check()
-        if len(self.kinds) > 1:
-            raise ConfigError(
-                f"data.parts has {len(self.kinds)} kinds of puzzles ({', '.join(self.kinds)}), and layout.engine=jax "
-                "compiles a step for micro-batches of one shape; use layout.engine=torch, or one kind"
-            )
+    # A step is compiled for micro-batches of one shape, so those of all kinds have the arrays of all, and each chooses
+    # what is computed. No collective is inside of a choice, so devices may choose differently.
+
+    def initial_carry(self, batch: Batch) -> Fields:
+        """Rows that have not begun, of every kind that there are arrays of."""
+        found = (named(kind, fields_of(batch, kind)) for kind in self.kinds)
+        return {name: array for one in found if one for name, array in super(Puzzles, self).initial_carry(one).items()}
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> Fields:
+        """One supervision step of each row; in evaluation, all of them."""
+
+        def compute(kind: str) -> Fields:
+            carry = None if context.carry is None else named(kind, fields_of(context.carry, kind))
+            own = named(kind, fields_of(batch, kind))
+            return super(Puzzles, self).outputs(model, own, replace(context, carry=carry))
+
+        return self._choose(batch, compute)
+
+    def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
+        """Sums over rows; in training of those that halt in this step."""
+        weights: dict[str, float] = {}
+
+        def compute(kind: str) -> Fields:
+            own = named(kind, fields_of(batch, kind))
+            found = super(Puzzles, self).loss(outputs, own, context)
+            weights.update(found.weights)
+            carry = {**(context.carry or {}), **(found.carry or {})}  # rows of other kinds wait
+            return {"sums": found.sums, "metrics": found.metrics, "carry": carry}
+
+        made = self._choose(batch, compute)
+        return Loss(made["sums"], weights, made["metrics"], carry=made["carry"] if context.training else None)
+
+    def _choose(self, batch: Batch, compute: Callable[[str], Fields]) -> Fields:
+        """What is computed for the kind of the micro-batch; what only other kinds have is zero."""
+        import jax
+        import jax.numpy as jnp
+
+        if len(self.kinds) == 1:
+            return compute(next(iter(self.kinds)))
+        shapes = [jax.eval_shape(partial(compute, kind)) for kind in self.kinds]
+        every = {name: shape for one in shapes for name, shape in one.items()}
+        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), every)
+        branches = [lambda kind=kind: {**nothing, **compute(kind)} for kind in self.kinds]
+        chosen: Fields = jax.lax.switch(batch[KIND][0], branches)
+        return chosen
 
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
         """Floats of the run's precision."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -129,10 +129,20 @@ class PreparedData(Data, Prepared):
 
 
 class SeveralData(Data):
-    """`data=several`: puzzles of several kinds; a micro-batch holds one kind, so that nothing is padded."""
+    """`data=several`: puzzles of several kinds; a micro-batch holds one kind, so that nothing is padded.
+
+    Without `mixture`, every kind has as many rows of a global batch.
+    """
 
     kind: Literal["several"]
     parts: dict[str, Part] = Field(description="kinds of puzzles, each under a name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_equally(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("mixture") is None and isinstance(given.get("parts"), dict):
+            return {**given, "mixture": {"weights": dict.fromkeys(given["parts"], 1), "grouped": True}}
+        return given
 
     @model_validator(mode="after")
     def _at_least_two(self) -> SeveralData:
@@ -141,6 +151,8 @@ class SeveralData(Data):
         for name in self.parts:
             if not name.isidentifier():
                 raise ValueError(f"data.parts: {name!r} cannot be a name; use letters, digits and _")
+        if self.mixture is not None and not self.mixture.grouped:
+            raise ValueError("data.mixture: a micro-batch holds puzzles of one kind; add grouped=true")
         return self
 
 

@@ -58,7 +58,7 @@ class PuzzleSteps(PuzzlesBase):
         kind, fields = kind_of(batch), fields_of(batch)
         cycles = self.cycles(context.scalars)
         if not context.training:
-            return self._voted(model, kind, fields, cycles)
+            return named(kind, self._voted(model, kind, fields, cycles))
         assert context.carry is not None
         rows = act.begin(fields_of(context.carry), fields, model.starts)
         thought = model(kind, rows, *cycles)
@@ -66,11 +66,12 @@ class PuzzleSteps(PuzzlesBase):
         if self.competing:  # what going on is worth, told by the model one step later
             last = rows["steps"] + 1 >= self.config.halt_steps
             outputs["value"] = self.without_gradient(lambda: act.going_on(model(kind, outputs, *cycles).q, last))
-        return outputs
+        return named(kind, outputs)
 
     def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
         """Sums over rows; in training of those that halt in this step."""
         kind, fields = kind_of(batch), fields_of(batch)
+        outputs = fields_of(outputs, kind)
         answers = outputs["answer"] if context.training else fields["answer"]
         terms, cells, exact = scores.terms(self.config, outputs, answers, self.wide, context.training)
         sums = {name: self.reduced(value) for name, value in terms.items()}
@@ -153,12 +154,13 @@ class PuzzleSteps(PuzzlesBase):
         sums = {name: (self.reduced(value), self.reduced(count)) for name, (value, count) in pairs.items()}
         if len(self.kinds) == 1:
             return sums
+        nothing = self.reduced(array_namespace(pairs["exact"][0]).zeros_like(pairs["exact"][0]))
         every: dict[str, tuple[Any, Any]] = {}
         for other in self.kinds:
             levels = [] if training else [f"rating/{level}" for level in self.levels[other]]
             votes_ = [] if training or not self.votes_in(other) else [f"pass@{most}" for most in self.config.pass_at]
             for name in (*(scores.TRAINING if training else scores.EVALUATION), *levels, *votes_):
-                every[f"{other}/{name}"] = sums[name] if other == kind else (0.0, 0.0)
+                every[f"{other}/{name}"] = sums[name] if other == kind else (nothing, nothing)
         return every
 
 

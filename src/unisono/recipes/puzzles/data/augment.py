@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.puzzles.data.formats import ARC_SIDE, BLANK, COLOUR, END, PAD, Format, Tokens
+from unisono.recipes.puzzles.data.formats import ARC_COLOURS, ARC_SIDE, BLANK, COLOUR, END, PAD, Format, Tokens
 
 Grid = NDArray[np.uint8]  # colours, (height, width)
 
@@ -99,7 +99,7 @@ class ArcVariant:
     @classmethod
     def identity(cls) -> ArcVariant:
         """The task as it is."""
-        return cls(0, np.arange(10, dtype=np.uint8))
+        return cls(0, np.arange(ARC_COLOURS, dtype=np.uint8))
 
     def __call__(self, grid: Grid) -> Grid:
         """A grid of the changed task."""

@@ -23,6 +23,7 @@ BLANK = 1  # Sudoku: an empty cell
 END = 1  # ARC: the border of a grid
 COLOUR = 2  # ARC: the token of colour 0
 ARC_SIDE = 30
+ARC_COLOURS = 10
 MAZE_SYMBOLS = "# SGo"  # tokens 1 to 5: wall, floor, start, goal, path
 SUDOKU_BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of the grid
 

@@ -122,19 +122,20 @@ def going_on(q_next: Any, last: Any) -> Any:
     return 1 / (1 + xp.exp(-best))
 
 
-def right(predicted: Any, answers: Any) -> tuple[Any, Any]:
+def right(predicted: Any, answers: Any, dtype: Any) -> tuple[Any, Any]:
     """The share of cells that are right, and whether all are, both (rows,) as numbers.
 
     Args:
         predicted: tokens, (rows, cells).
         answers: tokens, (rows, cells); 0 does not count.
+        dtype: of the numbers; shares of cells are as exact as it is.
     """
     xp = array_namespace(predicted)
     counted = answers > 0
     hits = counted & (xp.astype(predicted, answers.dtype) == answers)
-    number = xp.astype(xp.sum(xp.astype(counted, xp.int32), axis=-1), xp.float32)
-    found = xp.astype(xp.sum(xp.astype(hits, xp.int32), axis=-1), xp.float32)
-    return found / _at_least_one(number), xp.astype((found == number) & (number > 0), xp.float32)
+    number = xp.astype(xp.sum(xp.astype(counted, xp.int32), axis=-1), dtype)
+    found = xp.astype(xp.sum(xp.astype(hits, xp.int32), axis=-1), dtype)
+    return found / _at_least_one(number), xp.astype((found == number) & (number > 0), dtype)
 
 
 def _at_least_one(number: Any) -> Any:

@@ -36,8 +36,8 @@ def terms(
     """
     weights = term_weights(config)
     xp = array_namespace(outputs["logits"])
-    cells, exact = act.right(xp.argmax(outputs["logits"], axis=-1), answers)
     q = wide(outputs["q"])
+    cells, exact = act.right(xp.argmax(outputs["logits"], axis=-1), answers, q.dtype)
     found: PerRow = {
         "answer": act.cross_entropies(wide(outputs["logits"]), answers, config.cross_entropy == "stablemax")
     }
@@ -82,7 +82,7 @@ def evaluation_metrics(
     """
     xp = array_namespace(cells)
     one = xp.astype(xp.any(batch["answer"] > 0, axis=-1), cells.dtype)
-    early_cells, early = act.right(outputs["early"], batch["answer"])
+    early_cells, early = act.right(outputs["early"], batch["answer"], cells.dtype)
     told = xp.astype(outputs["told"], cells.dtype)
     values = {
         "exact": exact,
