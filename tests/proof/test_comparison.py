@@ -18,7 +18,15 @@ from unisono.proof.comparison import (
     first_failure,
     relative_distances,
 )
-from unisono.proof.recording.trace import QUANTITIES, RunFacts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.recording.trace import (
+    INITIAL_BUFFERS,
+    QUANTITIES,
+    RunFacts,
+    StepFacts,
+    Trace,
+    write_facts,
+    write_tensors,
+)
 
 EXACT = {"sample ids": 0.0, "samples": 0.0, "initial parameters": 0.0, "learning rate": 0.0, "replicas": 0.0}
 TOLERANCE = {**dict.fromkeys(QUANTITIES, 1e-12), **EXACT}
@@ -195,6 +203,24 @@ def test_statistics_of_one_process_are_not_compared(tmp_path: Path) -> None:
     for quantity in ("buffers", "evaluation"):
         assert found[quantity].mark == "ABSTAIN"
         assert found[quantity].why == "statistics of one process: b"
+
+
+@pytest.mark.parametrize("whose", ["a process", "all"])
+def test_buffers_begin_alike_unless_they_are_statistics_of_one_process(tmp_path: Path, whose: str) -> None:
+    def shifted(by: float, ranks: list[str]) -> Change:
+        def change(facts: RunFacts, tensors: Any) -> None:
+            tensors[INITIAL_BUFFERS, None] = {"shift": np.full(2, by)}
+            facts.initial_buffers = ranks
+            facts.per_process = ["shift"] if whose == "a process" else []
+
+        return change
+
+    one = trace(tmp_path / "one", change=shifted(0.0, []))
+    for folder, by, ranks in (("mine", 1.0, []), ("ranks", 0.0, ["'shift' is not the same on ranks [0] and [1]"])):
+        mine = trace(tmp_path / folder, 2, shifted(by, ranks))
+        found = {c.quantity: c for c in compare_traces(mine, one, TOLERANCE, False)}["initial parameters"]
+        alike = whose == "a process" and not ranks
+        assert found.mark == ("PASS" if alike else "FAIL") and (alike or "shift" in found.worst.name)
 
 
 def test_a_small_tensor_is_measured_against_all_of_them() -> None:

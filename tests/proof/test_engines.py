@@ -16,7 +16,7 @@ from unisono.config.recipes import Recipe
 from unisono.proof import engines
 from unisono.proof.cases import ProofSettings
 from unisono.proof.prove import plan_phases
-from unisono.proof.recording.trace import write_tensors
+from unisono.proof.recording.trace import INITIAL_BUFFERS, write_tensors
 from unisono.runtime.errors import ConfigError
 
 BOTH = {"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"}
@@ -44,7 +44,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(recipe: str) -> Any:
-    return SimpleNamespace(recipe=recipe)
+    return SimpleNamespace(recipe=recipe, data=SimpleNamespace(mixture=None))
 
 
 @pytest.mark.usefixtures("registered")
@@ -90,7 +90,7 @@ def renamed(change: Change | None = None) -> Change:
 
 def marks(tmp_path: Path, change: Change | None = None) -> dict[str, str]:
     one = trace(tmp_path / "torch")
-    write_tensors(tmp_path / "torch", engines.BUFFERS, None, {"b": np.ones(1)})
+    write_tensors(tmp_path / "torch", INITIAL_BUFFERS, None, {"b": np.ones(1)})
     return {c.quantity: c.mark for c in engines.compared(trace(tmp_path / "jax", 1, renamed(change)), one, "both")}
 
 

@@ -101,6 +101,56 @@ class ReducedTwice(Good):
         model[2].bias.register_hook(again)
         return model
 
+class WithBuffer(Good):
+    """Adds a fixed number, which is nobody's parameter."""
+
+    def seed(self):
+        return 0
+
+    def build(self):
+        model = super().build()
+        generator = torch.Generator().manual_seed(self.seed())
+        model.register_buffer("shift", torch.randn(1, generator=generator))
+        return model
+
+    def outputs(self, model, batch, context):
+        return super().outputs(model, batch, context) + model.shift
+
+class ClockBuffer(WithBuffer):
+    def seed(self):
+        return time.time_ns()
+
+class RankBuffer(WithBuffer):
+    def seed(self):
+        return int(os.environ["RANK"])
+
+class CountsCalls(Good):
+    """Halves the loss from the seventh call on, which no layout makes in the same step."""
+
+    calls = 0
+
+    def loss(self, outputs, batch, context):
+        self.calls += context.training
+        wanted = batch["x"][:, 0] > 0
+        squares = (outputs - batch["x"].sum(1)).square() * wanted
+        return unisono.Loss({"square": squares.sum() * (0.5 if self.calls > 6 else 1)})
+
+class FirstRows(torch.nn.Module):
+    """A scale that the first rows decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        if not self.scale.any():
+            self.scale.data = 1 / x.std(0)
+        return x * self.scale
+
+class ScaledByFirstRows(Good):
+    def build(self):
+        return torch.nn.Sequential(FirstRows(), torch.nn.Linear(3, 1))
+
 class OneRankHangs(Good):
     def outputs(self, model, batch, context):
         if os.environ["RANK"] == "1":
@@ -156,6 +206,13 @@ def test_a_mean_of_means_is_found_and_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "text"),
     [
+        ("ClockBuffer", r"'shift' other values the second time\n  likely: Initialisation depends on the call \("),
+        (
+            "RankBuffer",
+            r"FAIL initial parameters: 'shift' is not the same.*\n  likely: Initialisation depends on the rank",
+        ),
+        ("CountsCalls", r"FAIL loss: step [23].*\n  likely: The loss depends on the .*every pass changes self\.calls"),
+        ("ScaledByFirstRows", r"likely: The forward pass changes parameters \(the first pass alone.*0\.scale"),
         ("SetOrder", r"FAIL samples: step 1.*\n  likely: The samples depend on the process \("),
         ("HashedStart", r"FAIL initial parameters: 2\.bias.*\n  likely: Initialisation depends on the layout \("),
         (
@@ -170,7 +227,9 @@ def test_what_another_process_does_otherwise_is_found(
 ) -> None:
     """Cases of one and of several processes have other hash seeds, as two starts of Python have."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    done = prove(folder, f"task.py:{task}", "layouts=[ddp:2]", "vary=[]", "steps=2", "precisions=[fp64]")
+    layout = "fsdp:2" if task == "RankBuffer" else "ddp:2"  # DDP sends the buffers of rank 0 to all
+    words = (f"layouts=[{layout}]", "vary=[accumulate]" if task == "CountsCalls" else "vary=[]", "precisions=[fp64]")
+    done = prove(folder, f"task.py:{task}", *words, "steps=3")
     assert done.returncode == 1
     assert re.search(text, done.stdout), done.stdout
 

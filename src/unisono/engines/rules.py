@@ -122,8 +122,9 @@ class MetricSums:
         if self.names not in (None, names) or self._weights not in ({}, weights):
             raise ConfigError(
                 f"micro-batch {micro.number}: terms, metrics, work or weights differ from the micro-batches before "
-                f"({self.names}, {self._weights} before; {names}, {weights} now). They must not depend on the rows; a "
-                "term with nothing to count has sum and count zero."
+                f"({self.names}, {self._weights} before; {names}, {weights} now). They must not depend on the rows, "
+                "nor on how often loss() was called; a term with nothing to count has sum and count zero.",
+                fault="The loss depends on the micro-batch",
             )
         self.names, self._weights = names, weights
         for name, term in loss.sums.items():

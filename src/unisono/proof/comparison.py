@@ -11,14 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.proof.recording.output_digest import sketch_distance
-from unisono.proof.recording.trace import QUANTITIES, Array, StepFacts, Trace
+from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, StepFacts, Trace
 from unisono.runtime.text import join_names
 
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
 _SMALL_TENSOR = 1e-3  # a tensor much smaller than all of them together is measured against those
 # What has to be the same, for the same arguments.
-REPEATED = ("samples repeat", "the forward pass repeats", "the loss repeats", "the gradient repeats")
+REPEATED = (
+    "the model is built alike",
+    "samples repeat",
+    "the forward pass repeats",
+    "the loss repeats",
+    "the gradient repeats",
+)
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
@@ -181,6 +187,10 @@ def _differences(
     match quantity:
         case "initial parameters":
             yield from _moment_differences(mine, reference, quantity, None, frozenset(), {})
+            own = frozenset((*mine.facts.per_process, *reference.facts.per_process))
+            yield from _moment_differences(mine, reference, INITIAL_BUFFERS, None, own, {})
+            for name in mine.facts.initial_buffers:
+                yield Difference(math.inf, 0, name)
         case "evaluation":
             yield from _rank_differences(0, mine.facts.evaluation, reference.facts.evaluation)
         case "sample ids":
@@ -302,7 +312,13 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     facts = trace.facts
     steps = [step for step in facts.steps if step.computed]
     losses = [step.loss for step in steps if step.loss is not None]
-    unstable = facts.unstable_samples, facts.unstable_forward, facts.unstable_loss, facts.unstable_gradient
+    unstable = (
+        facts.unstable_build,
+        facts.unstable_samples,
+        facts.unstable_forward,
+        facts.unstable_loss,
+        facts.unstable_gradient,
+    )
     result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
         result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))

@@ -55,12 +55,18 @@ def diagnose(
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
     detail = _RULES[first.quantity](pattern)
     is_neutral = first.quantity in _OF_PASSES and (" depends on the " in detail.fault or " depend on " in detail.fault)
-    if is_neutral and (why := pattern.root.changed_by_passes):
+    kept = pattern.root.kept_by_task
+    if kept and first.worst.step > 1 and detail.fault == "The loss is scaled by N":  # a state may have any effect
+        detail, is_neutral = loss_rules.diagnose_neutrally(pattern), True
+    drifts = first.quantity == "outputs" and detail.fault == "Replicas drift apart"
+    if (is_neutral or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
-    if (kept := pattern.root.kept_by_task) and (is_neutral or detail.fault == "Parameters are left out"):
+    if kept and (is_neutral or detail.fault == "Parameters are left out"):
         detail = build_diagnosis(
             detail.fault, f"{detail.because}; every pass changes {kept}, of which each process has its own"
         )
+    if kept and detail.fault == "The state was not carried on":
+        return build_diagnosis(detail.fault, f"{detail.because}; every pass changes {kept}, which no checkpoint has")
     if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
         because = (
@@ -144,11 +150,14 @@ def _diagnose_samples(pattern: Pattern) -> Diagnosis:
         detail = f"{where}: the generators that sample() is given begin elsewhere"
         return build_diagnosis("Augmentation depends on rank or worker", detail)
     wrong = [number for number, rank in enumerate(ours) if rank != theirs[0]]
-    if not wrong:
+    if not wrong and pattern.number == 0 and "[0" in pattern.worst.name:  # its rows are those that every rank makes
         detail = (
             f"{where}, although every rank, asked alone, makes what one process makes: what was made before decides"
         )
         return build_diagnosis("The samples depend on the call", detail)
+    if not wrong:
+        detail = f"{where}; on one process they are the same when they are made again, and in another order"
+        return build_diagnosis("The samples depend on the process", detail)
     if all(rank == ours[0] for rank in ours):
         detail = f"{where}: all ranks make the same of a row, with the same generator, and one process another"
     else:
@@ -162,6 +171,8 @@ def _diagnose_initial(pattern: Pattern) -> Diagnosis:
         twin = next((n for n in b if n in a and np.array_equal(a[n], a[name])), None)
         if twin is not None:
             return build_diagnosis("Tied weights were untied", f"'{name}' is a copy of '{twin}' now")
+    if pattern.mine.facts.initial_buffers:
+        return build_diagnosis("Initialisation depends on the rank", f"buffer {pattern.mine.facts.initial_buffers[0]}")
     if a.keys() != b.keys():
         detail = f"on one side only: {', '.join(sorted({*a} ^ {*b})[:3])}"
         return build_diagnosis("Initialisation depends on the layout", detail)
@@ -319,6 +330,7 @@ _INVARIANTS = {
     "the loss moved": "Nothing is learnt",
     "there is a gradient": "There is no gradient",
     "steps begin without gradients": "Gradients of the step before are added",
+    "the model is built alike": "Initialisation depends on the call",
     "samples repeat": "The samples depend on the call",
     "the forward pass repeats": "The forward pass depends on the call",
     "the loss repeats": "The loss depends on the call",

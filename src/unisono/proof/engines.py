@@ -17,11 +17,10 @@ from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import ComparedQuantity, compare_traces
-from unisono.proof.recording.trace import QUANTITIES, Array, StepFacts, Trace, trace_folder
+from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, StepFacts, Trace, trace_folder
 from unisono.runtime.errors import ConfigError
 
 FLOOR = 1e-10
-BUFFERS = "initial buffers"  # the moment of a trace that has the arrays that are not parameters
 _EACH_ITS_OWN = ("learning rate", "update", "optimizer state", "replicas", "buffers")
 _ONE_PROCESS = {"strategy": "single", "devices": 1, "shards": None, "threads": None, "bucket_mb": None}
 Names = Callable[[str], str]
@@ -67,7 +66,7 @@ def names_of(recipe: str) -> Names:
 def weights(root: Path, case: Case, recipe: str) -> dict[str, Array]:
     """The first weights of another case by their names in JAX."""
     rename, trace = names_of(recipe), Trace(trace_folder(root, case.weights_from))
-    return {rename(name): value for name, value in {**trace.tensors(BUFFERS), **_first(trace)}.items()}
+    return {rename(name): value for name, value in {**trace.tensors(INITIAL_BUFFERS), **_first(trace)}.items()}
 
 
 def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantity]:
@@ -79,7 +78,7 @@ def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantit
         recipe: whose tasks they ran.
     """
     rename = names_of(recipe)
-    in_torch = {rename(name): name for name in {**reference.tensors(BUFFERS), **_first(reference)}}
+    in_torch = {rename(name): name for name in {**reference.tensors(INITIAL_BUFFERS), **_first(reference)}}
     trained = {*reference.facts.trainable, *(in_torch.get(name, name) for name in mine.facts.trainable)}
     ours = _Renamed(mine, in_torch, trained)
     ours.facts = replace(mine.facts, steps=list(map(_outputs_of_both, mine.facts.steps, reference.facts.steps)))

@@ -23,6 +23,7 @@ REMEDIES = {
     # initial parameters
     "Initialisation depends on the rank": "draw from the seeded generator in build(), or from one seed on all ranks",
     "Initialisation depends on the layout": "initialise from a seed that no rank changes; look for hash() and sets",
+    "Initialisation depends on the call": "draw from torch's generator in build(), which is seeded: no clock, no other",
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",

@@ -171,7 +171,7 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
         detail = f"{only}, {factor:.6g} times what they should be{known}"
         return build_diagnosis("The gradients depend on the layout", detail)
     if not pattern.shares:
-        known = "what each micro-batch adds was not recorded"
+        known = "what each micro-batch adds was not recorded, so no sum of it could be tried"
     else:
         known = "they are no sum of what the micro-batches add, nor of what is left of it in a lower precision"
     loss = "; no loss was recorded" if pattern.step.loss is None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from unisono.launch.processes import local_processes
 from unisono.proof import comparison, diagnosis, engines
@@ -36,9 +37,8 @@ def judge_cases(
     alone: list[Verdict] = []
     shared = _SharedFindings(every, traces, adaptive)
     for case in every:
-        begun = next((v for v in (*verdicts, *alone) if v.case == case.starts_from and v.mark == "FAIL"), None)
-        if case.reference and begun is not None and case.name in traces:
-            why = f"it continues from {begun.case}, which failed"
+        failed = {v.case for v in (*verdicts, *alone) if v.mark == "FAIL"}
+        if case.reference and case.name in traces and (why := _fails_already(case, every, failed)):
             verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
         elif case.reference:
             verdicts.append(_judge_case(case, traces, shared, ended or {}, recipe))
@@ -47,6 +47,17 @@ def judge_cases(
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
     return verdicts, alone
+
+
+def _fails_already(case: Case, every: list[Case], failed: set[str]) -> str:
+    """Why a case that begins with another's checkpoint says nothing of it, empty if it may."""
+    if not case.starts_from:
+        return ""
+    if case.starts_from in failed:
+        return f"it continues from {case.starts_from}, which failed"
+    anew = replace(case, starts_from="", starts_after=0)
+    plain = next((one.name for one in every if one == replace(anew, name=one.name, saves=one.saves)), "")
+    return f"{plain}, which begins anew, failed too" if plain in failed else ""
 
 
 class _SharedFindings:
@@ -151,7 +162,8 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
     if case.other_micro_batch and reference.facts.neighbours:
         return (
             "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, "
-            "experts with a capacity), so different micro-batches are a different computation"
+            "experts with a capacity, attention along the axis of the rows), so different micro-batches are a "
+            "different computation"
         )
     if case.synchronised and first.facts.neighbours:
         return (

@@ -65,7 +65,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "The state was not carried on", f"rows, weights and outputs of step {worst.step} agree, its loss does not"
         )
-    return _diagnose_neutrally(pattern)
+    return diagnose_neutrally(pattern)
 
 
 def find_means(pattern: Pattern) -> str:
@@ -204,7 +204,8 @@ def _counts(parts: list[Part]) -> str:
 # where no prediction holds --------------------------------------------------------------------------------------------
 
 
-def _diagnose_neutrally(pattern: Pattern) -> Diagnosis:
+def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
+    """What is known of a loss that no prediction reproduces."""
     excluded = "no mean of means, no factor and no missing part of the recorded sums gives this loss"
     if not pattern.step.parts:
         detail = "rows and weights agree, the loss does not; what each micro-batch adds to it was not recorded"
@@ -217,8 +218,7 @@ def _diagnose_neutrally(pattern: Pattern) -> Diagnosis:
     if not pattern.parts:
         return build_diagnosis(
             "The loss depends on the micro-batch",
-            "rows and weights agree, and other rows are together; it is not that the loss is a mean where it has to be "
-            "a sum, as far as the first rows show",
+            "rows and weights agree, and other rows are together; no loss of some of the first rows says why",
         )
     wrong = _wrong_parts(pattern)
     if not wrong:
@@ -282,7 +282,8 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
         if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
             return build_diagnosis("A metric is not summed over ranks", f"'{pattern.worst.name}' is {found.words}")
     return build_diagnosis(
-        "A metric depends on the layout", f"everything before '{pattern.worst.name}' agrees, and no part of it is known"
+        "A metric depends on the layout",
+        f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'",
     )
 
 

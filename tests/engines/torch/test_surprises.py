@@ -187,7 +187,7 @@ def normed(place: ProcessInfo, group: Communicator, folder: Path, steps: list[in
     folder.mkdir(exist_ok=True)
     for until in steps:
         config = configuration(
-            layout=layout("ddp", micro_batch=2),
+            layout=layout("ddp" if place.world_size > 1 else "single", micro_batch=2),
             train={"steps": 6, "global_batch": 8},
             checkpoint={"every": 3},
             observe={"progress": False},
@@ -203,6 +203,13 @@ def normed(place: ProcessInfo, group: Communicator, folder: Path, steps: list[in
     reader = ArrayReader(checkpoint.path, checkpoint.arrays)
     names = [name for name in reader.shapes if "running" in name]
     return [told[-1], checkpoint.state["random"], {n: reader.read(n, (0,), (3,)).tolist() for n in names}]
+
+
+def test_a_run_with_batch_norm_goes_on_on_fewer_processes(tmp_path: Path) -> None:
+    """With the statistics of the first process, which a checkpoint has beside those of each."""
+    processes.run(normed, 2, tmp_path / "cut", [3])
+    evaluated, _, saved = processes.alone(normed, tmp_path / "cut", [6])
+    assert np.isfinite(evaluated["loss"]) and set(saved) == {"model/0.running_mean", "model/0.running_var"}
 
 
 def test_a_run_with_batch_norm_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class TrainState:
         sharded_tensors.load(self._named_tensors(), reader)
         self.average.load(reader)
         own = self.buffers.own
-        if all(name in reader.shapes for name in own):  # saved by at least as many processes
+        if own and all(name in reader.shapes for name in own):  # saved by at least as many processes
             sharded_tensors.load(own, reader, kinds=(f"rank-{self._job.process.rank}/",))
         self._recurrent.load(reader)
         spikes = {name: name.removeprefix(_SPIKES_PREFIX) for name in reader.shapes if name.startswith(_SPIKES_PREFIX)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from unisono.runtime.text import join_names
 from unisono.task import Task
 
 TORCH = "torch's global generator"  # which is seeded for the model and its loss, by micro-batch
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_NOT_COPIED = object()
 _TOSSES = 16  # of a coin, which falls alike all the time once in 65536
 
 
@@ -32,17 +37,20 @@ def describe_state(
     """
     attributes, before = digest_attributes(task), checksum(inputs)
     kept_by_model = _digest_model(model)
-    generators = global_generator_states()
+    generators, others = global_generator_states(), _digest_globals(task, model)
     call()
     moved = [name for name in moved_generators(generators) if name not in seeded]
     after = digest_attributes(task)
     changed = [name for name in after if after[name] != attributes.get(name)]
     own = [name for name in changed if _is_generator(getattr(task, name, None))]
+    elsewhere = [name for name, digest in _digest_globals(task, model).items() if digest != others.get(name)]
     found = []
     if moved:
         found.append(f"it draws from {describe_draws(moved, call)}, which no key seeds")
     if own:
         found.append(f"it draws from self.{', self.'.join(own[:3])}, which no key seeds")
+    if elsewhere:
+        found.append(f"it draws from {', '.join(elsewhere[:3])}, which no key seeds")
     if kept := [name for name in changed if name not in own]:
         found.append(f"it changes self.{', self.'.join(kept[:3])}")
     if kept := [name for name, digest in _digest_model(model).items() if digest != kept_by_model.get(name)]:
@@ -51,7 +59,7 @@ def describe_state(
         found.append(f"it changes its inputs in place{_name_changed(inputs, call)}")
     return (
         " and ".join(found)
-        or "no generator of the process moves, and no attribute of the task: a clock, or state kept elsewhere?"
+        or "no known generator moves, and no attribute of the task: a clock, or state or a generator kept elsewhere?"
     )
 
 
@@ -81,6 +89,23 @@ def digest_attributes(task: Task) -> dict[str, int]:
     return {name: _digest(value) for name, value in vars(task).items()}
 
 
+@contextmanager
+def restore_attributes(task: Task) -> Iterator[None]:
+    """A context after which a task keeps what it kept before, as far as that can be copied.
+
+    Otherwise the run whose task is tried goes on with other counters than those that it is compared with.
+    """
+    before, digests = {name: _copy(value) for name, value in vars(task).items()}, digest_attributes(task)
+    try:
+        yield
+    finally:
+        for name, digest in digest_attributes(task).items():
+            if digest != digests.get(name) and before.get(name, _NOT_COPIED) is not _NOT_COPIED:
+                setattr(task, name, before[name])
+            elif name not in before and isinstance(getattr(type(task), name, None), _PLAIN):
+                delattr(task, name)  # what began as an attribute of the class
+
+
 def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
     """Plain attributes of a torch module and those inside, neither parameters nor buffers, by their whole name.
 
@@ -95,6 +120,27 @@ def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
         for name, value in vars(part).items()
         if name not in known
     }
+
+
+def _copy(value: Any) -> Any:
+    """A copy of what is small and stands for itself, else `_NOT_COPIED`."""
+    if isinstance(value, _PLAIN):
+        return value
+    kinds: tuple[type, ...] = (np.ndarray, list, dict, set, deque)
+    if "torch" in sys.modules:
+        kinds = (*kinds, sys.modules["torch"].Tensor)
+    small = isinstance(value, kinds) and _size(value) < 1e6
+    if not small and not _is_generator(value):
+        return _NOT_COPIED
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an open file, a graph: it stays as it is
+        return _NOT_COPIED
+
+
+def _size(value: Any) -> int:
+    """Bytes of an array; a guess for what is nested."""
+    return int(value.nbytes) if hasattr(value, "nbytes") else 1000 * len(value)
 
 
 def _digest_model(model: Any) -> dict[str, int]:
@@ -118,6 +164,17 @@ def _digest(value: Any) -> int:
 
 def _digest_generators(task: Task) -> dict[str, int]:
     return {name: _digest(value) for name, value in vars(task).items() if _is_generator(value)}
+
+
+def _digest_globals(task: Task, model: Any) -> dict[str, int]:
+    """A digest of every generator among the global names of the modules that task and model were written in."""
+    modules = dict.fromkeys(type(one).__module__ for one in (task, model) if one is not None)
+    return {
+        f"{name} of {module}": _digest(value)
+        for module in modules
+        for name, value in vars(sys.modules.get(module, object)).items()
+        if _is_generator(value)
+    }
 
 
 def _is_generator(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.core import commit
 from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader
+from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.plan import Plan, StreamPlan
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
@@ -24,11 +24,13 @@ from unisono.optim import schedules
 from unisono.proof import engines
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.probes import task_probes
+from unisono.proof.probes.build_probe import probe_build
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
+from unisono.proof.probes.state import restore_attributes
 from unisono.proof.recording.recorder import Recorder, content_digest
-from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, trace_folder, write_facts
+from unisono.proof.recording.trace import INITIAL_BUFFERS, RunFacts, StepFacts, Trace, trace_folder, write_facts
 from unisono.proof.user_errors import format_user_error
 from unisono.protocols import cross_sample_mode
 from unisono.runtime.communicator import Communicator, ProcessInfo
@@ -161,30 +163,29 @@ class _CaseRun:
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
-            floor = 1e-9 if self.case.precision == "fp64" else 1e-3
-            before = digest_parameters(view) if of_terms else {}
-            found = probe_model(view, self.task, first[0], self.scalars(0), floor)
-            facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
-            if found.unstable and self.config.layout.device == "cpu":  # an accelerator's kernels may add as they like
-                facts.unstable_forward = found.unstable
-            facts.unrepeatable = facts.unrepeatable or found.unrepeatable
-            if of_terms and not facts.changed_by_passes:
-                facts.changed_by_passes = changed_parameters(view, before)
-            if of_terms and not (case.reference or facts.probed):
-                if self.config.layout.device == "cpu":
-                    self.engine.observe(PassProbe(view, self.task, facts))
-                task_probes.probe_task(
-                    facts,
-                    view,
-                    self.task,
-                    self.fresh,
-                    self.source,
-                    self.plan,
-                    first[0],
-                    self.held_out,
-                    self.scalars(0),
-                    self.mask,
-                )
+            with restore_attributes(self.task):
+                self._probe(first[0], facts, of_terms)
+
+    def _probe(self, micro: MicroBatch, facts: RunFacts, of_terms: bool) -> None:
+        """Try the model, and in the run that all others are compared with the task's functions."""
+        view, scalars, on_cpu = self.engine.view, self.scalars(0), self.config.layout.device == "cpu"
+        floor = 1e-9 if self.case.precision == "fp64" else 1e-3
+        before = digest_parameters(view) if of_terms else {}
+        found = probe_model(view, self.task, micro, scalars, floor)
+        facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
+        if found.unstable and on_cpu:  # an accelerator's kernels may add as they like
+            facts.unstable_forward = found.unstable
+        facts.unrepeatable = facts.unrepeatable or found.unrepeatable
+        if of_terms and not facts.changed_by_passes:
+            facts.changed_by_passes = changed_parameters(view, before)
+        if of_terms and not (self.case.reference or facts.probed):
+            if self.config.layout.engine == "torch":
+                probe_build(facts, view, self.task, self.config.run.seed)
+            if on_cpu:
+                self.engine.observe(PassProbe(view, self.task, facts))
+            task_probes.probe_task(
+                facts, view, self.task, self.fresh, self.source, self.plan, micro, self.held_out, scalars, self.mask
+            )
 
     def close(self) -> None:
         """Release both."""
@@ -209,9 +210,9 @@ class _CaseRun:
 
             assert isinstance(view, JaxModelView)
             view.replace(engines.weights(self.root, case, self.config.recipe))
-        elif case.engine:
-            self.recorder.write(engines.BUFFERS, None, view.whole("buffers"))
+        self.recorder.write(INITIAL_BUFFERS, None, view.whole("buffers"))
         self.recorder.write("initial parameters", None, view.whole("parameters"))
+        facts.initial_buffers = view.find_differing_buffers()
         facts.crosses = cross_sample_mode(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after

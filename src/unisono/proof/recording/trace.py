@@ -17,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 
+INITIAL_BUFFERS = "initial buffers"  # the moment that has the arrays that are not parameters
+
 # In causal order: what is wrong first explains what is wrong after it.
 QUANTITIES = (
     "initial parameters",
@@ -120,6 +122,8 @@ class RunFacts:
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         beside: which of them, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
+        initial_buffers: that should begin the same on all ranks and do not, each with these ranks.
+        unstable_build: why a model that is built again begins otherwise, empty if it does not.
         unstable_samples: why `sample` or `collate` gives something else for the same rows, empty if it does not.
         unstable_forward: why the forward pass does, by more than rounding.
         unstable_gradient: why the gradient of the same loss is another each time, empty if it is the same.
@@ -161,6 +165,8 @@ class RunFacts:
     neighbours: bool = False
     beside: str = ""
     mixed: str = ""
+    initial_buffers: list[str] = field(default_factory=list)
+    unstable_build: str = ""
     unstable_samples: str = ""
     unstable_forward: str = ""
     unstable_gradient: str = ""
