@@ -34,7 +34,7 @@ from benchmarks import proof_peers_cases as cases
 from benchmarks.proof_peers_cases import Told
 from tests import processes
 from tests.proofs.zoo import zoo
-from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, nothing
+from tests.proofs.zoo.making import FAULTS, TASKS, Fault, nothing
 from unisono.engines.torch.guards import replicas
 from unisono.proof import comparison
 from unisono.proof.cases import Case

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.proofs.zoo import faults, zoo
-from tests.proofs.zoo.faults import TASKS, Fault
+from tests.proofs.zoo import faults, making, state_faults, zoo
+from tests.proofs.zoo.making import TASKS, Fault
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
@@ -181,7 +182,7 @@ def accumulated(name: str) -> Told:
 def is_reached(name: str) -> bool:
     """Whether the accumulation check runs code that a fault changes; where that cannot be seen, it may."""
     used: list[bool] = []
-    original = faults.wrapping
+    original = making.wrapping
 
     def wrapping(owner: Any, attribute: str, around: Any) -> Any:
         used.append(False)
@@ -193,7 +194,10 @@ def is_reached(name: str) -> bool:
         return original(owner, attribute, seen)
 
     case = Accumulation()
-    with mock.patch.object(faults, "wrapping", wrapping), mock.patch.dict(os.environ, {RUN: name}):
+    patched = (mock.patch.object(module, "wrapping", wrapping) for module in (faults, state_faults))
+    with ExitStack() as patches:
+        for patch in (*patched, mock.patch.dict(os.environ, {RUN: name})):
+            patches.enter_context(patch)
         try:
             state = case.build(0, "cpu")
             for part in case.split_batch(case.batch("cpu"), PARTS):

@@ -9,7 +9,7 @@ from benchmarks import proof_peers as peers
 from benchmarks.proof_peers import Check
 from benchmarks.proof_peers_cases import Told
 from tests.proofs.zoo import disguised, study
-from tests.proofs.zoo.faults import FAULTS, TASKS
+from tests.proofs.zoo.making import FAULTS, TASKS
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.jax_tasks import UnevenTask
-from tests.proofs.zoo import faults
-from tests.proofs.zoo.faults import nothing, same_data, wrapping
+from tests.proofs.zoo import making
+from tests.proofs.zoo.faults import same_data
+from tests.proofs.zoo.making import nothing, wrapping
 from unisono.engines import rules
 from unisono.engines.jax import step
 from unisono.engines.jax.engine import JaxEngine
@@ -135,7 +136,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @dataclass(frozen=True)
-class Fault(faults.Fault):
+class Fault(making.Fault):
     """One fault of the zoo in JAX.
 
     Attributes:
@@ -147,7 +148,7 @@ class Fault(faults.Fault):
 
 
 FAULTS: dict[str, Fault] = {}
-fault = faults.collector(FAULTS, Fault)
+fault = making.collector(FAULTS, Fault)
 
 
 def of_task(name: str, task: str, named: str, **more: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.proofs.zoo.faults import FAULTS, TASKS, Fault, fault, nothing, wrapping
+from tests.proofs.zoo import faults, state_faults  # noqa: F401 - theirs come first in the table
+from tests.proofs.zoo.making import FAULTS, TASKS, Fault, fault, nothing, wrapping
 from tests.tasks import Transformer, TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.engines import rules

@@ -6,9 +6,9 @@ that it is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,122 +18,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.pairs import Paired
-from tests.tasks import LinearTask, TransformerTask
+from tests.proofs.zoo.making import fault, wrapping
+from tests.tasks import TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.engines import rules
-from unisono.engines.torch import sharded_tensors
-from unisono.engines.torch.engine import TorchEngine
-from unisono.engines.torch.numerics import cross_sample, gradients
-from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
-from unisono.engines.torch.numerics.ema import MovingAverage
+from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.step import TrainStep
-from unisono.engines.torch.train_state import TrainState
 from unisono.optim import optimizers, schedules
-from unisono.task import SampleContext, Task
-
-# the tasks that they are made in --------------------------------------------------------------------------------------
-
-
-class Normed(LinearTask):
-    """A batch norm, whose running statistics are those of one process."""
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-class Frozen(LinearTask):
-    """Its first layer is not trained."""
-
-    def build(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-        model[0].requires_grad_(False)
-        return model
-
-
-TASKS: dict[str, Callable[[], Task]] = {
-    "transformer": TransformerTask,
-    "dropout": lambda: TransformerTask(TransformerTask.Config(dropout=0.25)),
-    "few rows": lambda: TransformerTask(TransformerTask.Config(rows=9)),
-    "batch norm": Normed,
-    "frozen": Frozen,
-    "averaged": TransformerTask,
-    "pairs": Paired,
-    "contrast": lambda: Paired(Paired.Config(loss="contrast")),
-    "whole": lambda: Paired(Paired.Config(loss="whole")),
-}
-SETTINGS: dict[str, dict[str, Any]] = {"averaged": {"ema": {"decay": 0.9}}}  # of the configuration, by task
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault.
-
-    Attributes:
-        made: the context in which a run has it.
-        named: what the diagnosis must call it.
-        task: of `TASKS`.
-        strategy: of the run.
-        resumed: how often the run is interrupted and goes on.
-        mark: FAIL, or ABSTAIN where no more can be said.
-        twin: the task of the clean run, where the fault is in the task itself.
-        micro_batch: rows of its micro-batches; those of the run on one process have two.
-        new_task: whether it goes on from the checkpoint of its twin, by a task that has run nothing.
-    """
-
-    made: Callable[[], AbstractContextManager[Any]]
-    named: str
-    task: str = "transformer"
-    strategy: str = "ddp"
-    resumed: int = 0
-    mark: str = "FAIL"
-    twin: str = ""
-    micro_batch: int = 2
-    new_task: bool = False
-
-    @property
-    def clean(self) -> Fault:
-        """The same run without the fault."""
-        return replace(self, made=nothing, named="", mark="PASS", task=self.twin or self.task)
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def collector(faults: dict[str, Any], kind: type[Fault]) -> Callable[..., Any]:
-    """A decorator that puts a generator into a zoo as a fault of this kind."""
-
-    def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
-        def add(made: Callable[[], Iterator[Any]]) -> Any:
-            faults[name] = kind(contextmanager(made), named, **more)
-            return made
-
-        return add
-
-    return fault
-
-
-fault = collector(FAULTS, Fault)
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-def wrapping(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Replace a function by one that is given it as its first argument."""
-    original = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *arguments, **named: around(original, *arguments, **named))
-
+from unisono.task import SampleContext
 
 # sums and means -------------------------------------------------------------------------------------------------------
 
@@ -448,211 +348,4 @@ def untied() -> Iterator[None]:
         original(self)
 
     with wrapping(Parallel, "wrap", wrapped):
-        yield
-
-
-# buffers, metrics, evaluation -----------------------------------------------------------------------------------------
-
-FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABSTAIN")
-
-
-@fault("a metric of rank 0", "A metric is not summed over ranks")
-def metric_of_one_rank() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
-        own = {name: (pair[0] / pair[1]).item() for name, pair in sums._metrics.items()}
-        result, *more = original(self, sums, *arguments)
-        return replace(result, metrics=own), *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
-
-
-@fault("evaluation leaves evaluation mode", "Evaluation changes the training", task="dropout")
-def evaluation_mode() -> Iterator[None]:
-    def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        self.train_state.parallel.module.eval()
-        return result
-
-    with wrapping(TorchEngine, "evaluate", evaluate):
-        yield
-
-
-@fault("a frozen parameter is trained", "A frozen parameter is trained", task="frozen")
-def frozen_trained() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        with torch.no_grad():
-            self.module[0].weight.add_(1e-3)
-        original(self, step, scalars)
-
-    with wrapping(TrainState, "update", update):
-        yield
-
-
-@fault("a weight changed on one rank", "Replicas drift apart")
-def changed_on_one_rank() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        original(self, step, scalars)
-        with torch.no_grad():
-            next(self.module.parameters()).add_(1e-3 * dist.get_rank())
-
-    with wrapping(TrainState, "update", update):
-        yield
-
-
-@fault("gradients are not cleared", "Gradients of the step before are added")
-def not_cleared() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        with mock.patch.object(self.optimizer, "zero_grad", lambda **_: None):
-            original(self, step, scalars)
-
-    with wrapping(TrainState, "update", update):
-        yield
-
-
-@fault("moving average renewed per micro-batch", "The moving average drifts", task="averaged")
-def average_per_micro_batch() -> Iterator[None]:
-    def update(original: Any, self: MovingAverage, updates: int) -> None:
-        for _ in range(2):
-            original(self, updates)
-
-    with wrapping(MovingAverage, "update", update):
-        yield
-
-
-@fault("moving average on the first rank only", "The moving average drifts", task="averaged")
-def average_of_one_rank() -> Iterator[None]:
-    def update(original: Any, self: MovingAverage, updates: int) -> None:
-        if dist.get_rank() == 0:
-            original(self, updates)
-
-    with wrapping(MovingAverage, "update", update):
-        yield
-
-
-@fault("moving average of one rank's shards", "The moving average drifts", task="averaged", strategy="fsdp")
-def average_of_shards() -> Iterator[None]:
-    with contextmanager(average_of_one_rank)():
-        yield
-
-
-# losses across samples ------------------------------------------------------------------------------------------------
-
-
-@fault("local pairs only", "The loss across samples depends on the layout", task="pairs")
-def local_pairs() -> Iterator[None]:
-    def of_this_rank(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
-        return replace(original(self, *arguments), first=0)
-
-    with (
-        mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
-        mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector),
-        wrapping(TorchCrossSampleLoss, "_gather", of_this_rank),
-    ):
-        yield
-
-
-@fault("block-diagonal targets", "The loss across samples depends on the layout", task="pairs")
-def block_diagonal() -> Iterator[None]:
-    def weights(original: Any, self: Paired, here: torch.Tensor, rows: int) -> torch.Tensor:
-        return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
-
-    with wrapping(Paired, "weights", weights):
-        yield
-
-
-@fault("gather without a gradient", "The gradients across samples depend on the layout", task="pairs")
-def detached_gather() -> Iterator[None]:
-    with mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector):
-        yield
-
-
-@fault("gather without a gradient, contrast", "The gradients across samples depend on the layout", task="contrast")
-def detached_contrast() -> Iterator[None]:
-    with contextmanager(detached_gather)():
-        yield
-
-
-@fault("gradient of the gather × N", "All gradients are scaled by N", task="pairs")
-def gather_times_n() -> Iterator[None]:
-    with wrapping(cross_sample, "sum_vector", lambda original, *arguments: original(*arguments) * 2):
-        yield
-
-
-@fault("the whole of one rank's rows", "The loss across samples depends on the layout", task="whole")
-def whole_of_a_rank() -> Iterator[None]:
-    def counted_everywhere(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
-        return replace(original(self, *arguments), first=0)
-
-    with (
-        mock.patch.object(cross_sample, "gather_rows", lambda own, rows: list(own)),
-        wrapping(TorchCrossSampleLoss, "_gather", counted_everywhere),
-    ):
-        yield
-
-
-@fault("gradient of the whole added up over ranks", "All gradients are scaled by N", task="whole")
-def whole_added_up() -> Iterator[None]:
-    def whole(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
-        vector = original(self, *arguments)
-        return vector if vector is None else cross_sample.sum_vector(vector, 2, False)
-
-    with wrapping(TorchCrossSampleLoss, "_whole", whole):
-        yield
-
-
-# resume ---------------------------------------------------------------------------------------------------------------
-
-
-@fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
-def moments_dropped() -> Iterator[None]:
-    def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        sharded_tensors.load(sharded_tensors.model_tensors(self.train_state.module), reader, kinds=("model/",))
-
-    with wrapping(TorchEngine, "load", load):
-        yield
-
-
-@fault("moving average begins anew on resume", "The moving average was lost", task="averaged", resumed=1)
-def average_dropped() -> Iterator[None]:
-    def load(original: Any, self: MovingAverage, reader: Any) -> None:
-        original(self, mock.Mock(shapes={}))
-
-    with wrapping(MovingAverage, "load", load):
-        yield
-
-
-@fault("random state lost on resume", "The state was not carried on", task="dropout", resumed=1)
-def generator_lost() -> Iterator[None]:
-    def seed(original: Any, self: RandomState, *address: Any) -> int:
-        calls = self.__dict__.setdefault("calls", [])
-        calls.append(address)
-        known = address if address[0] != "dropout" or not self.__dict__.get("again") else ("dropout", 0, address[2])
-        return original(self, *known)
-
-    def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        original(self, reader)
-        self._parts.random_state.again = True
-
-    with wrapping(RandomState, "seed", seed), wrapping(TorchEngine, "load", load):
-        yield
-
-
-@fault("data replayed on resume", "Data are replayed", resumed=1)
-def replayed() -> Iterator[None]:
-    def steps(original: Any, self: Loader, first: int = 0) -> Any:
-        return original(self, 0)
-
-    with wrapping(Loader, "steps", steps):
-        yield
-
-
-@fault("resumed twice: positions of the last start", "A second resume drifts", resumed=2)
-def counted_from_the_last_start() -> Iterator[None]:
-    """The first resume is right: until then, what is counted from the last start is the total."""
-
-    def steps(original: Any, self: Loader, first: int = 0) -> Any:
-        return original(self, min(first, 1))
-
-    with wrapping(Loader, "steps", steps):
         yield

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.proofs.zoo.faults import fault, wrapping
+from tests.proofs.zoo.making import fault, wrapping
 from tests.tasks import TransformerTask
 from unisono.data.loading.loader import Loader
 from unisono.engines import rules

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.proofs.zoo import trial, zoo
-from tests.proofs.zoo.faults import FAULTS
+from tests.proofs.zoo.zoo import FAULTS
 from unisono.proof.verdict import Verdict
 
 pytestmark = pytest.mark.slow

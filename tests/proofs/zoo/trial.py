@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from tests import processes
 from tests.proofs.zoo import zoo
-from tests.proofs.zoo.faults import TASKS, Fault, collector, nothing, weighing_micro_batches, wrapping
+from tests.proofs.zoo.faults import weighing_micro_batches
+from tests.proofs.zoo.making import TASKS, Fault, collector, nothing, wrapping
 from tests.tasks import Transformer, TransformerTask
 from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.engines import rules

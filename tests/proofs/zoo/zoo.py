@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import processes
-from tests.proofs.zoo import disguised, study  # noqa: F401 - their faults stand among the others
-from tests.proofs.zoo.faults import FAULTS, SETTINGS, TASKS, Fault, nothing
+from tests.proofs.zoo import disguised, faults, state_faults, study  # noqa: F401 - these make the faults
+from tests.proofs.zoo.making import FAULTS, SETTINGS, TASKS, Fault, nothing
 from tests.runs import SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import judgement
