@@ -24,7 +24,6 @@ from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
 from unisono.observe.run_record import RunRecord
-from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.task import Context, Loss, SampleContext, Task
@@ -380,86 +379,6 @@ def test_the_steps_of_a_failed_run_are_in_its_events(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="building the sample failed: OSError: the disk is gone"):
         run(tmp_path, config(5), Unreadable())
     assert steps(tmp_path) == [1, 2, 3]
-
-
-# scheduled scalars ----------------------------------------------------------------------------------------------------
-
-
-def test_learning_rate_and_clipping_are_always_there() -> None:
-    scalars = ScheduledScalars(
-        config(optim={"kind": "sgd", "lr": 0.3, "weight_decay": 0.02}, train={"clip_norm": 2.0}), 5
-    )
-    assert [scalars(step) for step in (0, 4)] == [{"lr": 0.3, "clip_norm": 2.0}] * 2
-
-
-def test_without_clipping_there_is_no_largest_norm() -> None:
-    assert ScheduledScalars(config(optim={"kind": "sgd", "lr": 0.3}, train={"clip_norm": None}), 5)(0) == {"lr": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"), [("lr", 0.4), ("weight_decay", 0.02), ("clip_norm", 2.0), ("exploration", 8.0)]
-)
-def test_a_schedule_scales_the_largest_value(name: str, peak: float) -> None:
-    own = {"peak": peak} if name == "exploration" else {}
-    how = config(
-        optim={"kind": "sgd", "lr": 0.4, "weight_decay": 0.02},
-        train={"clip_norm": 2.0},
-        schedules={name: {"kind": "linear", "warmup": 2, "floor": 0.5, **own}},
-    )
-    values = [ScheduledScalars(how, 4)(step)[name] for step in range(4)]
-    assert values == pytest.approx([0.5 * peak, peak, peak, 0.75 * peak])
-
-
-def test_scalars_do_not_depend_on_the_steps_before() -> None:
-    how = config(schedules={"lr": {"kind": "cosine", "warmup": 2}})
-    forwards, backwards = ScheduledScalars(how, 9), ScheduledScalars(how, 9)
-    assert [forwards(step) for step in range(9)] == [backwards(step) for step in reversed(range(9))][::-1]
-
-
-def test_a_schedule_longer_than_the_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^schedules\.lr: warm-up take 6 steps, but the schedule has 5"):
-        ScheduledScalars(config(schedules={"lr": {"kind": "linear", "warmup": 6}}), 5)
-
-
-class Curious(LinearTask):
-    """A task that keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[Context] = []
-
-    def held_out(self) -> Any:
-        return self.data()[:4]
-
-    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
-        self.told.append(context)
-        return super().outputs(model, batch, context)
-
-
-def test_a_task_is_told_its_own_scalars_of_every_step(tmp_path: Path) -> None:
-    task, own = Curious(), {"kind": "linear", "peak": 4.0}
-    run(tmp_path, config(4, schedules={"exploration": own}), task)
-    trained = {context.step: context.scalars["exploration"] for context in task.told if context.training}
-    assert trained == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
-    recorded = [
-        event["exploration"] for event in events.read_events(tmp_path / "events.jsonl") if not event.get("eval")
-    ]
-    assert recorded == [4.0, 3.0, 2.0, 1.0]
-
-
-def test_an_evaluation_is_told_the_updates_made_and_the_scalars_that_come_next(tmp_path: Path) -> None:
-    task, own = Curious(), {"kind": "linear", "peak": 4.0}
-    run(tmp_path, config(4, schedules={"exploration": own}, eval={"every": 2, "at_end": False}), task)
-    evaluated = {c.step: c.scalars["exploration"] for c in task.told if not c.training and c.step}
-    assert evaluated[2] == 2.0
-
-
-def test_the_schedule_of_the_learning_rate_is_in_the_events(tmp_path: Path) -> None:
-    how = config(4, optim={"kind": "sgd", "lr": 0.4}, schedules={"lr": {"kind": "linear"}})
-    run(tmp_path, how, LinearTask())
-    assert [event["lr"] for event in events.read_events(tmp_path / "events.jsonl")] == pytest.approx(
-        [0.4, 0.3, 0.2, 0.1]
-    )
 
 
 # the order ------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import unisono
 from tests import tasks
@@ -20,7 +17,7 @@ from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import layout, load, preflight, run_directory, task_objects, train
+from unisono.launch import layout, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.host import device_allocator
 from unisono.launch.processes import local_processes
@@ -29,7 +26,7 @@ from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup
-from unisono.task_config import find_task, load_config, read_run
+from unisono.task_config import load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -412,105 +409,6 @@ def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytes
     alone = unisono.train(LinearTask, {**SHORT, "layout.strategy": "single", "layout.device": "cpu", "run.name": "one"})
     assert "splits rows" not in capsys.readouterr().err
     assert made.loss == alone.loss
-
-
-# how a task is called -----------------------------------------------------------------------------------------------
-
-PACKAGED = """
-from .. import helper
-from tests.tasks import LinearTask
-
-
-class Mine(LinearTask):
-    answer = helper.ANSWER
-"""
-
-
-def package(here: Path, name: str, init: bool) -> Path:
-    """A task whose module imports from the package above it."""
-    path = here / name / "deep" / "task.py"
-    path.parent.mkdir(parents=True)
-    (here / name / "helper.py").write_text("ANSWER = 42\n")
-    path.write_text(PACKAGED)
-    for parent in (path.parent, path.parent.parent) if init else ():
-        (parent / "__init__.py").touch()
-    return path
-
-
-def test_a_task_of_a_package_is_called_by_its_file_and_imported_with_its_package(here: Path):
-    path = package(here, "packaged", init=True)
-    found = find_task(f"{path}:Mine")
-    assert (found.__module__, vars(found)["answer"]) == ("packaged.deep.task", 42)
-    assert task_objects.reference_to(found) == f"{path}:Mine"
-    assert unisono.train(found, SHORT).step == 3
-
-
-def test_a_task_of_a_package_without_init_files_is_called_by_its_name(here: Path, monkeypatch: pytest.MonkeyPatch):
-    package(here, "bare", init=False)
-    monkeypatch.syspath_prepend(str(here))
-    found = find_task("bare.deep.task:Mine")
-    assert task_objects.reference_to(found) == "bare.deep.task:Mine"
-    assert unisono.train(found, SHORT).step == 3
-
-
-def test_a_package_of_the_same_name_elsewhere_is_not_taken_for_it(here: Path):
-    first, second = package(here / "a", "twice", init=True), package(here / "b", "twice", init=True)
-    assert find_task(f"{first}:Mine").__module__ == "twice.deep.task"
-    second.write_text("from tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n    pass\n")
-    assert "answer" not in vars(find_task(f"{second}:Mine"))
-
-
-def test_a_finished_run_is_evaluated_from_anywhere(here: Path, monkeypatch: pytest.MonkeyPatch):
-    jobs.task_file(here)
-    result = unisono.train("small.py:Small", {**SHORT, "run.name": "a"})
-    (here / "elsewhere").mkdir()
-    monkeypatch.chdir(here / "elsewhere")
-    assert load.evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]
-
-
-# Python values as overrides -----------------------------------------------------------------------------------------
-
-TEXTS = st.text("ab \\'\"${}[]:,=#\n~é()*?%.-0", max_size=9)
-NAMES = st.text("abc", min_size=1, max_size=3)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def through_hydra(value: Any) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from omegaconf import OmegaConf
-
-    parsed = OverridesParser.create().parse_override(f"x={task_objects.format_override(value)}")
-    return OmegaConf.to_container(OmegaConf.create({"x": parsed.value()}), resolve=True)["x"]  # type: ignore[index]
-
-
-@given(VALUES)
-def test_any_plain_value_of_python_comes_through_as_it_is(value: Any):
-    assert through_hydra(value) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        (np.float64(0.1), 0.1),
-        (np.int64(3), 3),
-        ((1, 2), [1, 2]),
-        (Path("/a/b c"), "/a/b c"),
-        ({"a": np.float32(0.5)}, {"a": 0.5}),
-        (r"C:\data\new", r"C:\data\new"),
-        ("${HOME}/x", "${HOME}/x"),
-        ("3", "3"),
-        ("null", "null"),
-        ("", ""),
-        (1e-7, 1e-7),
-    ],
-)
-def test_values_of_other_kinds_come_through_as_plain_ones(value: Any, plain: Any):
-    found = through_hydra(value)
-    assert (found, type(found)) == (plain, type(plain))
 
 
 # what a run left behind ---------------------------------------------------------------------------------------------
