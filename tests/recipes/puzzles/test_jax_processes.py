@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +71,24 @@ def test_a_run_is_not_continued_on_the_other_engine(one: Path) -> None:
     done = unisono(one.parents[1], *words, "run.name=one", "train.steps=12")
     assert done.returncode != 0
     assert "layout.engine: 'jax' there, 'torch' here" in done.stderr
+
+
+def test_a_run_of_several_kinds_solves_the_held_out_puzzles_of_each(tmp_path: Path) -> None:
+    """Kinds of which neither the micro-batch nor that of the prediction divides the held-out puzzles."""
+    part = "{{kind: embedded, side: {side}, clues: [{clues}], puzzles: 40, held_out: {held_out}}}"
+    kinds = {"small": (4, "6,8", 5), "larger": (6, "20,24", 3)}
+    parts = ", ".join(
+        f"{name}: {part.format(side=side, clues=clues, held_out=held_out)}"
+        for name, (side, clues, held_out) in kinds.items()
+    )
+    words = [word for word in WORDS if not word.startswith(("data.", "train.steps", "eval.every", "checkpoint."))]
+    data = f"data={{kind: several, parts: {{{parts}}}}}"
+    done = unisono(tmp_path, *words, data, "train.steps=3", "eval.every=3", "layout.devices=2", "run.name=both")
+    assert done.returncode == 0, done.stderr
+    assert all(f"{kind}/exact" in done.stdout + done.stderr for kind in kinds)
+    done = unisono(tmp_path, "predict", "runs/both", "out=solved.csv")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "solved.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert sorted(len(row["solution"]) for row in rows) == [16] * 5 + [36] * 3
+    assert all(len(row["answer"]) == len(row["solution"]) and 0 <= float(row["cells"]) <= 1 for row in rows)
