@@ -130,3 +130,15 @@ def test_gradients_that_the_script_changes_afterwards_leave_the_question_open(tm
     check = self_check.check_run(write_trace(tmp_path / "t", build_ranks(), [reduced] * 2, [[0.1], [0.1]]), "fp64")
     assert [c.quantity for c in check.found if c.mark == "ABSTAIN"] == [self_check.REDUCED]
     assert check.reduction == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_that_are_not_finite_leave_the_question_open(tmp_path: Path, rank: int) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [{"a": np.zeros((3, 4)), "b": np.zeros(4)}] * 2, [[0.1], [0.1]])
+    broken = {"0/a": np.full((3, 4), np.nan), "0/b": OWN[rank]["b"]}
+    write_tensors(trace.folder, f"local gradients {rank}", 0, broken)
+    check = self_check.check_run(trace, "fp64")
+    (abstained,) = [c for c in check.found if c.mark != "PASS"]
+    assert (abstained.quantity, abstained.mark) == (self_check.REDUCED, "ABSTAIN")
+    assert abstained.why == "step 1: those of a are not all finite numbers"
+    assert check.losses == [None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import ComparedQuantity, first_failure
+from unisono.proof.comparison import GRADIENT, ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
@@ -317,7 +317,7 @@ _OF_PARAMETERS = (
 
 _INVARIANTS = {
     "the loss moved": "Nothing is learnt",
-    "there is a gradient": "There is no gradient",
+    GRADIENT: "There is no gradient",
     "steps begin without gradients": "Gradients of the step before are added",
     "samples repeat": "The samples depend on the call",
     "the forward pass repeats": "The forward pass depends on the call",

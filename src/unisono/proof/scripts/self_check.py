@@ -83,6 +83,8 @@ def explain_reduction(
     target = _flatten(reduced, names, reduced)
     columns = np.stack([_flatten(rank, names, reduced) for rank in own], axis=1)
     total = columns.sum(axis=1)
+    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
+        return Reduction(None, dict.fromkeys(names, math.inf))
     scale = float(total @ target) / max(float(total @ total), 1e-300)
     weights = np.full(len(own), scale)
     off = _distances(columns @ weights, target, names, reduced, precision)
@@ -152,9 +154,9 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         unequal = _find_unequal(reduced, precision)
         losses.append(_minimised(made, seen) if clean and not unequal else None)
         if clean and made.off and not unexplained:
-            unexplained = (
-                f"step {step + 1}: not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
-            )
+            endless = _describe_infinite([*own, *reduced])
+            why = endless or f"not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
+            unexplained = f"step {step + 1}: {why}"
         if len(seen) == 1:
             continue
         begun = [name for name in seen[0].initial if len({rank.initial.get(name) for rank in seen}) > 1]
@@ -202,6 +204,12 @@ def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
     if made.weights is None or not all(rank.losses for rank in seen):
         return None
     return sum(weight * sum(rank.losses) for weight, rank in zip(made.weights, seen, strict=True))
+
+
+def _describe_infinite(gradients: Sequence[Mapping[str, Array]]) -> str:
+    """In words, the parameters of which a gradient is NaN or infinite: no sum can be read from such numbers."""
+    names = {name for one in gradients for name, value in one.items() if not np.isfinite(value).all()}
+    return f"those of {join_names(sorted(names), 3)} are not all finite numbers" if names else ""
 
 
 def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> list[str]:
