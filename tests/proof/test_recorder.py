@@ -132,6 +132,33 @@ def test_gradients_that_are_left_are_noticed_when_backward_adds_to_them(
     assert [step.clean for step in Trace(tmp_path).facts.steps] == [True, clean]
 
 
+@pytest.mark.parametrize(("cleared", "clean"), [(True, True), (False, False)])
+def test_gradients_that_another_loss_leaves_count_only_if_an_update_is_made_of_them(
+    tmp_path: Path, cleared: bool, clean: bool
+) -> None:
+    """In the canonical order of a GAN, the generator's loss adds to gradients that the discriminator then clears."""
+    generator, discriminator = nn.Linear(3, 3), made()
+    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (generator, discriminator))
+    records = world(tmp_path).records(nn.ModuleList([generator, discriminator]), theirs)
+    ours.register_step_pre_hook(lambda *_: records.before_update(ours))
+    for _ in range(2):
+        fake = generator(DATA)
+        if cleared:
+            discriminator.zero_grad()
+        discriminator(fake.detach()).mean().backward()
+        theirs.step()
+        records.step()
+        generator.zero_grad()
+        discriminator(fake).mean().backward()
+        ours.step()
+        records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    assert [step.clean for step in trace.facts.steps] == [True, True, clean, True]
+    updated = {name[0] for name in trace.tensors("raw gradients", 3)}
+    assert updated == {"0"}, "the discriminator's gradients are not of this update"
+
+
 @pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])
 def test_a_forward_pass_that_draws_is_noticed(tmp_path: Path, dropout: float, random: bool) -> None:
     model, optimizer, records = begun(tmp_path, nn.Sequential(made(), nn.Dropout(dropout)))

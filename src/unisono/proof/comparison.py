@@ -126,13 +126,13 @@ def _explain_local_statistics(quantity: str, over: list[Difference], mine: Trace
 
 def find_zero_gradients(reference: Trace, floor: float) -> frozenset[str]:
     """Parameters whose true gradient is zero in all steps (a key bias in attention): what they have is rounding."""
-    silent: set[str] = set(reference.facts.trainable)
+    silent, seen = set(reference.facts.trainable), set[str]()
     for step in range(len(reference.facts.steps)):
         gradients = reference.tensors("raw gradients", step)
         whole = _norm(gradients.values())
         silent -= {name for name, value in gradients.items() if _norm([value]) > 0.1 * floor * whole}
-        silent &= set(gradients) or silent
-    return frozenset(silent)
+        seen |= set(gradients)  # where two optimizers take turns, no step has them all
+    return frozenset(silent & seen if seen else silent)
 
 
 def find_zero_gradient_elements(

@@ -31,6 +31,7 @@ from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.scripts.left_gradients import LeftGradients
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -141,7 +142,8 @@ class Records:
         self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
         self._reported: dict[str, float] = {}  # since the last update
         self._norm: float | None = None
-        self._clean: bool | None = None  # not known until a backward pass has reached a leaf
+        self._clean: bool | None = None  # of the same update
+        self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
         self._random = False
         self._generators: list[int] = []
         self._begin(_by_plain_name(model.named_parameters()))
@@ -150,9 +152,7 @@ class Records:
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(_by_plain_name(model.named_parameters()))
-        for parameter in model.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                parameter.register_hook(self._before_accumulation)
+        self._left = LeftGradients(model.parameters())
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
@@ -298,8 +298,14 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        parameters = _by_plain_name(self._model.named_parameters())
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._clean = self._left.close_update(own)
+        others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
+        named = _by_plain_name(self._model.named_parameters())
+        parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
         now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        if self._raw is not None:
+            self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
         if clips:
@@ -312,12 +318,6 @@ class Records:
         write_tensors(self._world.folder, reduced_moment(self._world.rank), self.steps, held)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
-
-    def _before_accumulation(self, gradient: Tensor) -> None:
-        """Of the first leaf that a backward pass reaches: what it finds there was left by the step before."""
-        if self._clean is None:
-            left = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-            self._clean = not any(bool(local(gradient).any()) for gradient in left)
 
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
