@@ -142,3 +142,26 @@ def test_gradients_that_are_not_finite_leave_the_question_open(tmp_path: Path, r
     assert (abstained.quantity, abstained.mark) == (self_check.REDUCED, "ABSTAIN")
     assert abstained.why == "step 1: those of a are not all finite numbers"
     assert check.losses == [None]
+
+
+def test_gradients_that_one_rank_changes_after_the_reduction_are_not_called_its_own(tmp_path: Path) -> None:
+    mean = combine(0.5, 0.5)
+    trace = write_trace(tmp_path / "t", build_ranks(), [mean, mean | {"b": 0.75 * mean["b"]}], [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "The gradients depend on the layout")
+
+
+def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:
+    passes = [[OWN[0], OWN[1]], [combine(1, 2), combine(2, -1)]]
+    first = {name: (passes[0][0][name] + passes[1][0][name]) / 2 for name in OWN[0]}
+    last = [{name: first[name] + rank[1][name] for name in OWN[0]} for rank in passes]
+    assert not self_check.is_left_alone(passes, last, ["a", "b"], "fp64"), "two directions are too few for four passes"
+    passes = [[{"a": DRAW.normal(size=12)} for _ in range(2)] for _ in range(2)]
+    last = [{"a": (passes[0][0]["a"] + passes[1][0]["a"]) / 2 + rank[1]["a"]} for rank in passes]
+    assert self_check.is_left_alone(passes, last, ["a"], "fp64")
+
+
+def test_ranks_losses_are_averaged_by_their_rows(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [combine(1, 1)] * 2, [[0.1], [0.1]])
+    trace.facts.steps[0].by_rank = [[0, 1, 2], [3]]
+    check = self_check.check_run(trace, "fp64")
+    assert (check.losses, check.averages) == ([pytest.approx(5.0)], [pytest.approx(1.75)])
