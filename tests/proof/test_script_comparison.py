@@ -11,9 +11,9 @@ import pytest
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import RunFacts, Trace, write_facts, write_tensors
+from unisono.proof.scripts.rank_facts import RankFacts
 from unisono.proof.scripts.script_comparison import find_local_statistics, name_local_statistics
 from unisono.proof.scripts.script_proof import choose_losses
-from unisono.proof.scripts.script_recorder import RankFacts
 from unisono.proof.scripts.self_check import SelfCheck
 from unisono.proof.verdict import Verdict
 

@@ -12,7 +12,7 @@ import pytest
 
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, Trace, write_facts, write_tensors
 from unisono.proof.scripts import self_check
-from unisono.proof.scripts.script_recorder import RankFacts, reduced_moment
+from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, reduced_moment
 
 DRAW = np.random.default_rng(0)
 OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]
@@ -45,6 +45,8 @@ def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Ar
     for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
         write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
         write_tensors(folder, reduced_moment(rank), 0, after)
+        values = {name: np.array([float(digest)]) for name, digest in ranks[rank].buffers.items()}
+        write_tensors(folder, buffers_moment(rank), 0, values)
     (folder / "ranks.json").write_text(json.dumps([[asdict(rank) for rank in ranks]]))
     write_facts(folder, RunFacts(steps=[step]))
     return Trace(folder)
@@ -165,3 +167,10 @@ def test_ranks_losses_are_averaged_by_their_rows(tmp_path: Path) -> None:
     trace.facts.steps[0].by_rank = [[0, 1, 2], [3]]
     check = self_check.check_run(trace, "fp64")
     assert (check.losses, check.averages) == ([pytest.approx(5.0)], [pytest.approx(1.75)])
+
+
+def test_buffers_that_differ_by_rounding_are_equal(tmp_path: Path) -> None:
+    ranks = build_ranks(lambda rank: rank.buffers.update(n=4))
+    trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    write_tensors(trace.folder, buffers_moment(1), 0, {"n": np.array([3 + 1e-15])})
+    assert find_failed(trace) == ([], "")

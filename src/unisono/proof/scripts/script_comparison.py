@@ -23,8 +23,8 @@ from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
+from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.script_process import ScriptRun
-from unisono.proof.scripts.script_recorder import read_rank_facts
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.gradients import local
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
-from unisono.proof.scripts.left_gradients import LeftGradients
+from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -40,12 +41,6 @@ from unisono.runtime.errors import ConfigError
 _WRAPPERS = re.compile(
     r"(?<![^./])(?:module|_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
-_RANKS_FILE = "ranks.json"
-
-
-def reduced_moment(rank: int) -> str:
-    """The moment of a trace that holds elements of the reduced gradients as one process has them."""
-    return f"reduced gradients of rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -83,35 +78,6 @@ class World:
             ConfigError: for what cannot be recorded.
         """
         return Records(self, model, optimizer, ema)
-
-
-@dataclass
-class RankFacts:
-    """What one process alone saw of a step.
-
-    Attributes:
-        losses: the scalars that it called `backward` on, in order.
-        inputs: a digest of every row that its model was given.
-        shape: of the inputs, without their number of rows.
-        limits: to which it clipped the gradients.
-        clipped: digests of the gradients of the update, by parameter.
-        buffers: digests, by buffer.
-        initial: digests of the parameters with which it began, by name; of the first step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    shape: str = ""
-    limits: list[float] = field(default_factory=list)
-    clipped: dict[str, int] = field(default_factory=dict)
-    buffers: dict[str, int] = field(default_factory=dict)
-    initial: dict[str, int] = field(default_factory=dict)
-
-
-def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
-    """What the processes of a trace saw, step by step and rank by rank."""
-    values = json.loads((folder / _RANKS_FILE).read_text(encoding="utf-8"))
-    return [[RankFacts(**rank) for rank in step] for step in values]
 
 
 class Records:
@@ -251,7 +217,7 @@ class Records:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
         self._gather_reported()
         if self._world.rank == 0:
-            (self._world.folder / _RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
+            (self._world.folder / RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
 
     @property
@@ -310,12 +276,8 @@ class Records:
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
         if clips:
             self._write_gradients("clipped gradients", now, parameters)
-        plain = {name: value for name, value in now.items() if not isinstance(value, DTensor)}
         self.seen.clipped = _digest_plain(now)
-        raw = plain if self._raw is None else {name: self._raw[name] for name in plain if name in self._raw}
-        arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in raw.items()}
-        held = sample_elements({name: value for name, value in arrays.items() if value is not None})
-        write_tensors(self._world.folder, reduced_moment(self._world.rank), self.steps, held)
+        self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
 
@@ -342,8 +304,17 @@ class Records:
         if moment == "raw gradients":
             self._norm = math.sqrt(sum(float(np.square(np.abs(g), dtype=np.float64).sum()) for g in whole.values()))
 
+    def _write_own(self, moment: str, values: Mapping[str, Tensor]) -> None:
+        """Write elements of what this rank holds whole, as it has it."""
+        plain = {name: value for name, value in values.items() if not isinstance(value, DTensor)}
+        arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in plain.items()}
+        held = sample_elements({name: value for name, value in arrays.items() if value is not None})
+        write_tensors(self._world.folder, moment, self.steps, held)
+
     def _see_buffers(self) -> dict[str, Any]:
-        self.seen.buffers = _digest_plain(_by_plain_name(self._model.named_buffers()))
+        buffers = _by_plain_name(self._model.named_buffers())
+        self._write_own(buffers_moment(self._world.rank), buffers)
+        self.seen.buffers = _digest_plain(buffers)
         return asdict(self.seen)
 
     def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.proof import predictions
-from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.comparison import ComparedQuantity, Difference, relative_distances
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, StepFacts, Trace
-from unisono.proof.scripts.script_recorder import RankFacts, read_rank_facts, reduced_moment
+from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, read_rank_facts, reduced_moment
 from unisono.runtime.text import join_names
 
 BEGIN = "ranks begin with equal parameters"
@@ -183,7 +183,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(CLIPPED, step, clipped)
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
-        if buffers := _find_differing_buffers(trace, seen):
+        if buffers := _find_differing_buffers(trace, step, seen, precision):
             note(BUFFERS, step, f"not those of {join_names(buffers, 3)}")
         if varied and len({*seen[0].inputs}) > 1 and all(rank.inputs == seen[0].inputs for rank in seen):
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
@@ -287,10 +287,16 @@ def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], preci
     return f"norm {norm:.6g} with a limit of {limit:.6g}" if norm > allowed else ""
 
 
-def _find_differing_buffers(trace: Trace, seen: Sequence[RankFacts]) -> list[str]:
-    local = {*trace.facts.per_process}
-    names = [name for name in seen[0].buffers if name not in local]
-    return [name for name in names if len({rank.buffers.get(name) for rank in seen}) > 1]
+def _find_differing_buffers(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> list[str]:
+    """Buffers that differ between ranks by more than rounding, but for known statistics of one process."""
+    known, found = {*trace.facts.per_process}, set[str]()
+    first = trace.tensors(buffers_moment(0), step)
+    for rank, facts in enumerate(seen[1:], 1):
+        names = {n for n, digest in facts.buffers.items() if n not in known and digest != seen[0].buffers.get(n)}
+        other = trace.tensors(buffers_moment(rank), step) if names else {}
+        sizes = relative_distances({n: other[n] for n in names}, {n: first[n] for n in names if n in first})
+        found |= {name for name, size in sizes.items() if size > _ROUNDING[precision]}
+    return [name for name in seen[0].buffers if name in found]
 
 
 def explain_other_rows(mine: Trace, reference: Trace) -> str:
