@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests import processes
-from unisono.proof import Records, World
+from unisono.proof import Records, World, comparison, diagnosis
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
@@ -157,6 +158,25 @@ def test_gradients_that_another_loss_leaves_count_only_if_an_update_is_made_of_t
     assert [step.clean for step in trace.facts.steps] == [True, True, clean, True]
     updated = {name[0] for name in trace.tensors("raw gradients", 3)}
     assert updated == {"0"}, "the discriminator's gradients are not of this update"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_others(
+    tmp_path: Path, same: bool
+) -> None:
+    old, model = made(), made() if same else nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    gc.collect()  # models of other tests
+    _, optimizer, records = begun(tmp_path, nn.ParameterList(old.parameters()))
+    backward(model)
+    optimizer.step()
+    records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    assert bool(trace.facts.replaced) == same
+    failed = [one for one in comparison.check_invariants(trace) if one.mark == "FAIL"]
+    found = diagnosis.diagnose(trace, trace, failed, 1)
+    assert found is not None
+    assert found.fault == ("The optimizer was built before wrapping" if same else "There is no gradient")
 
 
 @pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])

@@ -47,6 +47,8 @@ def diagnose(
         return build_diagnosis("The gradients depend on the call", why)
     if first.quantity in _OF_PARAMETERS and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
+    if first.quantity == GRADIENT and mine.facts.replaced:
+        return build_diagnosis("The optimizer was built before wrapping", mine.facts.replaced)
     if first.quantity in _INVARIANTS:
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:

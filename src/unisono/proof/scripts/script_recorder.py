@@ -8,6 +8,7 @@ script nor its random state.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -272,6 +273,7 @@ class Records:
         now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
+        self._facts.replaced = self._facts.replaced or ("" if now else _describe_replaced(optimizer))
         clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
         if clips:
@@ -376,6 +378,17 @@ def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError("ZeroRedundancyOptimizer keeps its state in pieces that cannot be recorded; use fully_shard")
     return optimizer
+
+
+def _describe_replaced(optimizer: torch.optim.Optimizer) -> str:
+    """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    reached = {id(p): p for module in modules for p in module.parameters() if p.grad is not None}
+    shapes = [sorted(tuple(parameter.shape) for parameter in each) for each in (held, reached.values())]
+    if shapes[0] != shapes[1]:
+        return ""
+    return f"none of its {len(held)} parameters got a gradient, and as many others, of the same shapes, did"
 
 
 def _by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
