@@ -258,7 +258,8 @@ def flat_loss(facts: RunFacts, tensors: Any) -> None:
 
 
 def no_norm(facts: RunFacts, tensors: Any) -> None:
-    facts.steps[1].grad_norm = 0.0
+    for one in facts.steps:
+        one.grad_norm = 0.0
 
 
 def unclean(facts: RunFacts, tensors: Any) -> None:
@@ -292,6 +293,19 @@ def test_what_must_hold_of_a_single_run(tmp_path: Path, change: Change, name: st
     assert all(one.mark != "FAIL" for one in good)
     bad = check_invariants(trace(tmp_path / "bad", 2, change))
     assert [one.quantity for one in bad if one.mark == "FAIL"] == [name]
+
+
+def test_a_step_without_a_gradient_is_said_and_does_not_fail(tmp_path: Path) -> None:
+    def skipped(facts: RunFacts, tensors: Any) -> None:
+        facts.steps[1].grad_norm = 0.0
+
+    found = {one.quantity: one for one in check_invariants(trace(tmp_path / "mine", 1, skipped))}
+    assert found["there is a gradient"].mark == "ABSTAIN"
+    assert "in step 2;" in found["there is a gradient"].why
+
+
+def test_a_difference_from_zeros_has_no_size() -> None:
+    assert relative_distances({"w": np.ones(2)}, {"w": np.zeros(2)}) == {"w": math.inf}
 
 
 def test_rows_that_differ_come_before_steps_that_are_missing(tmp_path: Path) -> None:

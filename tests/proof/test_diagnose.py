@@ -453,6 +453,30 @@ def test_gradients_that_are_scaled(tmp_path: Path, factor: float, by: str) -> No
     assert found.because.endswith(f"by the number of processes{by}")
 
 
+WIDE = {"a": RNG.normal(size=(4, 3)), "b": RNG.normal(size=(6, 2))}
+
+
+def scaled_shards(factors: list[float]) -> dict[str, Any]:
+    """What two ranks make of a gradient whose shards each of them scales by itself."""
+    return {
+        n: np.concatenate([f * half for f, half in zip(factors, np.split(v, 2), strict=True)]) for n, v in WIDE.items()
+    }
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_clipping_by_hand_with_the_norm_of_shards_is_known_by_their_norms(tmp_path: Path, known: bool) -> None:
+    whole = np.sqrt(sum(np.square(v).sum() for v in WIDE.values()))
+    norms = [np.sqrt(sum(np.square(np.split(v, 2)[rank]).sum() for v in WIDE.values())) for rank in range(2)]
+    observed = scaled_shards([whole / norm if known else 1.3 + norm / 99 for norm in norms])
+    mine, reference = trace(tmp_path / "mine", EVEN, observed), trace(tmp_path / "one", [[8], [8]], WIDE)
+    for found in (mine, reference):  # no call of torch's clipping was seen
+        write_tensors(found.folder, "clipped gradients", 0, {})
+    diagnosed = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.fault == ("Clipped by a local norm" if known else "The gradients depend on the layout")
+    assert known or diagnosed.because.endswith("a clipping by hand would be in them")
+
+
 def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
     found = told(tmp_path, failed("raw gradients", 1, size=float("inf")), gradient={"a": np.ones(3)})
     assert (found.fault, found.because) == ("Parameters are left out", "no gradient for b")

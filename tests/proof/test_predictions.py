@@ -191,3 +191,9 @@ def test_what_is_no_mean_of_its_rows_is_not(loss: object) -> None:
     assert callable(loss)
     ones = dict.fromkeys(SETS, 1.0)
     assert predictions.own_mean_weights(Subsets({rows: loss(rows) for rows in SETS}, ones)) is None
+
+
+def test_no_weights_are_fitted_to_what_is_not_finite() -> None:
+    parts = [OF_PARTS[0], {name: value * np.nan for name, value in OF_PARTS[1].items()}]
+    assert predictions.fit_weights(summed([1, 1, 0, 0]), parts) is None
+    assert predictions.fit_weights(parts[1], [OF_PARTS[0], OF_PARTS[1]]) is None

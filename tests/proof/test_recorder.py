@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests import processes
-from unisono.proof import Records, World
+from unisono.proof import Records, World, comparison, diagnosis
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
@@ -130,6 +131,52 @@ def test_gradients_that_are_left_are_noticed_when_backward_adds_to_them(
         records.step()
     records.close()
     assert [step.clean for step in Trace(tmp_path).facts.steps] == [True, clean]
+
+
+@pytest.mark.parametrize(("cleared", "clean"), [(True, True), (False, False)])
+def test_gradients_that_another_loss_leaves_count_only_if_an_update_is_made_of_them(
+    tmp_path: Path, cleared: bool, clean: bool
+) -> None:
+    """In the canonical order of a GAN, the generator's loss adds to gradients that the discriminator then clears."""
+    generator, discriminator = nn.Linear(3, 3), made()
+    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (generator, discriminator))
+    records = world(tmp_path).records(nn.ModuleList([generator, discriminator]), theirs)
+    ours.register_step_pre_hook(lambda *_: records.before_update(ours))
+    for _ in range(2):
+        fake = generator(DATA)
+        if cleared:
+            discriminator.zero_grad()
+        discriminator(fake.detach()).mean().backward()
+        theirs.step()
+        records.step()
+        generator.zero_grad()
+        discriminator(fake).mean().backward()
+        ours.step()
+        records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    assert [step.clean for step in trace.facts.steps] == [True, True, clean, True]
+    updated = {name[0] for name in trace.tensors("raw gradients", 3)}
+    assert updated == {"0"}, "the discriminator's gradients are not of this update"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_others(
+    tmp_path: Path, same: bool
+) -> None:
+    old, model = made(), made() if same else nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    gc.collect()  # models of other tests
+    _, optimizer, records = begun(tmp_path, nn.ParameterList(old.parameters()))
+    backward(model)
+    optimizer.step()
+    records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    assert bool(trace.facts.replaced) == same
+    failed = [one for one in comparison.check_invariants(trace) if one.mark == "FAIL"]
+    found = diagnosis.diagnose(trace, trace, failed, 1)
+    assert found is not None
+    assert found.fault == ("The optimizer was built before wrapping" if same else "There is no gradient")
 
 
 @pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])

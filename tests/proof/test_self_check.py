@@ -12,7 +12,7 @@ import pytest
 
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, Trace, write_facts, write_tensors
 from unisono.proof.scripts import self_check
-from unisono.proof.scripts.script_recorder import RankFacts, reduced_moment
+from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, reduced_moment
 
 DRAW = np.random.default_rng(0)
 OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]
@@ -45,6 +45,8 @@ def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Ar
     for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
         write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
         write_tensors(folder, reduced_moment(rank), 0, after)
+        values = {name: np.array([float(digest)]) for name, digest in ranks[rank].buffers.items()}
+        write_tensors(folder, buffers_moment(rank), 0, values)
     (folder / "ranks.json").write_text(json.dumps([[asdict(rank) for rank in ranks]]))
     write_facts(folder, RunFacts(steps=[step]))
     return Trace(folder)
@@ -130,3 +132,45 @@ def test_gradients_that_the_script_changes_afterwards_leave_the_question_open(tm
     check = self_check.check_run(write_trace(tmp_path / "t", build_ranks(), [reduced] * 2, [[0.1], [0.1]]), "fp64")
     assert [c.quantity for c in check.found if c.mark == "ABSTAIN"] == [self_check.REDUCED]
     assert check.reduction == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_that_are_not_finite_leave_the_question_open(tmp_path: Path, rank: int) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [{"a": np.zeros((3, 4)), "b": np.zeros(4)}] * 2, [[0.1], [0.1]])
+    broken = {"0/a": np.full((3, 4), np.nan), "0/b": OWN[rank]["b"]}
+    write_tensors(trace.folder, f"local gradients {rank}", 0, broken)
+    check = self_check.check_run(trace, "fp64")
+    (abstained,) = [c for c in check.found if c.mark != "PASS"]
+    assert (abstained.quantity, abstained.mark) == (self_check.REDUCED, "ABSTAIN")
+    assert abstained.why == "step 1: those of a are not all finite numbers"
+    assert check.losses == [None]
+
+
+def test_gradients_that_one_rank_changes_after_the_reduction_are_not_called_its_own(tmp_path: Path) -> None:
+    mean = combine(0.5, 0.5)
+    trace = write_trace(tmp_path / "t", build_ranks(), [mean, mean | {"b": 0.75 * mean["b"]}], [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "The gradients depend on the layout")
+
+
+def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:
+    passes = [[OWN[0], OWN[1]], [combine(1, 2), combine(2, -1)]]
+    first = {name: (passes[0][0][name] + passes[1][0][name]) / 2 for name in OWN[0]}
+    last = [{name: first[name] + rank[1][name] for name in OWN[0]} for rank in passes]
+    assert not self_check.is_left_alone(passes, last, ["a", "b"], "fp64"), "two directions are too few for four passes"
+    passes = [[{"a": DRAW.normal(size=12)} for _ in range(2)] for _ in range(2)]
+    last = [{"a": (passes[0][0]["a"] + passes[1][0]["a"]) / 2 + rank[1]["a"]} for rank in passes]
+    assert self_check.is_left_alone(passes, last, ["a"], "fp64")
+
+
+def test_ranks_losses_are_averaged_by_their_rows(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [combine(1, 1)] * 2, [[0.1], [0.1]])
+    trace.facts.steps[0].by_rank = [[0, 1, 2], [3]]
+    check = self_check.check_run(trace, "fp64")
+    assert (check.losses, check.averages) == ([pytest.approx(5.0)], [pytest.approx(1.75)])
+
+
+def test_buffers_that_differ_by_rounding_are_equal(tmp_path: Path) -> None:
+    ranks = build_ranks(lambda rank: rank.buffers.update(n=4))
+    trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    write_tensors(trace.folder, buffers_moment(1), 0, {"n": np.array([3 + 1e-15])})
+    assert find_failed(trace) == ([], "")

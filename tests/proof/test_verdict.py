@@ -65,6 +65,13 @@ def test_the_table_has_a_line_for_every_run_and_fits_a_terminal() -> None:
     assert max(map(len, table)) <= 80
 
 
+def test_a_figure_that_was_not_judged_is_not_beside_a_pass() -> None:
+    unknown = ComparedQuantity("raw gradients", "ABSTAIN", Difference(3e-2, 1, "w"), why="other padding")
+    told = "\n".join(format_verdicts([replace(GOOD, compared=[*GOOD.compared, unknown])], []))
+    assert "3e-16 loss, in part" in told
+    assert "3e-02" not in told
+
+
 def test_one_reason_of_several_runs_is_told_once() -> None:
     told = format_verdicts([SILENT, replace(SILENT, case="fsdp:2 m1"), replace(SILENT, case="fsdp:2 m2")], [])
     assert "ddp:2 m1 and 2 more cases: ABSTAIN the run: single m1 could not be run" in told

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.proof.recording.output_digest import sketch_distance
-from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, StepFacts, Trace
+from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, RunFacts, StepFacts, Trace
 from unisono.runtime.text import join_names
 
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
@@ -25,6 +25,7 @@ REPEATED = (
     "the loss repeats",
     "the gradient repeats",
 )
+GRADIENT = "there is a gradient"
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
@@ -131,13 +132,13 @@ def _explain_local_statistics(quantity: str, over: list[Difference], mine: Trace
 
 def find_zero_gradients(reference: Trace, floor: float) -> frozenset[str]:
     """Parameters whose true gradient is zero in all steps (a key bias in attention): what they have is rounding."""
-    silent: set[str] = set(reference.facts.trainable)
+    silent, seen = set(reference.facts.trainable), set[str]()
     for step in range(len(reference.facts.steps)):
         gradients = reference.tensors("raw gradients", step)
         whole = _norm(gradients.values())
         silent -= {name for name, value in gradients.items() if _norm([value]) > 0.1 * floor * whole}
-        silent &= set(gradients) or silent
-    return frozenset(silent)
+        seen |= set(gradients)  # where two optimizers take turns, no step has them all
+    return frozenset(silent & seen if seen else silent)
 
 
 def find_zero_gradient_elements(
@@ -170,8 +171,9 @@ def relative_distances(mine: Mapping[str, Array], reference: Mapping[str, Array]
         elif np.array_equal(a, b):
             result[name] = 0.0
         else:
-            size = _norm([np.float64(a) - np.float64(b)]) / max(_norm([b]), _SMALL_TENSOR * whole, 1e-300)
-            result[name] = size if math.isfinite(size) else math.inf
+            size = max(_norm([b]), _SMALL_TENSOR * whole)
+            distance = _norm([np.float64(a) - np.float64(b)]) / size if size else math.inf
+            result[name] = distance if math.isfinite(distance) else math.inf
     return result
 
 
@@ -322,9 +324,7 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
         result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
-    if any(step.grad_norm is not None for step in steps):
-        there = all(step.grad_norm != 0 for step in steps)
-        result.append(_build_invariant("there is a gradient", there, "the norm of the gradient is 0"))
+    result += _check_gradient(facts)
     if any(step.clean is not None for step in steps):
         clean = all(step.clean is not False for step in steps)
         result.append(_build_invariant("steps begin without gradients", clean, "gradients of the step before"))
@@ -344,6 +344,16 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         shown = f"{shared.by_rank}" if shared else ""
         result.append(_build_invariant("ranks computed different rows", shared is None, shown))
     return [*result, *_check_movement(trace)]
+
+
+def _check_gradient(facts: RunFacts) -> list[ComparedQuantity]:
+    """A step without a gradient may be meant: rows without a loss, or an update that is skipped by zeros."""
+    norms = {n: step.grad_norm for n, step in enumerate(facts.steps, 1) if step.computed and step.grad_norm is not None}
+    without = [n for n, norm in norms.items() if norm == 0]
+    if without and len(without) < len(norms):
+        shown = f"step{'s' * (len(without) > 1)} {join_names([str(n) for n in without])}"
+        return [ComparedQuantity(GRADIENT, "ABSTAIN", why=f"its norm is 0 in {shown}; layouts cannot differ there")]
+    return [_build_invariant(GRADIENT, not without, "its norm is 0 in every step")] if norms else []
 
 
 def _all_ranks_same_rows(step: StepFacts) -> bool:

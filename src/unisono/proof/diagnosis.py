@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import ComparedQuantity, first_failure
+from unisono.proof.comparison import GRADIENT, ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
@@ -47,6 +47,8 @@ def diagnose(
         return build_diagnosis("The gradients depend on the call", why)
     if first.quantity in _OF_PARAMETERS and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
+    if first.quantity == GRADIENT and mine.facts.replaced:
+        return build_diagnosis("The optimizer was built before wrapping", mine.facts.replaced)
     if first.quantity in _INVARIANTS:
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:
@@ -328,7 +330,7 @@ _OF_PARAMETERS = (
 
 _INVARIANTS = {
     "the loss moved": "Nothing is learnt",
-    "there is a gradient": "There is no gradient",
+    GRADIENT: "There is no gradient",
     "steps begin without gradients": "Gradients of the step before are added",
     "the model is built alike": "Initialisation depends on the call",
     "samples repeat": "The samples depend on the call",

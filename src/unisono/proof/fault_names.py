@@ -57,7 +57,7 @@ REMEDIES = {
     "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",
     "Sums are added in another order": "make the first pass equal in every start, or use reduction=ordered",
     "The gradients depend on the call": "draw in hooks and backward functions from torch's global generator alone",
-    "The gradients depend on the layout": "look between the loss and the reduction: hooks, detach, wrappers",
+    "The gradients depend on the layout": "look between loss and update: hooks, detach, wrappers, changes by hand",
     # clipping
     "The norm is that of a part of the gradient": "add up squared norms over the ranks that hold shards, once",
     "The norm is added up in too low a precision": "sum the squares in fp64, or in the same pieces on every layout",
@@ -90,7 +90,7 @@ REMEDIES = {
     "Evaluation draws at random": "switch to evaluation mode, and key what it draws",
     # of a run alone
     "Nothing is learnt": "check the learning rate, and which parameters the optimizer holds",
-    "There is no gradient": "make the loss depend on the model",
+    "There is no gradient": "make the loss depend on what the optimizer holds",
     "Numbers that are not finite": "check the rows that are named",
     "Single precision meets double": "create inputs in torch.get_default_dtype(), or compare with precision='fp32'",
     "Processes wait for each other": "make all ranks call the same collectives, equally often and in the same order",

@@ -19,6 +19,7 @@ from unisono.proof.predictions import Reduction
 from unisono.proof.recording.trace import Array
 
 _BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
+_CLIPPED = 1e-4  # a norm comes so near to its limit, to which some add 1e-6 before they divide
 _FITTED = 1e-6  # a weight that was fitted is known so well
 
 
@@ -52,6 +53,8 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
         detail = f"every element is that of one process after rounding what the ranks add to {lower}"
         return build_diagnosis("Gradients are reduced in a lower precision", detail)
+    if detail := _clipped_by_hand(pattern, a, b):
+        return build_diagnosis("Clipped by a local norm", detail)
     weights = _weights(pattern)
     if weights is not None:
         return _diagnose_weights(pattern, weights)
@@ -142,6 +145,24 @@ def _clipped_before(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     return f"each rank's gradient was first scaled to the limit of {limit:.4g}: {_shown(weights)} of what it is"
 
 
+def _clipped_by_hand(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> str:
+    """Whether each rank has scaled its shards, by their own norm, to the limit of the whole, where no clipping is seen.
+
+    On one process the gradient has the limit as its norm then; so have a rank's shards, unless they were within it.
+    """
+    if pattern.mine.tensors("clipped gradients", pattern.number):
+        return ""
+    limit, ranks = _norm_of(b), range(pattern.world_size)
+    shards = [(_shard(a, rank, pattern.world_size), _shard(b, rank, pattern.world_size)) for rank in ranks]
+    there = [(ours, theirs) for ours, theirs in shards if _norm_of(theirs)]
+    factors = [predictions.common_factor(ours, theirs, pattern.fitting) for ours, theirs in there]
+    norms = [_norm_of(ours) for ours, _ in there]
+    known = all(f is not None and f > 1 for f in factors) and max(norms) <= limit * (1 + _CLIPPED)
+    if len(there) < 2 or not known or not any(predictions.is_equal(norm, limit, _CLIPPED) for norm in norms):
+        return ""
+    return f"each rank's shards have the norm {_shown(norms)}, which on one process the whole gradient has: {limit:.4g}"
+
+
 def _weights(pattern: Pattern) -> list[float] | None:
     """The weights with which the micro-batches of one process add up to what was observed."""
     return predictions.fit_weights(pattern.gradient, [share for _, share in pattern.shares], pattern.fitting)
@@ -175,6 +196,7 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
     else:
         known = "they are no sum of what the micro-batches add, nor of what is left of it in a lower precision"
     loss = "; no loss was recorded" if pattern.step.loss is None else ""
+    loss += "" if pattern.mine.tensors("clipped gradients", pattern.number) else "; a clipping by hand would be in them"
     return build_diagnosis("The gradients depend on the layout", f"{only}, by no common factor; {known}{loss}")
 
 
@@ -230,6 +252,7 @@ def _shard(tensors: Mapping[str, Array], rank: int, size: int) -> dict[str, Arra
     """A rank's pieces of tensors, as `fully_shard` deals them out: along the first axis, by `torch.chunk`."""
     result = {}
     for name, value in tensors.items():
+        value = np.atleast_1d(value)
         rows = -(-len(value) // size)
         result[name] = value[rank * rows : (rank + 1) * rows]
     return result

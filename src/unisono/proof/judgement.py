@@ -121,8 +121,12 @@ def _judge_case(
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else shared.tolerance(case)
         found.compared = comparison.compare_traces(mine, reference, allowed, shared.adaptive and not case.bitwise)
         # What the reference fails on by itself is reported of the reference.
-        failed = shared.failed_invariants(case.reference)
-        found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity not in failed]
+        failed, alone = shared.failed_invariants(case.reference), comparison.check_invariants(mine)
+        if any(c.quantity == comparison.GRADIENT and c.mark == "FAIL" and c.quantity in failed for c in alone):
+            found.compared = [
+                _abstain(f"neither it nor {case.reference} has a gradient: nothing moves that may differ")
+            ]
+        found.invariants = [c for c in alone if c.quantity not in failed]
     found.diagnosis = diagnosis.diagnose(
         mine,
         reference,

@@ -258,6 +258,8 @@ def fit_weights(
         return None
     columns = np.stack([_flat(part, observed) for part in parts], axis=1)
     wanted = np.concatenate([observed[name].ravel() for name in observed])
+    if not (np.isfinite(columns).all() and np.isfinite(wanted).all()):
+        return None
     scale = np.linalg.norm(columns, axis=0)
     there = scale > 0
     if len(wanted) < 2 * there.sum() or not there.any():
@@ -415,6 +417,8 @@ def own_mean_weights(found: Subsets, limit: float = ROUNDING) -> list[float] | N
         return None
     ratio = {subset: found.sums[subset] / found.counts[subset] for subset in found.sums}
     size = max(map(abs, ratio.values())) or 1.0
+    if not all(map(math.isfinite, ratio.values())):
+        return None
     pairs = [pair for pair in combinations(rows, 2) if pair in ratio]
     matrix = np.zeros((len(pairs), len(rows)))
     for line, (i, j) in enumerate(pairs):

@@ -138,12 +138,14 @@ def _format_cases(names: Sequence[str]) -> str:
 
 
 def _format_worst(verdict: Verdict) -> str:
-    """The first failure, or else the largest difference, with its quantity."""
-    found = [c for c in verdict.compared if c.quantity in QUANTITIES and c.why != "there is none"]
-    worst = verdict.first or max(found, key=lambda c: c.worst.size, default=None)
+    """The first failure, or else the largest difference that was judged, with its quantity."""
+    judged = [c for c in verdict.compared if c.quantity in QUANTITIES and c.mark != "ABSTAIN"]
+    worst = verdict.first or max(judged, key=lambda c: c.worst.size, default=None)
     if worst is None:
         return "–"
-    return f"{_format_size(worst.worst.size)} {worst.quantity}" if worst.worst.size else "equal"
+    shown = f"{_format_size(worst.worst.size)} {worst.quantity}" if worst.worst.size else "equal"
+    larger = any(c.worst.size > worst.worst.size for c in verdict.abstained)
+    return f"{shown}, in part" if verdict.mark == "PASS" and larger else shown
 
 
 def _format_cell(compared: ComparedQuantity | None) -> str:

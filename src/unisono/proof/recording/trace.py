@@ -149,6 +149,7 @@ class RunFacts:
         evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
         kernels: which the task has chosen, by setting.
         optimizer: the name of its class, where a script has made it.
+        replaced: that other parameters than those of the optimizer got gradients, and seem to stand in their place.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.
         user_error: the same error with the lines of the user's code, where it came from there.
@@ -189,6 +190,7 @@ class RunFacts:
     evaluation_left: list[str] | None = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     optimizer: str = ""
+    replaced: str = ""
     fault: str = ""
     called: str = ""
     user_error: str = ""

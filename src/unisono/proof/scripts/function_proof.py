@@ -98,7 +98,7 @@ def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict],
     for case in many:
         runs.record(case)
     verdicts, alone = runs.judge(divides)
-    name_local_statistics(verdicts, runs.traces)
+    name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     return verdicts, alone
 
 

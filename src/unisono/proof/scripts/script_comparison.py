@@ -23,6 +23,7 @@ from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
+from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
@@ -103,7 +104,10 @@ class ScriptRuns:
             say(f"{case.name} …", error=True)
         run = replace(self.run, arguments=self.arguments.get(case.world_size, self.run.arguments))
         try:
-            self.traces[case.name] = run_case(case, run, self.root, threads_per_process(max(self.worlds)))
+            trace = run_case(case, run, self.root, threads_per_process(max(self.worlds)))
+            if (reference := self.traces.get(case.reference)) is not None:
+                trace.facts.per_process = find_local_statistics(trace, reference, case.precision)
+            self.traces[case.name] = trace
         except local_processes.WorkerError as error:
             self.ended[case.name] = error
         return self.traces.get(case.name)
@@ -120,12 +124,35 @@ class ScriptRuns:
         return judgement.judge_cases(self.cases, self.traces, adaptive, self.ended)
 
 
-def name_local_statistics(verdicts: Sequence[Verdict], traces: Mapping[str, Trace]) -> None:
+def find_local_statistics(mine: Trace, reference: Trace, precision: str, until: int | None = None) -> list[str]:
+    """Of the buffers of batch normalisation, those of layers whose statistics really are of the rows of one process.
+
+    The class of a layer does not say it: one that is derived from torch's may reduce its statistics by itself. Where
+    ranks differ for the first time, even by rounding, rank 0's must not be those of one process either.
+
+    Args:
+        mine: the run of many processes, with the buffers in question as its `per_process`.
+        reference: the run on one.
+        precision: of both.
+        until: the number of steps to look at, if not all.
+    """
+    for step, seen in enumerate(read_rank_facts(mine.folder)[:until] if mine.facts.per_process else []):
+        if any(rank.buffers != seen[0].buffers for rank in seen[1:]):
+            apart = comparison.relative_distances(mine.tensors("buffers", step), reference.tensors("buffers", step))
+            layers = {name.rpartition(".")[0] for name, size in apart.items() if size > _MAX_ROUNDING[precision]}
+            return [name for name in mine.facts.per_process if name.rpartition(".")[0] in layers]
+    return []
+
+
+def name_local_statistics(
+    verdicts: Sequence[Verdict], traces: Mapping[str, Trace], reference: Trace, precision: str
+) -> None:
     """Name batch normalisation by the rows of one process, where it is what makes the difference."""
     for found in verdicts:
-        local_statistics = traces[found.case].facts.per_process if found.case in traces else []
-        if local_statistics and found.first and found.first.quantity in ("loss", "raw gradients"):
-            told = f"{local_statistics[0]} and others are of the rows of one process, which normalises by them"
+        if found.first is None or found.case not in traces or found.first.quantity not in ("loss", "raw gradients"):
+            continue
+        if names := find_local_statistics(traces[found.case], reference, precision, found.first.worst.step):
+            told = f"{names[0]} and others are of the rows of one process, which normalises by them"
             found.diagnosis = build_diagnosis("Buffers are those of one process", told)
 
 

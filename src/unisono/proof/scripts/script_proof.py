@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from unisono.config.schema.base import Settings
 from unisono.launch.task_objects import reference_to
-from unisono.proof import diagnosis
+from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
 from unisono.proof.scripts import self_check
@@ -31,6 +31,7 @@ from unisono.runtime.errors import ConfigError
 
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
+_AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
     "the forward pass draws random numbers (dropout), every process its own; set its probability to 0 for the proof"
 )
@@ -118,24 +119,38 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     for case in others:
         runs.record(case)
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
-    _fill_losses(runs.traces, checks)
+    _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
     stray = runs.explain_stray(adaptive)
     verdicts, alone = runs.judge(adaptive)
     for judged in verdicts:
         if judged.case in runs.traces:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray)
-    name_local_statistics(verdicts, runs.traces)
+    name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
 
 
-def _fill_losses(traces: Mapping[str, Trace], checks: Mapping[str, self_check.SelfCheck]) -> None:
+def _fill_losses(traces: Mapping[str, Trace], checks: Mapping[str, self_check.SelfCheck], reference: str) -> None:
     """Give every step its loss, where that is known of all runs."""
-    each = zip(*(check.losses for check in checks.values()), strict=False)
-    known = [all(loss is not None for loss in losses) for losses in each]
+    losses = {name: choose_losses(check, checks[reference].losses) for name, check in checks.items()}
+    known = [all(loss is not None for loss in each) for each in zip(*losses.values(), strict=False)]
     for name, trace in traces.items():
-        for number, (step, loss) in enumerate(zip(trace.facts.steps, checks[name].losses, strict=True)):
+        for number, (step, loss) in enumerate(zip(trace.facts.steps, losses[name], strict=True)):
             step.loss = loss if number < len(known) and known[number] else None
+
+
+def choose_losses(check: self_check.SelfCheck, reference: Sequence[float | None]) -> list[float | None]:
+    """The losses of a run: the function that was minimised, or what its ranks themselves have.
+
+    Where the latter are right in the first step, and the former is the number of processes times as much, or that part
+    of it, it is not the loss that is scaled, but the gradients after it.
+    """
+    minimised, average, wanted = check.losses[0], check.averages[0], reference[0]
+    if minimised is None or average is None or wanted is None or not predictions.is_equal(average, wanted, _AGREE):
+        return check.losses
+    ratio = minimised / average if average else 1.0
+    scaled = predictions.find_number(ratio, [check.world_size], _AGREE) is not None
+    return check.averages if scaled else check.losses
 
 
 def _complete(judged: Verdict, check: self_check.SelfCheck, mine: Trace, reference: Trace, stray: str) -> None:

@@ -8,11 +8,12 @@ script nor its random state.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.gradients import local
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.gradient_sample import sample_elements
+from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -39,12 +42,6 @@ from unisono.runtime.errors import ConfigError
 _WRAPPERS = re.compile(
     r"(?<![^./])(?:module|_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
-_RANKS_FILE = "ranks.json"
-
-
-def reduced_moment(rank: int) -> str:
-    """The moment of a trace that holds elements of the reduced gradients as one process has them."""
-    return f"reduced gradients of rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -84,35 +81,6 @@ class World:
         return Records(self, model, optimizer, ema)
 
 
-@dataclass
-class RankFacts:
-    """What one process alone saw of a step.
-
-    Attributes:
-        losses: the scalars that it called `backward` on, in order.
-        inputs: a digest of every row that its model was given.
-        shape: of the inputs, without their number of rows.
-        limits: to which it clipped the gradients.
-        clipped: digests of the gradients of the update, by parameter.
-        buffers: digests, by buffer.
-        initial: digests of the parameters with which it began, by name; of the first step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    shape: str = ""
-    limits: list[float] = field(default_factory=list)
-    clipped: dict[str, int] = field(default_factory=dict)
-    buffers: dict[str, int] = field(default_factory=dict)
-    initial: dict[str, int] = field(default_factory=dict)
-
-
-def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
-    """What the processes of a trace saw, step by step and rank by rank."""
-    values = json.loads((folder / _RANKS_FILE).read_text(encoding="utf-8"))
-    return [[RankFacts(**rank) for rank in step] for step in values]
-
-
 class Records:
     """What a run does, step by step; made by `World.records`.
 
@@ -141,7 +109,8 @@ class Records:
         self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
         self._reported: dict[str, float] = {}  # since the last update
         self._norm: float | None = None
-        self._clean: bool | None = None  # not known until a backward pass has reached a leaf
+        self._clean: bool | None = None  # of the same update
+        self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
         self._random = False
         self._generators: list[int] = []
         self._begin(_by_plain_name(model.named_parameters()))
@@ -150,9 +119,7 @@ class Records:
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(_by_plain_name(model.named_parameters()))
-        for parameter in model.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                parameter.register_hook(self._before_accumulation)
+        self._left = LeftGradients(model.parameters())
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
@@ -251,7 +218,7 @@ class Records:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
         self._gather_reported()
         if self._world.rank == 0:
-            (self._world.folder / _RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
+            (self._world.folder / RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
 
     @property
@@ -298,26 +265,23 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        parameters = _by_plain_name(self._model.named_parameters())
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._clean = self._left.close_update(own)
+        others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
+        named = _by_plain_name(self._model.named_parameters())
+        parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
         now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        if self._raw is not None:
+            self._raw = {name: value for name, value in self._raw.items() if name in parameters}
+        self._facts.replaced = self._facts.replaced or ("" if now else _describe_replaced(optimizer))
         clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
         if clips:
             self._write_gradients("clipped gradients", now, parameters)
-        plain = {name: value for name, value in now.items() if not isinstance(value, DTensor)}
         self.seen.clipped = _digest_plain(now)
-        raw = plain if self._raw is None else {name: self._raw[name] for name in plain if name in self._raw}
-        arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in raw.items()}
-        held = sample_elements({name: value for name, value in arrays.items() if value is not None})
-        write_tensors(self._world.folder, reduced_moment(self._world.rank), self.steps, held)
+        self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
-
-    def _before_accumulation(self, gradient: Tensor) -> None:
-        """Of the first leaf that a backward pass reaches: what it finds there was left by the step before."""
-        if self._clean is None:
-            left = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-            self._clean = not any(bool(local(gradient).any()) for gradient in left)
 
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
@@ -342,8 +306,17 @@ class Records:
         if moment == "raw gradients":
             self._norm = math.sqrt(sum(float(np.square(np.abs(g), dtype=np.float64).sum()) for g in whole.values()))
 
+    def _write_own(self, moment: str, values: Mapping[str, Tensor]) -> None:
+        """Write elements of what this rank holds whole, as it has it."""
+        plain = {name: value for name, value in values.items() if not isinstance(value, DTensor)}
+        arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in plain.items()}
+        held = sample_elements({name: value for name, value in arrays.items() if value is not None})
+        write_tensors(self._world.folder, moment, self.steps, held)
+
     def _see_buffers(self) -> dict[str, Any]:
-        self.seen.buffers = _digest_plain(_by_plain_name(self._model.named_buffers()))
+        buffers = _by_plain_name(self._model.named_buffers())
+        self._write_own(buffers_moment(self._world.rank), buffers)
+        self.seen.buffers = _digest_plain(buffers)
         return asdict(self.seen)
 
     def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:
@@ -405,6 +378,17 @@ def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError("ZeroRedundancyOptimizer keeps its state in pieces that cannot be recorded; use fully_shard")
     return optimizer
+
+
+def _describe_replaced(optimizer: torch.optim.Optimizer) -> str:
+    """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    reached = {id(p): p for module in modules for p in module.parameters() if p.grad is not None}
+    shapes = [sorted(tuple(parameter.shape) for parameter in each) for each in (held, reached.values())]
+    if shapes[0] != shapes[1]:
+        return ""
+    return f"none of its {len(held)} parameters got a gradient, and as many others, of the same shapes, did"
 
 
 def _by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

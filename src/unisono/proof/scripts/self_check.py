@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof import predictions
+from unisono.proof.comparison import ComparedQuantity, Difference, relative_distances
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.local_gradients import read_local_gradients
-from unisono.proof.recording.trace import Array, Trace
-from unisono.proof.scripts.script_recorder import RankFacts, read_rank_facts, reduced_moment
+from unisono.proof.recording.trace import Array, StepFacts, Trace
+from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, read_rank_facts, reduced_moment
 from unisono.runtime.text import join_names
 
 BEGIN = "ranks begin with equal parameters"
@@ -83,6 +84,8 @@ def explain_reduction(
     target = _flatten(reduced, names, reduced)
     columns = np.stack([_flatten(rank, names, reduced) for rank in own], axis=1)
     total = columns.sum(axis=1)
+    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
+        return Reduction(None, dict.fromkeys(names, math.inf))
     scale = float(total @ target) / max(float(total @ total), 1e-300)
     weights = np.full(len(own), scale)
     off = _distances(columns @ weights, target, names, reduced, precision)
@@ -121,12 +124,16 @@ class SelfCheck:
     Attributes:
         found: check by check.
         losses: of every step, the function whose gradient was used; None where that is not known.
+        averages: of every step, the mean of the ranks' own losses, weighted by their rows.
+        world_size: processes of the run.
         reduction: in words, as of the first step; empty where it is not known.
         diagnosis: of the first check that failed.
     """
 
     found: list[ComparedQuantity]
     losses: list[float | None]
+    averages: list[float | None]
+    world_size: int
     reduction: str
     diagnosis: Diagnosis | None = None
 
@@ -136,7 +143,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     ranks = read_rank_facts(trace.folder)
     worst: dict[str, Difference] = {}
     losses: list[float | None] = []
-    shown, unexplained, partly = "", "", False
+    averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
+    shown, unexplained, partly, alone = "", "", False, True
 
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
@@ -144,7 +152,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         worst.setdefault(check, Difference(math.inf, step + 1, what))
 
     for step, seen in enumerate(ranks):
-        own = [add_gradients(read_local_gradients(trace, rank, step)) for rank in range(len(seen))]
+        passes = [read_local_gradients(trace, rank, step) for rank in range(len(seen))]
+        own = [add_gradients(each) for each in passes]
         reduced = [trace.tensors(reduced_moment(rank), step) for rank in range(len(seen))]
         made = explain_reduction(own, reduced[0], precision)
         clean = trace.facts.steps[step].clean is not False
@@ -152,9 +161,9 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         unequal = _find_unequal(reduced, precision)
         losses.append(_minimised(made, seen) if clean and not unequal else None)
         if clean and made.off and not unexplained:
-            unexplained = (
-                f"step {step + 1}: not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
-            )
+            endless = _describe_infinite([*own, *reduced])
+            why = endless or f"not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
+            unexplained = f"step {step + 1}: {why}"
         if len(seen) == 1:
             continue
         begun = [name for name in seen[0].initial if len({rank.initial.get(name) for rank in seen}) > 1]
@@ -166,18 +175,20 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
             else:
-                partly = partly or (EQUAL not in worst and not everywhere)
+                if EQUAL not in worst:
+                    partly, alone = not everywhere, is_left_alone(passes, reduced, unequal, precision)
+                    what += "" if alone else ", and no rank has its own: look at what changes them after the reduction"
                 note(EQUAL, step, what)
         if clipped := _describe_clipping(trace, step, seen, precision):
             note(CLIPPED, step, clipped)
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
-        if buffers := _find_differing_buffers(trace, seen):
+        if buffers := _find_differing_buffers(trace, step, seen, precision):
             note(BUFFERS, step, f"not those of {join_names(buffers, 3)}")
         if varied and len({*seen[0].inputs}) > 1 and all(rank.inputs == seen[0].inputs for rank in seen):
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
     if len(ranks[0]) == 1:
-        return SelfCheck([], losses, shown)
+        return SelfCheck([], losses, averages, 1, shown)
     checks = [BEGIN, EQUAL, RATES]
     checks += [CLIPPED] if CLIPPED in worst or any(rank.limits for seen in ranks for rank in seen) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
@@ -192,9 +203,12 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         shown = ""
     failed = next((c for c in found if c.mark == "FAIL"), None)
     name = NAMES[failed.quantity] if failed else ""
-    name = "Some parameters are not synchronised" if failed and failed.quantity == EQUAL and partly else name
+    if failed and failed.quantity == EQUAL and not alone:
+        name = "The gradients depend on the layout"
+    elif failed and failed.quantity == EQUAL and partly:
+        name = "Some parameters are not synchronised"
     likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
-    return SelfCheck(found, losses, shown, likely)
+    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely)
 
 
 def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
@@ -202,6 +216,21 @@ def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
     if made.weights is None or not all(rank.losses for rank in seen):
         return None
     return sum(weight * sum(rank.losses) for weight, rank in zip(made.weights, seen, strict=True))
+
+
+def _average(step: StepFacts, seen: Sequence[RankFacts]) -> float | None:
+    """The mean over ranks of what each called `backward` on, weighted by their rows; alike where these are unknown."""
+    if not all(rank.losses for rank in seen):
+        return None
+    counts = [[len(rows) for rows in step.by_rank], [len(rank.inputs) for rank in seen], [1] * len(seen)]
+    rows = next(each for each in counts if all(each))
+    return sum(count * sum(rank.losses) for count, rank in zip(rows, seen, strict=True)) / sum(rows)
+
+
+def _describe_infinite(gradients: Sequence[Mapping[str, Array]]) -> str:
+    """In words, the parameters of which a gradient is NaN or infinite: no sum can be read from such numbers."""
+    names = {name for one in gradients for name, value in one.items() if not np.isfinite(value).all()}
+    return f"those of {join_names(sorted(names), 3)} are not all finite numbers" if names else ""
 
 
 def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> list[str]:
@@ -216,6 +245,36 @@ def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> lis
     return sorted(result)
 
 
+def is_left_alone(
+    passes: Sequence[Sequence[Mapping[str, Array]]],
+    reduced: Sequence[Mapping[str, Array]],
+    names: Sequence[str],
+    precision: str,
+) -> bool:
+    """Whether gradients of a rank are its own, or a sum in which a backward pass of it is without those of the others.
+
+    Args:
+        passes: of every rank, the gradients of each backward pass.
+        reduced: of every rank, after the reduction.
+        names: of the parameters in question.
+        precision: of the run, `fp64` or `fp32`.
+    """
+    limit = _ROUNDING[precision]
+    number = min(map(len, passes))
+    columns = [{n: one[n] for n in names if n in one} for each in passes for one in each[:number]]
+    for rank, gradients in enumerate(reduced):
+        observed = {name: gradients[name] for name in names if name in gradients}
+        if predictions.reproduces(add_gradients(passes[rank]), observed, limit):
+            return True
+        fitted = predictions.fit_weights(observed, columns, limit)
+        if fitted is None:
+            continue
+        of_ranks = np.abs(np.reshape(fitted, (len(passes), number))) > 1e-6 * np.abs(fitted).max()
+        if (of_ranks[rank] & (of_ranks.sum(axis=0) == 1)).any():
+            return True
+    return False
+
+
 def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> str:
     """How the gradient of an update exceeds the limit to which it was clipped; empty where it does not."""
     limits = {limit for rank in seen for limit in rank.limits}
@@ -228,10 +287,16 @@ def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], preci
     return f"norm {norm:.6g} with a limit of {limit:.6g}" if norm > allowed else ""
 
 
-def _find_differing_buffers(trace: Trace, seen: Sequence[RankFacts]) -> list[str]:
-    local = {*trace.facts.per_process}
-    names = [name for name in seen[0].buffers if name not in local]
-    return [name for name in names if len({rank.buffers.get(name) for rank in seen}) > 1]
+def _find_differing_buffers(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> list[str]:
+    """Buffers that differ between ranks by more than rounding, but for known statistics of one process."""
+    known, found = {*trace.facts.per_process}, set[str]()
+    first = trace.tensors(buffers_moment(0), step)
+    for rank, facts in enumerate(seen[1:], 1):
+        names = {n for n, digest in facts.buffers.items() if n not in known and digest != seen[0].buffers.get(n)}
+        other = trace.tensors(buffers_moment(rank), step) if names else {}
+        sizes = relative_distances({n: other[n] for n in names}, {n: first[n] for n in names if n in first})
+        found |= {name for name, size in sizes.items() if size > _ROUNDING[precision]}
+    return [name for name in seen[0].buffers if name in found]
 
 
 def explain_other_rows(mine: Trace, reference: Trace) -> str:

@@ -1,0 +1,48 @@
+"""What each process of a script alone saw of a step, which no other process needs to have seen alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RANKS_FILE = "ranks.json"  # in the folder of a trace
+
+
+@dataclass
+class RankFacts:
+    """What one process alone saw of a step.
+
+    Attributes:
+        losses: the scalars that it called `backward` on, in order.
+        inputs: a digest of every row that its model was given.
+        shape: of the inputs, without their number of rows.
+        limits: to which it clipped the gradients.
+        clipped: digests of the gradients of the update, by parameter.
+        buffers: digests, by buffer.
+        initial: digests of the parameters with which it began, by name; of the first step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    shape: str = ""
+    limits: list[float] = field(default_factory=list)
+    clipped: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    initial: dict[str, int] = field(default_factory=dict)
+
+
+def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
+    """What the processes of a trace saw, step by step and rank by rank."""
+    values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
+    return [[RankFacts(**rank) for rank in step] for step in values]
+
+
+def reduced_moment(rank: int) -> str:
+    """The moment of a trace that holds elements of the reduced gradients as one process has them."""
+    return f"reduced gradients of rank {rank}"
+
+
+def buffers_moment(rank: int) -> str:
+    """The moment of a trace that holds elements of the buffers as one process has them."""
+    return f"buffers of rank {rank}"
