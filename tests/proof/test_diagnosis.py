@@ -1,0 +1,256 @@
+"""What a pattern of differences is called. Faults that can be made in a real run are in `tests/proofs/zoo`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.proof.patterns import EVEN, failed, name, pair, passed, summed, told, trace
+from unisono.proof import diagnosis, predictions
+from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.diagnosis import diagnose_error
+from unisono.proof.recording.trace import QUANTITIES, Trace, write_tensors
+
+
+def test_every_quantity_has_a_rule() -> None:
+    assert set(QUANTITIES) <= set(diagnosis._RULES)
+
+
+def test_nothing_is_told_where_nothing_failed(tmp_path: Path) -> None:
+    one = trace(tmp_path / "one", EVEN)
+    assert diagnosis.diagnose(one, one, [passed("loss")], 2) is None
+
+
+# outputs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("random", "starts", "fault"),
+    [
+        (False, (), "The forward pass depends on the layout"),
+        (True, (), "The forward pass depends on the layout"),
+        (True, (1,), "The state was not carried on"),
+        (False, (1,), "The state was not carried on"),
+    ],
+)
+def test_outputs_that_differ_first(tmp_path: Path, random: bool, starts: Any, fault: str) -> None:
+    assert told(tmp_path, failed("outputs", 2), random=random, starts=starts).fault == fault
+
+
+# what passes leave behind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantity", "fault"),
+    [
+        ("outputs", "The forward pass changes parameters"),
+        ("update", "The forward pass changes parameters"),
+        ("initial parameters", "The forward pass changes parameters"),
+        ("frozen parameters did not move", "The forward pass changes parameters"),
+        ("learning rate", "The learning rate depends on the world size"),
+    ],
+)
+def test_parameters_that_passes_change_explain_what_follows(tmp_path: Path, quantity: str, fault: str) -> None:
+    found = pair(tmp_path, summed([1.0, 1.0]))
+    found[1].facts.probed, found[1].facts.changed_by_passes = True, "passes alone, without an update, change a"
+    numbers = {"mine": 0.2, "reference": 0.1} if quantity == "learning rate" else {}
+    assert name(found, failed(quantity, 1, **numbers)) == fault
+
+
+def test_a_cause_that_is_reproduced_is_told_before_parameters_that_passes_change(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]))
+    found[1].facts.probed, found[1].facts.changed_by_passes = True, "passes alone, without an update, change a"
+    assert name(found, failed("raw gradients", 1)) == "A mean of means"
+
+
+@pytest.mark.parametrize("quantity", ["raw gradients", "parameters", "evaluation"])
+def test_a_gradient_that_is_another_each_time_is_told_so(tmp_path: Path, quantity: str) -> None:
+    found = pair(tmp_path, summed([1.0, 2.0]))
+    found[1].facts.probed, found[1].facts.unstable_gradient = True, "a second backward pass gave another gradient"
+    assert name(found, failed(quantity, 1)) == "The gradients depend on the call"
+
+
+def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.kept_by_task = True, "self.calls"
+    diagnosed = diagnosis.diagnose(*found, [failed("outputs", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.because.endswith("every pass changes self.calls, of which each process has its own")
+
+
+# the update and after it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantity", ["update", "optimizer state"])
+@pytest.mark.parametrize(
+    ("starts", "fault"),
+    [((), "The update is computed otherwise"), ((1,), "The state of the optimizer was lost")],
+)
+def test_an_update_that_differs_first(tmp_path: Path, quantity: str, starts: Any, fault: str) -> None:
+    assert told(tmp_path, failed(quantity, 2), starts=starts).fault == fault
+
+
+def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
+    assert told(tmp_path, failed("EMA", 2)).fault == "The moving average drifts"
+
+
+def test_an_average_that_differs_only_after_a_resume_was_lost(tmp_path: Path) -> None:
+    assert told(tmp_path, failed("EMA", 2), starts=[1]).fault == "The moving average was lost"
+
+
+def test_a_learning_rate_that_differs_after_a_resume(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("learning rate", 2, mine=0.1, reference=0.2), starts=[1])
+    assert found.fault == "The state was not carried on"
+
+
+def rates(found: tuple[Trace, Trace], ours: list[float], theirs: list[float]) -> ComparedQuantity:
+    for one, values in zip(found, (ours, theirs), strict=True):
+        one.facts.steps = [replace(one.facts.steps[0], lr=[[value]] * 2) for value in values]
+    step = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    return failed("learning rate", step + 1, mine=ours[step], reference=theirs[step])
+
+
+@pytest.mark.parametrize(
+    ("ours", "fault"),
+    [
+        ([0.0, 0.75, 0.25], "The schedule is stepped once per process"),
+        ([0.0, 2.0, 1.5], "The learning rate depends on the world size"),
+        ([0.5, 0.75, 0.25], "The learning rate depends on the world size"),  # wrong at step 1
+    ],
+)
+def test_a_rate_is_stepped_too_often_only_if_it_is_that_of_later_updates(
+    tmp_path: Path, ours: list[float], fault: str
+) -> None:
+    found = pair(tmp_path, None)
+    first = rates(found, ours, [0.0, 1.0, 0.75])
+    assert name(found, first) == fault
+
+
+SQUARE = {"a": np.arange(1.0, 9.0), "b": np.arange(12.0).reshape(4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("norm", "fault"),
+    [
+        (float(np.sqrt(np.square(SQUARE["a"][4:]).sum() + np.square(SQUARE["b"][2:]).sum())), "that of a part"),
+        (float(np.sqrt(2 * sum(np.square(v).sum() for v in SQUARE.values()))), "that of a part"),
+        (26.625, "added up in too low a precision"),  # 26.64… in bf16
+        (20.1, "depends on the layout"),
+    ],
+)
+def test_a_norm_is_one_of_shards_or_of_a_precision_or_nobody_knows(tmp_path: Path, norm: float, fault: str) -> None:
+    exact = float(np.sqrt(sum(np.square(v).sum() for v in SQUARE.values())))
+    norm = float(predictions.round_to(np.array([exact]), 8)[0]) if norm == 26.625 else norm
+    found = told(tmp_path, failed("gradient norm", 1, mine=norm, reference=exact), gradient=SQUARE)
+    assert fault in found.fault
+
+
+def test_clipping_by_the_norm_of_shards_has_their_factors(tmp_path: Path) -> None:
+    found = pair(tmp_path, SQUARE)
+    limit = 2.0
+    write_tensors(found[1].folder, "clipped gradients", 0, {"a": np.array([limit, 0.0])})
+    halves = [{"a": SQUARE["a"][:4], "b": SQUARE["b"][:2]}, {"a": SQUARE["a"][4:], "b": SQUARE["b"][2:]}]
+    norms = [float(np.sqrt(sum(np.square(v).sum() for v in half.values()))) for half in halves]
+    for factors, fault in (
+        ([limit / norm for norm in norms], "Clipped by a local norm"),
+        ([0.1, 0.1], "The clipping depends on the layout"),
+    ):
+        clipped = {n: np.concatenate([f * half[n] for f, half in zip(factors, halves, strict=True)]) for n in SQUARE}
+        write_tensors(found[0].folder, "clipped gradients", 0, clipped)
+        assert name(found, failed("clipped gradients", 1)) == fault
+
+
+# resumes and rounding -------------------------------------------------------------------------------------------------
+
+THREE = [[4, 4], [4, 4], [4, 4]]
+
+
+def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("optimizer state", 3), counts=THREE, starts=[1, 2])
+    assert found.fault == "A second resume drifts"
+    assert "'The state of the optimizer was lost'" in found.because
+
+
+def test_starts_count_wherever_they_are(tmp_path: Path) -> None:
+    late = told(tmp_path / "late", failed("optimizer state", 4), counts=EVEN * 2, starts=[2, 3])
+    assert late.fault == "A second resume drifts"
+    before = told(tmp_path / "before", failed("optimizer state", 2), counts=EVEN * 2, starts=[2, 3])
+    assert before.fault == "The update is computed otherwise"  # no start lies before it
+
+
+def test_a_first_resume_that_drifts_is_not_a_second(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("optimizer state", 2), counts=THREE, starts=[1, 2])
+    assert found.fault == "The state of the optimizer was lost"
+
+
+def test_a_difference_of_rounding_where_bits_have_to_be_equal(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("raw gradients", 1, size=2e-16))
+    assert found.fault == "Sums are added in another order"
+
+
+def test_initial_parameters_are_no_sums(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("initial parameters", 0, size=1e-16))
+    assert found.fault == "Initialisation depends on the layout"
+
+
+# errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_begins_otherwise_on_a_rank_is_told_as_such(tmp_path: Path) -> None:
+    found = told(
+        tmp_path, failed("initial parameters", 0), initial_buffers=["'b' is not the same on ranks [0] and [1]"]
+    )
+    assert (found.fault, found.because[:10]) == ("Initialisation depends on the rank", "buffer 'b'")
+
+
+def test_what_the_task_counts_and_no_checkpoint_has_is_told_after_a_resume(tmp_path: Path) -> None:
+    """Even after a second one, of which nothing else is known."""
+    found = told(tmp_path, failed("outputs", 2), starts=(1, 1), kept_by_task="self.calls", probed=True)
+    assert found.fault == "The state was not carried on"
+    assert found.because.endswith("every pass changes self.calls, which no checkpoint has")
+
+
+@pytest.mark.parametrize(
+    ("step", "where", "fault"),
+    [
+        (1, "micro-batches [0, 3]", "The samples depend on the call"),
+        (1, "micro-batches [2, 3]", "The samples depend on the process"),
+        (2, "micro-batches [0, 3]", "The samples depend on the process"),
+    ],
+)
+def test_samples_that_every_rank_makes_alike_say_nothing_of_others(
+    tmp_path: Path, step: int, where: str, fault: str
+) -> None:
+    ours = trace(tmp_path / "mine", EVEN, first_samples=[[[1, 2]], [[1, 2]]])
+    theirs = trace(tmp_path / "one", EVEN, first_samples=[[[1, 2]]])
+    assert name((ours, theirs), failed("samples", step, where)) == fault
+
+
+def test_an_error_that_told_its_name(tmp_path: Path) -> None:
+    one = trace(tmp_path / "one", EVEN, fault="GuardError: …", called="The optimizer was built before wrapping")
+    found = diagnosis.diagnose(one, one, [], 2)
+    assert found is not None
+    assert found.fault == "The optimizer was built before wrapping"
+
+
+@pytest.mark.parametrize("called", ["", "not in the book"])
+def test_any_other_error_has_a_page_too(called: str) -> None:
+    assert diagnose_error(called).fault == "The run ended with an error"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("RuntimeError: Expected to have finished reduction in the prior iteration …", "Parameters are left out"),
+        ("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3", "Processes wait for each other"),
+        ("Detected mismatch between collectives on ranks …", "Ranks made different collectives"),
+        ("KeyError: 'a'", "The run ended with an error"),
+    ],
+)
+def test_errors_of_torch_and_gloo_are_known_by_their_words(text: str, fault: str) -> None:
+    assert diagnose_error("", text).fault == fault
+    assert diagnose_error("Nothing is learnt", text).fault == "Nothing is learnt"  # what says its name is believed

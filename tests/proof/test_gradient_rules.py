@@ -1,0 +1,181 @@
+"""What gradients that differ first are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.proof.patterns import (
+    EVEN,
+    OTHER,
+    RNG,
+    TERMS,
+    UNEVEN,
+    failed,
+    name,
+    pair,
+    reported,
+    summed,
+    told,
+    trace,
+)
+from unisono.proof import diagnosis, predictions
+from unisono.proof.recording.trace import write_tensors
+
+# gradients ------------------------------------------------------------------------------------------------------------
+
+
+def of_terms(folder: Path, ours: dict[str, float], theirs: dict[str, float], crosses: str) -> str:
+    folder.mkdir(exist_ok=True)
+    mine, reference = trace(folder / "mine", EVEN, crosses=crosses), trace(folder / "one", [[8], [8]])
+    mine.facts.steps[0].terms, reference.facts.steps[0].terms = ours, theirs
+    found = diagnosis.diagnose(mine, reference, [failed("loss", 1), failed("raw gradients", 1)], 2)
+    assert found is not None
+    return found.fault
+
+
+@pytest.mark.parametrize(
+    ("ours", "crosses", "fault"),
+    [
+        ({"pairs": 0.5, "own": 2.0}, "rows", "The loss across samples depends on the layout"),
+        ({"pairs": 0.5, "own": 2.0}, "whole", "The loss across samples depends on the layout"),
+        ({"pairs": 0.5, "own": 2.5}, "rows", "The loss depends on the layout"),
+        ({"pairs": 0.5, "own": 2.0}, "", "The loss depends on the layout"),
+    ],
+)
+def test_a_loss_across_samples_of_which_another_term_agrees(
+    tmp_path: Path, ours: dict[str, float], crosses: str, fault: str
+) -> None:
+    assert of_terms(tmp_path, ours, {"pairs": 1.0, "own": 2.0}, crosses) == fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("statistic", "A statistic of the batch is taken of its parts"),
+        ("constant", "A term is added once per micro-batch"),
+        ("mean", "A mean of means"),
+        ("", "The loss depends on the micro-batch"),
+        ("places", "The loss depends on the micro-batch"),
+    ],
+)
+def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path, kind: str, fault: str) -> None:
+    found = pair(tmp_path, None)
+    for step in found[0].facts.steps:
+        step.parts = [replace(part, counts={"next": part.counts["next"] / 2}) for part in step.parts * 2]
+    found[1].facts.probed, found[1].facts.additivity = True, {"next": kind} if kind else {}
+    assert name(found, reported(found, 3.7), failed("raw gradients", 1), world_size=1) == fault
+
+
+@pytest.mark.parametrize(
+    ("size", "crosses", "fault"),
+    [
+        (6e-2, "rows", "The gradients across samples depend on the layout"),
+        (3e-3, "rows", "The gradients depend on the layout"),
+        (6e-2, "whole", "The gradients depend on the layout"),
+        (6e-2, "", "The gradients depend on the layout"),
+    ],
+)
+def test_gradients_of_another_direction_where_the_loss_crosses_samples(
+    tmp_path: Path, size: float, crosses: str, fault: str
+) -> None:
+    first = failed("raw gradients", 1, size=size)
+    assert told(tmp_path, first, gradient=OTHER, crosses=crosses).fault == fault
+
+
+EIGHTH = [1 / 8, 1 / 8]
+
+
+@pytest.mark.parametrize(
+    ("observed", "fault"),
+    [
+        (summed([1 / 8, 0]), "Gradients are not synchronised"),  # rank 0's own
+        (summed([0, 2 / 8]), "Gradients are not synchronised"),  # rank 1's, whose loss was scaled for an average
+        ({**summed(EIGHTH), "b": summed([2 / 8, 0])["b"]}, "Some parameters are not synchronised"),
+        ({**summed(EIGHTH), "b": summed([1 / 4, 1 / 12])["b"]}, "The gradients depend on the layout"),
+        (summed([1 / 4, 1 / 12]), "A mean of means"),
+        (summed([1.3 / 8, 0.9 / 8]), "The gradients depend on the layout"),
+        ({n: 1.37 * v for n, v in summed(EIGHTH).items()}, "The gradients depend on the layout"),
+        ({n: v * (1 + 1e-3) ** (n == "b") for n, v in summed(EIGHTH).items()}, "The gradients depend on the layout"),
+    ],
+)
+def test_gradients_are_what_reproduces_them(tmp_path: Path, observed: Any, fault: str) -> None:
+    assert name(pair(tmp_path, observed), failed("raw gradients", 1)) == fault
+
+
+def test_gradients_of_rounded_parts_are_of_a_lower_precision_and_others_are_not(tmp_path: Path) -> None:
+    rounded = {n: sum(predictions.round_to(part[n] / 4, 8) for part in TERMS) / 2 for n in ("a", "b")}
+    fault = name(pair(tmp_path, rounded), failed("raw gradients", 1, size=3e-3))
+    assert fault == "Gradients are reduced in a lower precision"
+    noisy = {n: v * (1 + 3e-3 * RNG.normal(size=v.shape)) for n, v in summed(EIGHTH).items()}
+    fault = name(pair(tmp_path / "noisy", noisy), failed("raw gradients", 1, size=3e-3))
+    assert fault == "The gradients depend on the layout"
+
+
+def test_gradients_of_which_nothing_is_known_get_a_neutral_name(tmp_path: Path) -> None:
+    more = failed("replicas", 2, "'a' is not the same on ranks [0] and [1]")
+    found = told(tmp_path, failed("raw gradients", 2), more, counts=UNEVEN, gradient=OTHER, loss=None)
+    assert found.fault == "The gradients depend on the layout"
+    assert "what each micro-batch adds was not recorded" in found.because and found.because.endswith(
+        "no loss was recorded"
+    )
+
+
+ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np.arange(3.0)}  # in their first step
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"a.B": 2 * np.ones(3), "b.B": 2 * np.arange(3.0)}, "All gradients are scaled by N"),
+        ({"a.B": OTHER["a"], "b.B": OTHER["b"]}, "The gradients depend on the layout"),
+        ({"a.B": OTHER["a"]}, "The gradients depend on the layout"),
+    ],
+)
+def test_matrices_of_adapters_without_a_gradient_yet_say_nothing(tmp_path: Path, change: Any, fault: str) -> None:
+    mine = trace(tmp_path / "mine", EVEN, {**ADAPTERS, **change})
+    reference = trace(tmp_path / "one", [[sum(step)] for step in EVEN], ADAPTERS)
+    found = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    assert found is not None
+    assert found.fault == fault
+
+
+@pytest.mark.parametrize(("factor", "by"), [(2.0, ""), (0.5, ""), (4.0, ", twice")])
+def test_gradients_that_are_scaled(tmp_path: Path, factor: float, by: str) -> None:
+    scaled = {"a": factor * np.ones(3), "b": factor * np.arange(3.0)}
+    found = told(tmp_path, failed("raw gradients", 1), gradient=scaled)
+    assert found.fault == "All gradients are scaled by N"
+    assert found.because.endswith(f"by the number of processes{by}")
+
+
+WIDE = {"a": RNG.normal(size=(4, 3)), "b": RNG.normal(size=(6, 2))}
+
+
+def scaled_shards(factors: list[float]) -> dict[str, Any]:
+    """What two ranks make of a gradient whose shards each of them scales by itself."""
+    return {
+        n: np.concatenate([f * half for f, half in zip(factors, np.split(v, 2), strict=True)]) for n, v in WIDE.items()
+    }
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_clipping_by_hand_with_the_norm_of_shards_is_known_by_their_norms(tmp_path: Path, known: bool) -> None:
+    whole = np.sqrt(sum(np.square(v).sum() for v in WIDE.values()))
+    norms = [np.sqrt(sum(np.square(np.split(v, 2)[rank]).sum() for v in WIDE.values())) for rank in range(2)]
+    observed = scaled_shards([whole / norm if known else 1.3 + norm / 99 for norm in norms])
+    mine, reference = trace(tmp_path / "mine", EVEN, observed), trace(tmp_path / "one", [[8], [8]], WIDE)
+    for found in (mine, reference):  # no call of torch's clipping was seen
+        write_tensors(found.folder, "clipped gradients", 0, {})
+    diagnosed = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.fault == ("Clipped by a local norm" if known else "The gradients depend on the layout")
+    assert known or diagnosed.because.endswith("a clipping by hand would be in them")
+
+
+def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("raw gradients", 1, size=float("inf")), gradient={"a": np.ones(3)})
+    assert (found.fault, found.because) == ("Parameters are left out", "no gradient for b")
