@@ -53,7 +53,7 @@ def divided_twice() -> Iterator[None]:
         yield
 
 
-@fault("buffers drawn on each rank", "The forward pass depends on the layout")
+@fault("buffers drawn on each rank", "Initialisation depends on the rank")
 def buffers_by_rank() -> Iterator[None]:
     def wrapped(original: Any, self: Parallel) -> None:
         original(self)
