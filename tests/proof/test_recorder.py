@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests import processes
 from unisono.proof import Records, World, comparison, diagnosis
+from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
@@ -90,6 +91,24 @@ def test_a_script_that_does_not_clip_need_not_record_gradients(tmp_path: Path) -
     assert trace.tensors("clipped gradients", 0) == {}
     (step,) = trace.facts.steps
     assert (step.rows, step.loss, step.metrics) == ([], None, [])
+
+
+def test_a_parameter_that_is_frozen_at_first_is_trained_from_then_on(tmp_path: Path) -> None:
+    """It is none of those that must not move, and what each pass makes of its gradient is seen."""
+    frozen = made()
+    frozen[0].requires_grad_(False)
+    model, optimizer, records = begun(tmp_path, frozen)
+    for step in range(2):
+        model[0].weight.requires_grad_(step > 0)
+        backward(model)
+        optimizer.step()
+        records.step()
+        optimizer.zero_grad()
+    records.close()
+    trace = Trace(tmp_path)
+    assert trace.facts.frozen == ["0.bias"] and "0.weight" in trace.facts.trainable
+    first, second = ({name for one in read_local_gradients(trace, 0, step) for name in one} for step in (0, 1))
+    assert "2.weight" in first and second - first == {"0.weight"}
 
 
 def test_recording_changes_neither_numbers_nor_random_states(tmp_path: Path) -> None:

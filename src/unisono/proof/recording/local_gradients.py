@@ -23,9 +23,13 @@ class LocalGradients:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._passes: list[dict[str, Array]] = [{}]
-        for name, parameter in parameters.items():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                parameter.register_hook(partial(self._keep, name))
+        self._unwatched = {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch what is trained by now; some parameters are frozen at first."""
+        for name in [name for name, parameter in self._unwatched.items() if parameter.requires_grad]:
+            self._unwatched.pop(name).register_hook(partial(self._keep, name))
 
     def _keep(self, name: str, gradient: Tensor) -> None:
         if name in self._passes[-1]:  # every pass makes each gradient once

@@ -271,6 +271,9 @@ class Records:
         named = _by_plain_name(self._model.named_parameters())
         parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
         now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
+        self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
+        self._facts.trainable += thawed  # from now on
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else _describe_replaced(optimizer))
@@ -285,6 +288,7 @@ class Records:
 
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
+        self._local.watch()
         if self._model.training:
             self._generators = _generator_digests()
 
