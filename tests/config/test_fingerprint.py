@@ -111,6 +111,7 @@ MATHEMATICS = {
     "data.mixture.weights.a": "1",
     "data.mixture.by": "tokens",
     "data.mixture.until": "first",
+    "data.mixture.grouped": "true",
     "data.mixture.block": "10",
     "data.mixture.changes": "[{step: 3, weights: {a: 1}}]",
     "data.packing.length": "8",

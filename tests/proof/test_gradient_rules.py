@@ -57,6 +57,7 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
     ("kind", "fault"),
     [
         ("statistic", "A statistic of the batch is taken of its parts"),
+        ("statistic of outputs", "The loss depends on the micro-batch"),
         ("constant", "A term is added once per micro-batch"),
         ("mean", "A mean of means"),
         ("", "The loss depends on the micro-batch"),
@@ -67,6 +68,7 @@ def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path
     found = pair(tmp_path, None)
     for step in found[0].facts.steps:
         step.parts = [replace(part, counts={"next": part.counts["next"] / 2}) for part in step.parts * 2]
+    kind, _, found[1].facts.by_number = kind.partition(" of ")
     found[1].facts.probed, found[1].facts.additivity = True, {"next": kind} if kind else {}
     assert name(found, reported(found, 3.7), failed("raw gradients", 1), world_size=1) == fault
 

@@ -33,6 +33,12 @@ class View:
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         return {"term": float(self._loss(micro.arrays["x"]))}
 
+    def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+        return {}
+
+    def flatten(self, outputs: Any) -> Any:
+        return outputs
+
 
 class Counting:
     def __init__(self, count: Callable[[Any], float]) -> None:
@@ -63,6 +69,24 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
 )
 def test_a_loss_is_a_sum_over_rows_a_mean_of_its_own_or_a_statistic(loss: Any, count: Any, kind: Any) -> None:
     assert probed(loss, count) == LossProbe(additivity=kind)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_does(divided: bool) -> None:
+    """Only one of the two is mended by a loss over all rows of the batch."""
+
+    class Dividing(View):
+        def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+            return {"out": micro.arrays["x"] / (len(micro.arrays["x"]) if divided else 1)}
+
+        def flatten(self, outputs: Any) -> Any:
+            return outputs
+
+    micro = MicroBatch(0, np.arange(5), {"x": np.array([3.0, 1.0, 4.0, 1.5, 9.0])}, {"term": 5.0}, {})
+    view: Any = Dividing(lambda x: np.square(x / len(x)).sum())
+    task: Any = Counting(len)
+    found = probe_loss(view, task, micro, {}, 1e-9)
+    assert (found.additivity, found.by_number) == ({"term": "statistic"}, "out" if divided else "")
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:

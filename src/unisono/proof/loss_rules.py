@@ -58,6 +58,9 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A term is added once per micro-batch", detail)
     if statistic := _of_kind(pattern, "statistic"):
         statistic += " of several rows is neither the sum nor a mean of what they have alone, and the same each time"
+        if name := pattern.root.by_number:  # then the loss may be right, and it is no matter of what it is given
+            statistic += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
+            return build_diagnosis("The loss depends on the micro-batch", statistic)
         return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
     if not from_outputs and (detail := pattern.other_draws):
         return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")

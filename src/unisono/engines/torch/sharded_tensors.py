@@ -19,7 +19,6 @@ from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import CheckpointError
-from unisono.runtime.text import join_names
 
 _MAX_PARALLEL_READS = 4  # tensors read at a time; each needs host memory if its target is on a device
 
@@ -72,9 +71,8 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
     unexpected = [name for name in saved if name not in tensors]
     if missing or unexpected:
         raise CheckpointError(
-            f"the checkpoint does not match the model: {len(missing)} arrays of the model are not in it "
-            f"({join_names(missing) or 'none'}), and {len(unexpected)} of its arrays not in the model "
-            f"({join_names(unexpected) or 'none'})"
+            f"the checkpoint does not match the model: missing {missing[:4] or 'nothing'}, unexpected "
+            f"{unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all)"
         )
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != saved[name]:

@@ -57,7 +57,8 @@ class TrainState:
             self.statistics.warn_of_accumulation(job.split.passes)
         synchronised = self.statistics.layers if self.statistics else frozenset[str]()
         # With synchronised layers, the configuration determines which rows are normalised together.
-        self.mixes_rows = not synchronised and any(isinstance(part, _BatchNorm) for part in module.modules())
+        normalising = (part for part in module.modules() if isinstance(part, _BatchNorm) and part.training)
+        self.mixes_rows = not synchronised and any(True for _ in normalising)  # a frozen one normalises nothing
         self.buffers = Buffers(module, job.process, synchronised)
         wrap.checkpoint_and_compile(module, config.layout, config.train.precision)
         self.parallel = Parallel(wrap.StepModule(job.task, module), parts)

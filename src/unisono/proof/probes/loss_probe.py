@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+import numpy as np
+
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
@@ -29,11 +31,13 @@ class LossProbe:
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `constant` for one that adds the same to any rows, `places` for one that is another for the same rows in
             another order, `statistic` for anything else.
+        by_number: an output of the model that is another for the same rows beside others, where there is a statistic.
     """
 
     unstable: str = ""
     overwritten: str = ""
     additivity: dict[str, str] = field(default_factory=dict)
+    by_number: str = ""
 
 
 def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> LossProbe:
@@ -72,13 +76,14 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
             for subset in combinations(rows, size)
         }
         turned = _of_rows(view, task, micro, scalars, rows[::-1])
-    kinds = {}
-    for name in once:
-        sums = {subset: value[0][name] for subset, value in found.items()}
-        counts = {subset: value[1][name] for subset, value in found.items()}
-        at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
-        kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
-    return LossProbe("", overwritten, {name: kind for name, kind in kinds.items() if kind})
+        kinds = {}
+        for name in once:
+            sums = {subset: value[0][name] for subset, value in found.items()}
+            counts = {subset: value[1][name] for subset, value in found.items()}
+            at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
+            kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
+        by_number = _find_by_number(view, micro, scalars, rows, floor) if "statistic" in kinds.values() else ""
+    return LossProbe("", overwritten, {name: kind for name, kind in kinds.items() if kind}, by_number)
 
 
 def _kind(found: Subsets, floor: float) -> str:
@@ -89,6 +94,19 @@ def _kind(found: Subsets, floor: float) -> str:
     if not all(found.counts.values()):
         return ""  # rows that count nothing leave open which of the two it is
     return "mean" if own_mean_weights(found, floor) else "statistic"
+
+
+def _find_by_number(
+    view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], rows: Sequence[int], floor: float
+) -> str:
+    """An output of the first two rows that is another where more rows are in the batch; empty for none."""
+    few, many = (view.flatten(view.outputs(_select_rows(micro, some), scalars)) for some in (rows[:2], rows))
+    for name, value in many.items():
+        if name in few and value.ndim and (len(few[name]), len(value)) == (2, len(rows)):
+            off = np.abs(few[name] - value[:2]).max(initial=0)
+            if off > floor * np.abs(value).max(initial=0):
+                return name
+    return ""
 
 
 def _of_rows(

@@ -67,6 +67,7 @@ def probe_task(
     def loss() -> None:
         found = probe_loss(view, task, micro, scalars, _FLOOR)
         facts.unstable_loss, facts.additivity, facts.overwritten = found.unstable, found.additivity, found.overwritten
+        facts.by_number = found.by_number
 
     def neighbours() -> None:
         if packed or facts.unstable_loss or facts.unstable_samples or view.draws(micro, scalars):

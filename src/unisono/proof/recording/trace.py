@@ -140,6 +140,7 @@ class RunFacts:
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `constant` for one that adds the same to any rows, `places` for one that is another for the same rows in
             another order, `statistic` for anything else.
+        by_number: an output that is another for the same rows where more rows are in the batch, if the loss is, too.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
         devices: how many each process computes on.
@@ -181,6 +182,7 @@ class RunFacts:
     probed: bool = False
     unstable_loss: str = ""
     additivity: dict[str, str] = field(default_factory=dict)
+    by_number: str = ""
     held_out: dict[str, str] = field(default_factory=dict)
     crosses: str = ""
     devices: int = 1
