@@ -31,7 +31,7 @@ def probe_build(facts: RunFacts, view: ModelView, task: Task, seed: int) -> None
             facts.unrepeatable = facts.unrepeatable or facts.unstable_build
             return
     now = view.whole("parameters")
-    changed = [n for n, value in parameters.items() if n in now and not np.array_equal(now[n], np.float64(value))]
+    changed = [n for n, value in parameters.items() if n in now and not np.array_equal(now[n], value)]
     if changed and not facts.changed_by_passes:
         facts.changed_by_passes = f"the first pass alone, before any update, changes {join_names(changed)}"
 
@@ -50,6 +50,7 @@ def _build(task: Task, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
         torch.set_default_dtype(kept)
 
     def arrays(named: Iterable[tuple[str, Any]]) -> dict[str, Array]:
-        return {name: np.atleast_1d(tensor.detach().cpu().double().numpy()) for name, tensor in named}
+        wide = ((name, t.detach().cpu().to(torch.complex128 if t.is_complex() else torch.float64)) for name, t in named)
+        return {name: np.atleast_1d(tensor.numpy()) for name, tensor in wide}
 
     return arrays(model.named_parameters()), arrays(model.named_buffers())
