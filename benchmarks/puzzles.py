@@ -1,14 +1,16 @@
 """The puzzles recipe, measured: what it learns, and what its steps cost beside a plain port of the published loop.
 
     python -m benchmarks.puzzles learning [--engines torch jax] [--seeds 0 1 2] [--variants default …] [--steps 1000]
-    python -m benchmarks.puzzles steps [--steps 20] [--repeats 3] [--width 512 --side 9 --rows 16] [--contenders jax …]
+    python -m benchmarks.puzzles steps [--precision fp32] [--steps 20] [--repeats 3] [--width 512 --side 9 --rows 16]
     python -m benchmarks.puzzles attention [--repeats 5]
     python -m benchmarks.puzzles needed
 
 `learning` trains the embedded 6×6 Sudokus and tells, for puzzles that the run never saw, how many are solved. `steps`
 runs the same model on the same machine in turns, each in a process of its own on one core: both engines, JAX with
 several devices, and the loop as it was published (eager, one number read from the device per step, fp64 loss over the
-batch, examples thrown away by rows that have not halted), which runs twice to tell what two equal things differ by.
+batch, examples thrown away by rows that have not halted), which runs twice to tell what two equal things differ by. A
+last line is a bound: the matrix products of the published step alone, of the same shapes and strides, one after the
+other. Nothing that computes them with torch's library is faster than that line.
 `attention` is one layer, dense and over row, column and box, forward and backward, for 81 and for 900 cells. `needed`
 computes what a published figure would take. Seconds of the processor are told beside those of the clock, since a
 machine that others use makes the latter say little.
@@ -37,6 +39,7 @@ VARIANTS: dict[str, list[str]] = {
     "one cycle": ["model.h_cycles=1", "model.l_cycles=1"],
 }
 PUBLISHED = "published loop"
+PRODUCTS = "its matrix products alone"
 # What is measured by `steps`: keys of the group `layout`, of which the loop as published has none.
 CONTENDERS: dict[str, dict[str, Any]] = {
     PUBLISHED: {},
@@ -45,6 +48,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "torch compiled": {"engine": "torch", "compile": True},
     "jax": {"engine": "jax"},
     **{f"jax, {n} devices": {"engine": "jax", "devices": n, "strategy": "ddp"} for n in (2, 4, 8)},
+    PRODUCTS: {},
 }
 WARM = 3  # steps before anything is measured
 
@@ -115,8 +119,11 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def published(task: Any, rows: int, steps: int) -> Iterator[tuple[float, float]]:
-    """The clocks before each step of the loop as it was published, with the same model and the same optimizers."""
+def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tuple[float, float]]:
+    """The clocks before each step of the loop as it was published, with the same model and the same optimizers.
+
+    In bf16 every product casts its weights, as the published layers do.
+    """
     import torch
 
     from unisono.optim.adam_atan2 import AdamAtan2
@@ -139,7 +146,8 @@ def published(task: Any, rows: int, steps: int) -> Iterator[tuple[float, float]]
             carry = {name.split("/")[1]: value for name, value in task.initial_carry(
                 {f"sudoku/{name}": value for name, value in batch.items()}).items()}  # fmt: skip
         work = act.begin(carry, batch, model.starts)
-        thought = model("sudoku", work, config.h_cycles, config.l_cycles)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+            thought = model("sudoku", work, config.h_cycles, config.l_cycles)
         answers = work["answer"].long()
         logits = thought.logits.double()
         stable = torch.where(logits < 0, 1 / (1 - logits + 1e-30), logits + 1)
@@ -161,7 +169,46 @@ def published(task: Any, rows: int, steps: int) -> Iterator[tuple[float, float]]
     yield clocks()
 
 
-def of_engine(task: Any, rows: int, steps: int, layout: dict[str, Any]) -> Iterator[tuple[float, float]]:
+def matrix_products(task: Any, rows: int, steps: int, precision: str) -> Iterator[tuple[float, float]]:
+    """The clocks before each repetition of the matrix products that a step of the published loop makes, and no more."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    products = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[Any, list[Any]]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in products:
+                self.calls.append((func, [(tuple(one.shape), one.stride(), one.dtype) for one in args]))
+            return func(*args, **(kwargs or {}))
+
+    loop = published(task, rows, 2, precision)
+    next(loop)
+    next(loop)
+    with Recorder() as recorder:
+        next(loop)
+    assert recorder.calls
+    like: dict[Any, torch.Tensor] = {}
+    for _, operands in recorder.calls:
+        for shape, stride, dtype in operands:
+            reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            like.setdefault((shape, stride, dtype), torch.randn(reach).to(dtype).as_strided(shape, stride))
+    calls = [(func, [like[operand] for operand in operands]) for func, operands in recorder.calls]
+    with torch.no_grad():
+        for _ in range(steps):
+            yield clocks()
+            for func, operands in calls:
+                func(*operands)
+        yield clocks()
+
+
+def of_engine(
+    task: Any, rows: int, steps: int, layout: dict[str, Any], precision: str
+) -> Iterator[tuple[float, float]]:
     """The clocks before each step of an engine, which has the loss of the last one by then."""
     from tests.runs import configuration
     from unisono.config.batch_split import BatchSplit
@@ -175,7 +222,13 @@ def of_engine(task: Any, rows: int, steps: int, layout: dict[str, Any]) -> Itera
     groups = [{"match": "kinds.*.puzzles.weight", "rule": "sign_sgd", "weight_decay": 1.0}]
     config = configuration(
         layout={"devices": 1, "threads": None, **layout},
-        train={"steps": steps, "global_batch": rows, "clip_norm": None, "guard_every": 10**9},
+        train={
+            "steps": steps,
+            "global_batch": rows,
+            "clip_norm": None,
+            "guard_every": 10**9,
+            "precision": precision,
+        },
         optim={"kind": "adam_atan2", "lr": 1e-4, "weight_decay": 1.0, "groups": groups},
         ema={"decay": 0.999},
     )
@@ -195,7 +248,7 @@ def of_engine(task: Any, rows: int, steps: int, layout: dict[str, Any]) -> Itera
         engine.close()
 
 
-def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, Any]) -> None:
+def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, Any], precision: str) -> None:
     """Measure one of them in this process, on one core, and print what came out as JSON."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     layout, (began, _) = CONTENDERS[name], clocks()
@@ -205,7 +258,10 @@ def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, 
         jax.config.update("jax_num_cpu_devices", layout.get("devices", 1))
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="puzzles-"))  # each turn compiles
     task = task_of(layout.get("engine", "torch"), side, rows, model)
-    every = list(of_engine(task, rows, steps, layout) if layout else published(task, rows, steps))
+    if layout:
+        every = list(of_engine(task, rows, steps, layout, precision))
+    else:
+        every = list((matrix_products if name == PRODUCTS else published)(task, rows, steps, precision))
     measured = every[WARM:]
     told = {
         "wall": [after[0] - before[0] for before, after in pairwise(measured)],
@@ -216,7 +272,9 @@ def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, 
     print(json.dumps(told))
 
 
-def step_times(contenders: list[str], side: int, rows: int, steps: int, repeats: int, width: int) -> None:
+def step_times(
+    contenders: list[str], side: int, rows: int, steps: int, repeats: int, width: int, precision: str
+) -> None:
     """Medians of all contenders in turns, a process for each turn."""
     from unisono.recipes.puzzles.model.shape import step_flops
 
@@ -224,6 +282,7 @@ def step_times(contenders: list[str], side: int, rows: int, steps: int, repeats:
     for _ in range(repeats):
         for name in contenders:
             words = ["--contenders", name, "--side", side, "--rows", rows, "--steps", steps, "--width", width]
+            words += ["--precision", precision]
             command = [sys.executable, "-m", "benchmarks.puzzles", "contender", *map(str, words)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
@@ -346,15 +405,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--side", type=int, default=9, choices=[4, 6, 9])
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="the published loop's is bf16")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("words", nargs="*", default=[], help="settings of the runs, key=value")
     given = parser.parse_args()
     if given.part == "learning":
         learning(given.engines, given.seeds, given.variants, given.steps or 1000, given.words)
     elif given.part == "steps":
-        step_times(given.contenders, given.side, given.rows, given.steps or 20, given.repeats, given.width)
+        sizes = given.side, given.rows, given.steps or 20, given.repeats, given.width
+        step_times(given.contenders, *sizes, given.precision)
     elif given.part == "contender":
-        one_contender(given.contenders[0], given.side, given.rows, given.steps or 20, model_of(given.width))
+        sizes = given.side, given.rows, given.steps or 20
+        one_contender(given.contenders[0], *sizes, model_of(given.width), given.precision)
     elif given.part == "attention":
         attention(given.repeats)
     else:

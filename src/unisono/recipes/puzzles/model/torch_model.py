@@ -158,8 +158,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, kind: str, turns: tuple[Tensor, Tensor] | None) -> Tensor:
         """(rows, places, width) -> the same."""
         if self.mixers is not None:
-            turned = x.transpose(1, 2)  # the norm is over the places, too
-            x = _norm(turned + self.mixers[kind](turned)).transpose(1, 2)
+            # The norm is over the places, too. Copied, since what torch.compile makes of a product with a transposed
+            # batch is a slow one of many small matrices; without it torch copies within the product anyway.
+            turned = x.transpose(1, 2).contiguous()
+            x = _norm(turned + self.mixers[kind](turned)).transpose(1, 2).contiguous()
         else:
             assert self.attention is not None
             x = _norm(x + self.attention(x, kind, turns))
