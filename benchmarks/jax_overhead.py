@@ -1,6 +1,6 @@
 """What Unisono's JAX engine costs beside a bare jitted loop with optax, on one and two processes.
 
-    python -m benchmarks.jax_overhead [--rounds 40] [--processes 1 2] [--out jax_overhead.json]
+    python -m benchmarks.jax_overhead [--size small] [--rounds 40] [--processes 1 2] [--out jax_overhead.json]
 
 As in `benchmarks/overhead.py`: in every round each contender makes one step on the same rows, in turn: the bare loop,
 the bare loop again (what two equal things differ by on this machine) and Unisono's own loop. Beside the time there is
@@ -31,12 +31,15 @@ from benchmarks.overhead import interval
 HERE = Path(__file__).parent
 TASKS = {name: f"{HERE / 'jax_transformer.py'}:{name}" for name in ("InJax", "InTorch")}
 BATCH, LR, DECAY = 16, 1e-3, 0.1
+# 0.7 M parameters and rows of 64 tokens; 3.4 M and 256, about what `benchmarks/overhead.py` trains in torch.
+SIZES: dict[str, list[str]] = {"small": [], "large": ["task.width=256", "task.blocks=4", "task.length=256"]}
 WARM = 3  # rounds before anything is measured
 
 
-def words(processes: int, folder: Path, steps: int) -> list[str]:
+def words(processes: int, folder: Path, steps: int, size: str) -> list[str]:
     """The settings by which a task does what the bare loop does."""
     return [
+        *SIZES[size],
         f"layout.world_size={processes}", "layout.device=cpu", f"train.global_batch={BATCH}", f"train.steps={steps}",
         "schedules=constant", "schedules.lr.warmup=0", "optim=adamw", f"optim.lr={LR}", f"optim.weight_decay={DECAY}",
         "train.precision=fp32", "train.clip_norm=1.0", f"run.dir={folder}", "run.name=run", "eval.at_end=false",
@@ -47,18 +50,18 @@ def words(processes: int, folder: Path, steps: int) -> list[str]:
 # the bare loop ----------------------------------------------------------------------------------------------------
 
 
-def bare(rank: int, world: int, seed: int, seconds: dict[str, float]) -> Iterator[float]:
+def bare(rank: int, world: int, seed: int, size: str, seconds: dict[str, float]) -> Iterator[float]:
     """A training loop as one writes it by hand: one jitted function over global arrays, donated state, nothing else."""
     import jax
     import optax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from benchmarks.jax_transformer import InJax
     from unisono.data.order.order import Order
     from unisono.data.order.plan import StreamPlan
     from unisono.engines.jax.model import init_key
+    from unisono.task_config import build_task, load_config
 
-    task = InJax()
+    task = build_task(load_config(TASKS["InJax"], SIZES[size])[0])
     mesh = Mesh(np.array(jax.devices()), ("data",))
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
@@ -102,7 +105,7 @@ def bare(rank: int, world: int, seed: int, seconds: dict[str, float]) -> Iterato
 # one process of the comparison ------------------------------------------------------------------------------------
 
 
-def compare(rank: int, world: int, rounds: int, folder: Path, kind: str) -> dict:
+def compare(rank: int, world: int, rounds: int, folder: Path, kind: str, size: str) -> dict:
     """Interleave the contenders, of which torch has one; returns seconds per step of each."""
     from unisono.config.resolved_run import ResolvedRun
     from unisono.launch import layout, run_directory
@@ -112,7 +115,7 @@ def compare(rank: int, world: int, rounds: int, folder: Path, kind: str) -> dict
     from unisono.training.loop import Training
 
     place = ProcessInfo(rank, world, rank, world, "benchmark")
-    config, _ = load_config(TASKS[kind], words(world, folder, rounds + WARM + 2))
+    config, _ = load_config(TASKS[kind], words(world, folder, rounds + WARM + 2, size))
     config = layout.resolve_layout(config, place)
     group = rank_process.join_processes(config, place)
     run = ResolvedRun(config, run_directory.run_path(config), None)
@@ -125,8 +128,8 @@ def compare(rank: int, world: int, rounds: int, folder: Path, kind: str) -> dict
         contenders: dict[str, Iterator] = {"unisono": (result.loss for result in training.steps())}
         if kind == "InJax":
             contenders = {
-                "bare": bare(rank, world, seed, compiled),
-                "bare again": bare(rank, world, seed, {}),
+                "bare": bare(rank, world, seed, size, compiled),
+                "bare again": bare(rank, world, seed, size, {}),
             } | contenders
             own = training._parts.engine._compiler.seconds
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -170,17 +173,17 @@ def spawn(world: int, code: str, arguments: list[str], cache: str) -> list[str]:
     return said
 
 
-def steps(world: int, rounds: int, kind: str) -> dict:
+def steps(world: int, rounds: int, kind: str, size: str) -> dict:
     """Step times on `world` processes."""
     with tempfile.TemporaryDirectory() as name:
         code = "jax_overhead.write_comparison(*sys.argv[1:])"
-        spawn(world, code, [f"{rounds}", name, kind], f"{name}/cache")
+        spawn(world, code, [f"{rounds}", name, kind, size], f"{name}/cache")
         return json.loads((Path(name) / "result.json").read_text())
 
 
-def write_comparison(rank: str, world: str, rounds: str, folder: str, kind: str) -> None:
+def write_comparison(rank: str, world: str, rounds: str, folder: str, kind: str, size: str) -> None:
     """`compare`, with what it found in a file; the entry of a process."""
-    found = compare(int(rank), int(world), int(rounds), Path(folder), kind)
+    found = compare(int(rank), int(world), int(rounds), Path(folder), kind, size)
     if rank == "0":
         (Path(folder) / "result.json").write_text(json.dumps(found))
 
@@ -188,7 +191,7 @@ def write_comparison(rank: str, world: str, rounds: str, folder: str, kind: str)
 # from the command to the first step -------------------------------------------------------------------------------
 
 
-def bare_first_step(rank: str, world: str) -> None:
+def bare_first_step(rank: str, world: str, size: str) -> None:
     """A bare script up to its first step; the entry of a process."""
     import jax
 
@@ -196,21 +199,21 @@ def bare_first_step(rank: str, world: str) -> None:
     if int(world) > 1:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(address, int(world), int(rank))
-    next(bare(int(rank), int(world), 0, {}))
+    next(bare(int(rank), int(world), 0, size, {}))
     print(f"first step at {time.time()}", flush=True)
 
 
-def first_steps(world: int, repeats: int) -> dict[str, float]:
+def first_steps(world: int, repeats: int, size: str) -> dict[str, float]:
     """Seconds from starting a command to the end of its first step: bare, ours, and ours with compiled programs."""
     found: dict[str, list[float]] = {"bare": [], "unisono": [], "unisono, from the cache": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
             began = time.time()
-            said = spawn(world, "jax_overhead.bare_first_step(*sys.argv[1:])", [], f"{name}/cache")
+            said = spawn(world, "jax_overhead.bare_first_step(*sys.argv[1:])", [size], f"{name}/cache")
             found["bare"].append(float(said[0].split("first step at ")[1].split()[0]) - began)
             for number, what in enumerate(("unisono", "unisono, from the cache")):
                 folder = Path(name) / f"{number}"
-                command = [sys.executable, "-m", "unisono", "train", TASKS["InJax"], *words(world, folder, 1)]
+                command = [sys.executable, "-m", "unisono", "train", TASKS["InJax"], *words(world, folder, 1, size)]
                 began = time.time()
                 process = subprocess.Popen(
                     command, env={**os.environ, "UNISONO_CACHE": f"{name}/cache"}, stdout=subprocess.DEVNULL,
@@ -222,11 +225,12 @@ def first_steps(world: int, repeats: int) -> dict[str, float]:
                     assert process.poll() is None or path.exists(), "the run ended without a step"
                 found[what].append(time.time() - began)
                 process.wait()
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="small", choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--starts", type=int, default=3, help="how often the time to the first step is taken")
@@ -237,11 +241,12 @@ def main() -> None:
     }
     for world in arguments.processes:
         print(f"\n{world} process{'es' if world > 1 else ''}, {arguments.rounds} rounds", flush=True)
-        torch = [steps(world, arguments.rounds // 4 + 1, "InTorch")["seconds"]["unisono"]]
-        found = steps(world, arguments.rounds, "InJax")
-        torch.append(steps(world, arguments.rounds // 4 + 1, "InTorch")["seconds"]["unisono"])
+        size, few = arguments.size, arguments.rounds // 4 + 1
+        torch = [steps(world, few, "InTorch", size)["seconds"]["unisono"]]
+        found = steps(world, arguments.rounds, "InJax", size)
+        torch.append(steps(world, few, "InTorch", size)["seconds"]["unisono"])
         report[f"{world}"] = shown = summary(found, torch) | {
-            "first_step_seconds": first_steps(world, arguments.starts)
+            "first_step_seconds": first_steps(world, arguments.starts, size)
         }
         print(json.dumps(shown, indent=1), flush=True)
     if arguments.out:

@@ -1,4 +1,4 @@
-"""The same small transformer and rows for either engine, for `benchmarks/jax_overhead.py`."""
+"""The same transformer and rows for either engine, for `benchmarks/jax_overhead.py`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,36 @@ import numpy as np
 
 import unisono
 
-VOCABULARY, WIDTH, BLOCKS, HEADS, LENGTH, ROWS = 1024, 128, 3, 4, 64, 4096
+VOCABULARY, HEADS, ROWS = 1024, 4, 4096
+
+
+class Size(unisono.Settings):
+    """The size of the model, 0.7 M parameters unless changed.
+
+    Attributes:
+        width: of the residual stream.
+        blocks: how many.
+        length: tokens of a row, at most.
+    """
+
+    width: int = 128
+    blocks: int = 3
+    length: int = 64
 
 
 class Base(unisono.Task):
     """Next tokens of random rows of different lengths; the first of a row is 0, and targets of -1 do not count."""
 
+    Config = Size
+    config: Size
+
     def data(self) -> list[np.ndarray]:
-        rng = np.random.default_rng(0)
-        return [rng.integers(0, VOCABULARY, rng.integers(LENGTH // 2, LENGTH) + 1) for _ in range(ROWS)]
+        rng, length = np.random.default_rng(0), self.config.length
+        return [rng.integers(0, VOCABULARY, rng.integers(length // 2, length) + 1) for _ in range(ROWS)]
 
     def collate(self, samples: Any) -> dict[str, np.ndarray]:
-        tokens = np.zeros((len(samples), LENGTH), dtype=np.int32)
-        targets = np.full((len(samples), LENGTH), -1, dtype=np.int32)
+        shape = len(samples), self.config.length
+        tokens, targets = np.zeros(shape, dtype=np.int32), np.full(shape, -1, dtype=np.int32)
         for row, sample in enumerate(samples):
             tokens[row, : len(sample) - 1], targets[row, : len(sample) - 1] = sample[:-1], sample[1:]
         return {"tokens": tokens, "targets": targets}
@@ -38,23 +55,24 @@ class InJax(Base):
         import jax
         import jax.numpy as jnp
 
-        keys = iter(jax.random.split(key, 1 + 4 * BLOCKS))
+        width, blocks = self.config.width, self.config.blocks
+        keys = iter(jax.random.split(key, 1 + 4 * blocks))
 
         def matrix(rows: int, columns: int) -> Any:
             return jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
 
         def norm() -> dict[str, Any]:
-            return {"weight": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+            return {"weight": jnp.ones(width), "bias": jnp.zeros(width)}
 
-        embedding = jax.random.normal(next(keys), (VOCABULARY, WIDTH)) * 0.1
-        blocks = [
+        embedding = jax.random.normal(next(keys), (VOCABULARY, width)) * 0.1
+        layers = [
             {
-                "qkv": matrix(WIDTH, 3 * WIDTH), "out": matrix(WIDTH, WIDTH), "up": matrix(WIDTH, 4 * WIDTH),
-                "down": matrix(4 * WIDTH, WIDTH), "first": norm(), "second": norm(),
+                "qkv": matrix(width, 3 * width), "out": matrix(width, width), "up": matrix(width, 4 * width),
+                "down": matrix(4 * width, width), "first": norm(), "second": norm(),
             }
-            for _ in range(BLOCKS)
+            for _ in range(blocks)
         ]  # fmt: skip
-        return {"embedding": embedding, "blocks": blocks, "norm": norm()}
+        return {"embedding": embedding, "blocks": layers, "norm": norm()}
 
     def outputs(self, model: Any, batch: Any, context: Any) -> Any:
         import jax
@@ -93,14 +111,16 @@ class InTorch(Base):
         from torch import nn
         from torch.nn import functional as F
 
+        width, blocks = self.config.width, self.config.blocks
+
         class Block(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+                self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
                 self.up, self.down = (
-                    nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False),
+                    nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False),
                 )  # fmt: skip
-                self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+                self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 parts = self.qkv(self.first(x)).chunk(3, -1)
@@ -111,10 +131,10 @@ class InTorch(Base):
         class Model(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+                self.embedding = nn.Embedding(VOCABULARY, width)
                 nn.init.normal_(self.embedding.weight, std=0.1)
-                self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-                self.norm = nn.LayerNorm(WIDTH)
+                self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+                self.norm = nn.LayerNorm(width)
 
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
                 x = self.embedding(tokens)
