@@ -52,3 +52,22 @@ def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
     assert ended.stdout.endswith("the user's own end\n")
+
+
+@pytest.mark.parametrize("words", [["config", "language"], ["train", "busy.py:LinearTask", *WORDS, "train.steps=20"]])
+def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "busy.py").write_text("from tests.tasks import LinearTask as Base\n\nclass LinearTask(Base): ...\n")
+    found = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "unisono", *words, *(["observe.progress=true"] if words[0] == "train" else [])]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": found},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()  # as `head -1` does
+        errors = process.stderr.read()
+        assert (process.wait(timeout=120), errors) == (0, "")
+    if words[0] == "train":
+        (events,) = tmp_path.glob("runs/*/events.jsonl")
+        assert '"step": 20' in events.read_text()

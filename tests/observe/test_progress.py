@@ -21,7 +21,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is written to a terminal, on which the console now stands."""
     screen = io.StringIO()
     monkeypatch.setattr(
-        progress, "Console", lambda **how: Console(file=screen, force_terminal=True, width=120, **how, _environ={})
+        progress, "RunConsole", lambda **how: Console(file=screen, force_terminal=True, width=120, **how, _environ={})
     )
     return screen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from unisono.runtime.console import clean
+from unisono.runtime.console import clean, discard_output
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Speed:
     seconds: float
 
 
+class RunConsole(Console):
+    """A console whose reader may go away; rich itself would end the process without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard what is printed from now on."""
+        self.quiet = True
+        discard_output(sys.stdout)
+
+
 class Progress:
     """The console of a run.
 
@@ -45,7 +55,7 @@ class Progress:
 
     def __init__(self, total: int, every: int, shown: bool) -> None:
         self._total, self._every, self._shown = total, every, shown
-        self._console = Console(highlight=False, emoji=False, soft_wrap=True)
+        self._console = RunConsole(highlight=False, emoji=False, soft_wrap=True)
         self._live: Live | None = None
         self._smooth: float | None = None
 

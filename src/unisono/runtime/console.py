@@ -6,7 +6,9 @@ forge lines. `clean` removes both; logs, events and fault records use it as well
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TextIO
 
 from unisono.runtime import secrets
 from unisono.runtime.text import escape_controls
@@ -19,4 +21,15 @@ def clean(text: object) -> str:
 
 def say(text: object = "", *, error: bool = False) -> None:
     """Print and flush a message: to stderr if `error` (errors and warnings), else to stdout."""
-    print(clean(text), file=sys.stderr if error else sys.stdout, flush=True)
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(clean(text), file=stream, flush=True)
+    except BrokenPipeError:
+        discard_output(stream)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Discard what is written from now on, since the reader is gone: `unisono train … | head` must not end the run."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
