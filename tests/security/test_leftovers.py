@@ -58,8 +58,8 @@ def test_a_variable_that_was_left_over_ends_no_run(tmp_path: Path, monkeypatch: 
     words += ["layout.device=cpu", "observe.progress=false", "launch.monitor=false"]
     monkeypatch.setenv(fault_injection.VARIABLE, SPEC)
     assert main.main([*words, "run.name=a"]) == 0
-    with pytest.raises(RuntimeError, match="fault injected by --harm"):
-        main.main([*words, "run.name=b", "--harm", SPEC])
+    with pytest.raises(RuntimeError, match="fault injected by --fault"):
+        main.main([*words, "run.name=b", "--fault", SPEC])
 
 
 def test_with_a_token_nobody_else_knows_the_port_of_a_slurm_step() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.faults.matrix import Sandbox
 
 RUN = "a"
-TASK = "harmed.py"  # the task's file in the folder of a job
+TASK = "faulty.py"  # the task's file in the folder of a job
 STEPS = 12
 EVERY = 3
 SETTINGS = (
@@ -72,7 +72,7 @@ class Job:
     Args:
         folder: working directory; the run directory is `runs/a`.
         words: settings in addition to `SETTINGS`; later ones win.
-        misbehave: see `unisono.faults.task_fault`.
+        fault: see `unisono.faults.task_fault`.
         command: replaces `unisono train`, e.g. for another verb.
         variables: added to the environment.
         output: file for stdout and stderr.
@@ -84,7 +84,7 @@ class Job:
         self,
         folder: Path,
         *words: str,
-        misbehave: str = "",
+        fault: str = "",
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         output: str = "output.txt",
@@ -103,7 +103,7 @@ class Job:
         variables_set = {
             "OMP_NUM_THREADS": "1",
             **(variables or {}),
-            **({task_fault.VARIABLE: misbehave} if misbehave else {}),
+            **({task_fault.VARIABLE: fault} if fault else {}),
         }
         self._output = self.output.open("w+", encoding="utf-8")
         self.process: subprocess.Popen[bytes] | RankProcesses
@@ -154,7 +154,7 @@ class Job:
         wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
 
     def wait_for_hold(self, seconds: float = 180.0) -> list[int]:
-        """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); return the ranks."""
+        """Wait until a rank is held in its step (`fault="hold@forward:1:7"`); return the ranks."""
         wait_for((self.folder / task_fault.MARK).exists, seconds, f"a held rank in {self.folder}")
         return self.wait_for_ranks(2)
 
