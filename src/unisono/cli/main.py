@@ -205,10 +205,10 @@ def _train(parsed: argparse.Namespace) -> int:
 
     fault_injection.arm(parsed.fault)
     with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
-        return _trained(parsed)
+        return _train_as_process(parsed)
 
 
-def _trained(parsed: argparse.Namespace) -> int:
+def _train_as_process(parsed: argparse.Namespace) -> int:
     from unisono.launch import cluster
     from unisono.launch.processes import rank_process
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.cache_lock import locked
-from unisono.data.sources.storage import derived
+from unisono.data.cache_lock import lock_entry
+from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_folder, cache_dir
 
@@ -61,8 +61,8 @@ def compute_once(
         if folder.is_dir():
             return load(folder)
     try:
-        derived(folder.parent)
-        with locked(folder, wait):
+        create_cache_folder(folder.parent)
+        with lock_entry(folder, wait):
             with suppress(*_DAMAGED_ERRORS):
                 if folder.is_dir():  # another process computed it in the meantime
                     return load(folder)

@@ -82,7 +82,7 @@ def arm(text: str | None) -> None:
         os.environ[VARIABLE] = json.dumps({"asked_by": identity.own_identity(), "faults": text})
 
 
-def _asked() -> str | None:
+def _read_request() -> str | None:
     """Return the faults requested by a process of this machine that is still alive."""
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(os.environ.get(VARIABLE, ""))
@@ -97,7 +97,7 @@ def install(rank: int) -> None:
     Raises:
         ConfigError: If the text is not a valid fault.
     """
-    text = _asked()
+    text = _read_request()
     if not text:
         return
     attempt = int(os.environ.get(ATTEMPT, "0"))
