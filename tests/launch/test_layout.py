@@ -98,21 +98,10 @@ def started(size: int, launcher: str, local_size: int | None = None) -> ProcessI
     return ProcessInfo(0, size, 0, local_size or size, launcher)
 
 
-ON_MPS = "layout.device=mps: one process (layout.strategy=single) in fp32 or bf16 only"
-
-
 @pytest.mark.parametrize(
     ("devices", "overrides", "place", "told"),
     [
         ("0 cpu", "layout.device=cuda", None, "layout.device=cuda: this host has no accelerator; use auto or cpu"),
-        ("2 xpu", "layout.device=cuda", None, "layout.device=cuda: this host has 2 × xpu; use auto or cpu"),
-        (
-            "1 cuda", "layout.device=cuda layout.world_size=2", None,
-            "layout.device=cuda: 2 processes on this host, but only 1 cuda device; use layout.world_size=1 or ",
-        ),
-        ("1 mps", "layout.device=mps layout.world_size=1 layout.strategy=fsdp", None, ON_MPS),
-        ("1 mps", "layout.device=mps layout.world_size=1 layout.strategy=ddp", None, ON_MPS),
-        ("1 mps", "layout.device=mps layout.world_size=1 train.precision=fp64", None, ON_MPS),
         (
             "0 cpu", "layout.reduction=ordered layout.world_size=6", None,
             "layout.reduction=ordered: the number of processes must be a power of two, not 6; use 4 or 8",
