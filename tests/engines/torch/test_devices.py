@@ -99,7 +99,5 @@ def test_a_process_gets_the_device_of_its_local_rank_and_makes_it_current(monkey
 
 def test_a_device_is_called_what_its_maker_calls_it_or_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index}")
-    names = [
-        devices.device_name(device) for device in (torch.device("cuda", 3), torch.device("cpu"), torch.device("meta"))
-    ]
+    found = (torch.device("cuda", 3), torch.device("cpu"), torch.device("meta"))
     assert [devices.device_name(device) for device in found] == ["Model 3", "cpu", "meta"]
