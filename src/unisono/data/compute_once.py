@@ -84,7 +84,6 @@ def compute_array_once(
     *,
     is_valid: Callable[[NDArray[Any]], bool] = lambda found: True,
     cache: Path | None = None,
-    wait: float = _LOCK_TIMEOUT,
 ) -> NDArray[Any]:
     """Compute an array once and cache it; errors as for `compute_once`.
 
@@ -94,7 +93,6 @@ def compute_array_once(
         make: computes the array.
         is_valid: checks a cached array; if False, it is computed again.
         cache: None for the user's.
-        wait: seconds to wait for another process that computes it.
     """
 
     def write(folder: Path) -> None:
@@ -106,4 +104,4 @@ def compute_array_once(
             raise ValueError(f"{folder} holds another array")
         return found
 
-    return compute_once(kind, address, write, read, cache=cache, wait=wait)
+    return compute_once(kind, address, write, read, cache=cache)

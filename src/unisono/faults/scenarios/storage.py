@@ -145,7 +145,7 @@ def _read_output(run: job.Job) -> str:
     return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 
 
-def _run_damaged(sandbox: Sandbox, damage: object, *, bites: int = 1) -> Outcome:
+def _run_damaged(sandbox: Sandbox, damage: object) -> Outcome:
     """Damage the newest checkpoint of a finished run in several ways, one after the other; each must be refused."""
     outcome = Outcome()
     words = ("train.steps=6",)
