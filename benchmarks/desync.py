@@ -203,8 +203,8 @@ def table(rounds: int) -> str:
     ranks = processes.run(measure, 2, rounds, timeout=3600)
     note = {kind: max(statistics.median(rank["noted"][kind]) for rank in ranks) for kind in KINDS}
     lines = [
-        f"That it is noted makes an all-reduce {note['all_reduce']:.0f} µs longer, a gather of an FSDP unit "
-        f"{note['gather']:.0f} µs, a scatter {note['scatter']:.0f} µs.",
+        f"Recording adds {note['all_reduce']:.0f} µs to an all-reduce, {note['gather']:.0f} µs to an all-gather of an "
+        f"FSDP unit and {note['scatter']:.0f} µs to a reduce-scatter.",
         "",
         "| strategy | collectives | comparison | cost of all | of 100 ms | step with | without | without, again |",
         "|---|---|---|---|---|---|---|---|",

@@ -402,15 +402,15 @@ def full(kind: type[Contender], folder: Path) -> str:
     try:
         first, second = saved(kind, own, 1), saved(kind, own, 2)
         assert first[0] == FINE, first
-        noticed = {RAISED: "raises", FINE: "**says nothing**", HUNG: "hangs"}[second[0]]
+        noticed = {RAISED: "raises", FINE: "**no error**", HUNG: "hangs"}[second[0]]
         if second[0] == RAISED:
-            noticed += ", and names the want of space" if "space" in second[1].lower() else ", for another reason"
+            noticed += ", and names the disk space" if "space" in second[1].lower() else ", with a misleading error"
         return f"{noticed}; a restart {_IN_WORDS[loaded(kind, own)[0]]}"
     finally:
         subprocess.run(["umount", "-l", own], check=True)
 
 
-_IN_WORDS = {FINE: "goes on", RAISED: "fails", WRONG: "**loads wrong numbers**", HUNG: "hangs"}
+_IN_WORDS = {FINE: "works", RAISED: "fails", WRONG: "**loads wrong numbers**", HUNG: "hangs"}
 
 
 def _flip(file: Path, place: int, bit: int) -> None:
@@ -435,8 +435,8 @@ def main() -> None:
     for name in sorted(here):
         importlib.import_module("orbax.checkpoint" if name == "orbax" else name)
     lines = [
-        "| | One bit flipped: raises | Cut to its half: raises | Killed in a save: a restart goes on | The step before "
-        "is whole | Disk full in a save |",
+        "| | One bit flipped: raises | Truncated: raises | Killed in a save: restarts | The step before is intact "
+        "| Disk full in a save |",
         "|---|---|---|---|---|---|",
     ]
     for name, kind in CONTENDERS.items():

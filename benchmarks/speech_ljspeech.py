@@ -147,7 +147,7 @@ def said_elsewhere(
 
 def kill_and_resume(job: Job, name: str, at: int, *more: str) -> Path:
     """A run of which process 1 is killed in the pass of a step, started again."""
-    job.train(name, *more, "--harm", f"rank=1,step={at},phase=forward,act=kill", fails=True)
+    job.train(name, *more, "--fault", f"rank=1,step={at},phase=forward,act=kill", fails=True)
     assert len(steps(job.folder / name)) < at
     return job.train(name, *more)
 

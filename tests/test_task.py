@@ -54,22 +54,6 @@ def test_a_task_without_one_of_its_five_methods_cannot_be_made(name: str) -> Non
         lacking()
 
 
-def test_five_methods_are_enough() -> None:
-    assert Task.__abstractmethods__ == {"data", "build", "counts", "outputs", "loss"}
-    assert len(Least().data()) == 3
-
-
-def test_a_task_holds_no_rows_out_unless_it_says_so() -> None:
-    assert Least().held_out() is None
-
-
-def test_a_sample_is_the_record_itself_and_draws_nothing() -> None:
-    rng, record = np.random.default_rng(0), {"x": 1}
-    before = rng.bit_generator.state
-    assert Least().sample(record, SampleContext(rng, training=True)) is record
-    assert rng.bit_generator.state == before
-
-
 @pytest.mark.parametrize("signature", ["rng", "r: np.random.Generator", "generator=None"])
 def test_the_signature_of_sample_of_older_versions_is_refused_with_the_new_one(signature: str) -> None:
     code = f"class Old(Least):\n    def sample(self, record, {signature}):\n        return record"
@@ -101,16 +85,15 @@ def test_setup_is_called_once_in_a_process_and_again_in_a_copy_of_another_one() 
     assert called == [task, task]
 
 
-def test_samples_are_stacked_by_name() -> None:
+def test_samples_of_one_shape_are_stacked_by_name_with_their_types() -> None:
     batch = Least().collate([{"x": np.array([1.0, 2.0]), "y": 1}, {"x": np.array([3.0, 4.0]), "y": 2}])
     assert batch.keys() == {"x", "y"}
     assert np.array_equal(batch["x"], [[1.0, 2.0], [3.0, 4.0]])
     assert np.array_equal(batch["y"], [1, 2])
-
-
-def test_stacking_keeps_types_of_numbers() -> None:
     batch = Least().collate([{"a": np.float32(1), "b": torch.tensor([1], dtype=torch.int32)}])
     assert (batch["a"].dtype, batch["b"].dtype) == (np.float32, np.int32)
+    with pytest.raises(ValueError, match="same shape"):
+        Least().collate([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
 
 
 @pytest.mark.parametrize(("sample", "kind"), [(3, "int"), (np.zeros(2), "ndarray"), ((1, 2), "tuple")])
@@ -120,30 +103,22 @@ def test_samples_that_are_no_dicts_need_a_collate_of_their_own(sample: Any, kind
         Least().collate([sample])
 
 
-def test_samples_of_different_shapes_are_not_stacked() -> None:
-    with pytest.raises(ValueError, match="same shape"):
-        Least().collate([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
-
-
-def test_a_task_names_no_work_no_facts_and_no_carry_unless_it_says_so() -> None:
-    task = Least()
-    assert (task.work({}), task.facts(), initial_carry(task, {})) == ({}, {}, None)
-
-
-def test_a_task_refuses_nothing_and_leaves_nothing_in_the_run_unless_it_says_so(tmp_path: Path) -> None:
-    task = Least()
+def test_five_methods_are_enough_and_the_rest_does_nothing_by_default(tmp_path: Path) -> None:
+    assert Task.__abstractmethods__ == {"data", "build", "counts", "outputs", "loss"}
+    task, rng, record = Least(), np.random.default_rng(0), {"x": 1}
+    before = rng.bit_generator.state
+    assert task.sample(record, SampleContext(rng, training=True)) is record
+    assert rng.bit_generator.state == before
+    assert (task.held_out(), task.work({}), task.facts(), initial_carry(task, {})) == (None, {}, {}, None)
     task.check()
     task.save_assets(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("source", [[], (1, 2), np.zeros(3), torch.zeros(3), Least().data()])
-def test_whatever_has_rows_by_number_is_a_source(source: Any) -> None:
-    assert isinstance(source, Source)
-
-
 @pytest.mark.parametrize("other", [iter([1]), {1, 2}, 3])
-def test_what_has_no_rows_by_number_is_no_source(other: Any) -> None:
+def test_whatever_has_rows_by_number_is_a_source(source: Any, other: Any) -> None:
+    assert isinstance(source, Source)
     assert not isinstance(other, Source)
 
 
@@ -166,23 +141,17 @@ class Choosy(Least):
 def test_settings_are_the_defaults_of_their_types_unless_given() -> None:
     task = Configured()
     assert (task.config.depth, task.data_config.folder, task.data_config.prefetch) == (2, "here", Data().prefetch)
-
-
-def test_settings_that_are_given_are_kept() -> None:
     config, data = Configured.Config(depth=5), Configured.Data(folder="there")
     task = Configured(config, data=data)
     assert task.config is config
     assert task.data_config is data
+    assert Least().data_config == Data()
 
 
 def test_a_task_without_settings_takes_no_key() -> None:
     assert Least().config.model_dump() == {}
     with pytest.raises(ValueError, match="depth"):
         Least.Config(depth=1)
-
-
-def test_every_task_has_the_data_settings_of_all() -> None:
-    assert Least().data_config == Data()
 
 
 def test_settings_without_a_default_have_to_be_given() -> None:
@@ -194,14 +163,11 @@ def test_settings_without_a_default_have_to_be_given() -> None:
 # what a loss and a context are ----------------------------------------------------------------------------------------
 
 
-def test_a_loss_of_sums_alone_has_no_weights_metrics_or_carry() -> None:
-    loss = Loss({"next": torch.ones(())})
+def test_a_loss_and_a_context_have_no_more_than_they_are_given() -> None:
+    loss, context = Loss({"next": torch.ones(())}), Context(step=3, training=True)
     assert (dict(loss.weights), dict(loss.metrics), loss.carry) == ({}, {}, None)
-
-
-def test_a_context_has_no_scalars_or_carry_unless_given() -> None:
-    context = Context(step=3, training=True)
     assert (dict(context.scalars), context.carry) == ({}, None)
+    assert Loss({}).metrics is not Loss({}).metrics
 
 
 @pytest.mark.parametrize(
@@ -210,10 +176,6 @@ def test_a_context_has_no_scalars_or_carry_unless_given() -> None:
 def test_a_loss_and_a_context_cannot_be_changed(value: Any, name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, name, {})
-
-
-def test_two_losses_share_nothing() -> None:
-    assert Loss({}).metrics is not Loss({}).metrics
 
 
 # load_weights ---------------------------------------------------------------------------------------------------------
@@ -236,13 +198,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
 def test_a_model_is_filled_with_the_newest_weights_of_a_run(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, weights = run
     model = TransformerTask().build()
-    assert unisono.load_weights(folder, model) == 3
+    assert unisono.load_weights(folder, model) == unisono.load_weights(str(folder), model) == 3
     assert model.state_dict().keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_a_folder_may_be_given_as_text(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    assert unisono.load_weights(str(run[0]), TransformerTask().build()) == 3
 
 
 def test_filling_a_model_keeps_tied_weights_tied_and_trainable(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -267,12 +225,9 @@ def test_a_model_of_another_size_is_refused_with_both_shapes(run: tuple[Path, di
         unisono.load_weights(run[0], model)
 
 
-def test_a_folder_that_is_no_run_has_no_weights(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_a_checkpoint_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not a run directory \(no config\.yaml\)"):
         unisono.load_weights(tmp_path, LinearTask().build())
-
-
-def test_a_run_without_a_checkpoint_has_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("recipe: test\n")
     with pytest.raises(RunError, match="has no checkpoint yet"):
         unisono.load_weights(tmp_path, LinearTask().build())

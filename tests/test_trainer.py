@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,14 @@ def test_a_run_writes_an_event_for_every_step(whole: tuple[Path, Result]) -> Non
         assert event.get("eval") or {"lr", "grad_norm", "tokens_per_second", "data_wait"} < event.keys()
 
 
-def test_a_run_is_evaluated_every_so_many_steps_and_at_the_end(whole: tuple[Path, Result]) -> None:
-    assert evaluations(whole[0]) == [2, 4, 5]
-
-
-def test_a_run_is_saved_every_so_many_steps_and_at_the_end(whole: tuple[Path, Result]) -> None:
-    assert checkpoints(whole[0]) == [2, 4, 5]
+def test_a_run_is_evaluated_saved_and_logged_every_so_many_steps_and_once_at_the_end(
+    whole: tuple[Path, Result], tmp_path: Path
+) -> None:
+    assert evaluations(whole[0]) == checkpoints(whole[0]) == [2, 4, 5]
+    text = (whole[0] / "logs" / "rank-00000.log").read_text()
+    assert re.findall(r"step (\d+) loss", text) == ["1", "2", "3", "4", "5"]
+    run(tmp_path, config(2, eval={"every": 2}, checkpoint={"every": 2}))
+    assert (evaluations(tmp_path), checkpoints(tmp_path)) == ([2], [2])
 
 
 def test_a_result_tells_folder_steps_last_loss_and_last_evaluation(whole: tuple[Path, Result]) -> None:
@@ -91,11 +94,6 @@ def test_a_result_tells_folder_steps_last_loss_and_last_evaluation(whole: tuple[
     assert found[-1]["eval"]
     assert result.evaluation.keys() == {"loss", "loss/next", "loss/length", "accuracy"}
     assert all(found[-1][name] == value for name, value in result.evaluation.items())
-
-
-def test_a_run_keeps_a_log(whole: tuple[Path, Result]) -> None:
-    text = (whole[0] / "logs" / "rank-00000.log").read_text()
-    assert re.findall(r"step (\d+) loss", text) == ["1", "2", "3", "4", "5"]
 
 
 def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
@@ -144,11 +142,6 @@ def test_the_end_is_neither_evaluated_nor_saved_if_it_is_not_to_be(tmp_path: Pat
     assert evaluations(tmp_path) == checkpoints(tmp_path) == ([2] if every else [])
 
 
-def test_an_end_that_is_due_anyway_is_evaluated_and_saved_once(tmp_path: Path) -> None:
-    run(tmp_path, config(2, eval={"every": 2}, checkpoint={"every": 2}))
-    assert (evaluations(tmp_path), checkpoints(tmp_path)) == ([2], [2])
-
-
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     run(tmp_path, config(4, checkpoint={"every": 1, "keep": 2}))
     assert checkpoints(tmp_path) == [3, 4]
@@ -192,24 +185,19 @@ def test_a_run_says_what_is_trained_on_what(tmp_path: Path, capsys: pytest.Captu
     assert told[7:] == [f"run: {tmp_path}"]
 
 
-def test_a_run_that_goes_on_says_after_which_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = config(3, checkpoint={"every": 1}, observe={"progress": True})
-    with interrupted(before=2):
-        run(tmp_path, how)
-    assert "resuming" not in capsys.readouterr().out
-    run(tmp_path, how)
-    assert "resuming after step 2\n" in capsys.readouterr().out
-
-
 # runs that go on ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on_without_repeating_a_step(tmp_path: Path, whole: tuple[Path, Result]) -> None:
-    how = config(eval={"every": 2}, checkpoint={"every": 2, "keep": 10})
+def test_an_interrupted_run_goes_on_without_repeating_a_step_and_says_after_which(
+    tmp_path: Path, whole: tuple[Path, Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = config(eval={"every": 2}, checkpoint={"every": 2, "keep": 10}, observe={"progress": True})
     with interrupted(before=3):
         run(tmp_path, how)
     assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3], [2])
+    assert "resuming" not in capsys.readouterr().out
     result = run(tmp_path, how)
+    assert "resuming after step 2\n" in capsys.readouterr().out
     assert (steps(tmp_path), evaluations(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3, 4, 5], [2, 4, 5], [2, 4, 5])
     assert (result.step, result.loss, result.evaluation) == (5, whole[1].loss, whole[1].evaluation)
 
@@ -286,15 +274,12 @@ def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> Non
 # evaluation of a run --------------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_holds_no_rows_out_cannot_be_evaluated(tmp_path: Path) -> None:
+def test_a_run_without_held_out_rows_or_a_checkpoint_cannot_be_evaluated(nothing_left: None, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))} has no checkpoint$"):
+        evaluate(tmp_path, config(1, train={"precision": "fp64"}))
     run(tmp_path, config(1), LinearTask())
     with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))}: the task has no held-out rows$"):
         evaluate(tmp_path, config(1), LinearTask())
-
-
-def test_a_run_without_a_checkpoint_cannot_be_evaluated(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=f"^{re.escape(str(tmp_path))} has no checkpoint$"):
-        evaluate(tmp_path, config(1))
 
 
 # what is left running -------------------------------------------------------------------------------------------------
@@ -340,28 +325,21 @@ class Unevaluable(TransformerTask):
 
 
 @pytest.mark.parametrize(
-    ("task", "error"),
+    ("task", "error", "made"),
     [
-        (Unreadable, DataError),
-        (Untrainable, ConfigError),
-        (Unspeakable, ZeroDivisionError),
-        (Unevaluable, ZeroDivisionError),
+        (Unreadable, DataError, [1, 2, 3]),
+        (Untrainable, ConfigError, []),
+        (Unspeakable, ZeroDivisionError, []),
+        (Unevaluable, ZeroDivisionError, [1, 2, 3, 4, 5]),
+        (TransformerTask, None, [1, 2, 3, 4, 5]),
     ],
 )
-def test_a_run_that_fails_leaves_nothing_running(
-    nothing_left: None, tmp_path: Path, task: type[Task], error: type[Exception]
+def test_a_run_leaves_its_steps_in_its_events_and_nothing_running_even_if_it_fails(
+    nothing_left: None, tmp_path: Path, task: type[Task], error: type[Exception] | None, made: list[int]
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error) if error else nullcontext():
         run(tmp_path, config(5, train={"precision": "fp64"}, observe={"progress": True}), task())
-
-
-def test_a_run_that_succeeds_leaves_nothing_running(nothing_left: None, tmp_path: Path) -> None:
-    run(tmp_path, config(2, train={"precision": "fp64"}))
-
-
-def test_an_evaluation_that_is_refused_leaves_nothing_running(nothing_left: None, tmp_path: Path) -> None:
-    with pytest.raises(RunError):
-        evaluate(tmp_path, config(1, train={"precision": "fp64"}))
+    assert (steps(tmp_path) if (tmp_path / "events.jsonl").exists() else []) == made
 
 
 def test_a_record_that_cannot_be_closed_keeps_nothing_else_open(
@@ -373,12 +351,6 @@ def test_a_record_that_cannot_be_closed_keeps_nothing_else_open(
     monkeypatch.setattr(RunRecord, "__exit__", full)
     with pytest.raises(OSError, match="no space left"):
         run(tmp_path, config(2, train={"precision": "fp64"}))
-
-
-def test_the_steps_of_a_failed_run_are_in_its_events(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="building the sample failed: OSError: the disk is gone"):
-        run(tmp_path, config(5), Unreadable())
-    assert steps(tmp_path) == [1, 2, 3]
 
 
 # the order ------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from unisono.runtime.errors import SaveError
 # what lies on the disk ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    assert is_of(save(tmp_path, 4), 4)
+def test_what_is_saved_is_loaded_with_its_state(tmp_path: Path) -> None:
+    path = save(tmp_path, 4)
+    assert is_of(path, 4)
+    assert commit.open_checkpoint(path).state == STATE
 
 
 def test_the_pieces_of_all_ranks_make_one_array(of_two: Path) -> None:
@@ -30,20 +32,11 @@ def test_the_pieces_of_all_ranks_make_one_array(of_two: Path) -> None:
     assert torch.equal(load(of_two)["model/weight"], whole)
 
 
-def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    assert commit.open_checkpoint(save(tmp_path, 4)).state == STATE
-
-
-def test_a_checkpoint_is_a_folder_named_by_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_folder_named_by_its_step_and_nothing_else_remains(tmp_path: Path) -> None:
+    assert commit.find_checkpoints(tmp_path / "checkpoints") == []
     path = save(tmp_path / "checkpoints", 1234)
     assert path == tmp_path / "checkpoints" / "step-00001234"
-    assert path.is_dir()
-
-
-def test_a_checkpoint_holds_one_file_per_rank_and_the_manifest(of_two: Path) -> None:
-    assert {file.name for file in of_two.iterdir()} == {
-        "rank-00000.safetensors", "rank-00001.safetensors", "manifest.json",
-    }  # fmt: skip
+    assert [found.name for found in path.parent.iterdir()] == ["step-00001234"]
 
 
 def test_a_rank_without_pieces_writes_no_file(tmp_path: Path) -> None:
@@ -74,11 +67,6 @@ def test_the_manifest_tells_where_every_array_lies(of_two: Path) -> None:
     ]
 
 
-def test_nothing_but_the_checkpoint_remains_in_its_folder(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
-
-
 # what is found ------------------------------------------------------------------------------------------------------
 
 
@@ -88,18 +76,9 @@ def test_checkpoints_are_found_the_oldest_first(tmp_path: Path) -> None:
     assert steps(tmp_path) == [7, 20, 99_999_999, 100_000_000]
 
 
-def test_nothing_is_found_where_there_is_no_folder(tmp_path: Path) -> None:
-    assert commit.find_checkpoints(tmp_path / "checkpoints") == []
-
-
 @pytest.mark.parametrize("name", [".writing-step-00000009", "step-9", "step-00000009.old", "step-0000000x", "other"])
-def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_another_name_or_without_a_manifest_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     shutil.copytree(save(tmp_path, 4), tmp_path / name)
-    assert steps(tmp_path) == [4]
-
-
-def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 4)
     (shutil.copytree(save(tmp_path, 5), tmp_path / "step-00000009") / "manifest.json").unlink()
     assert steps(tmp_path) == [4, 5]
 
@@ -113,15 +92,11 @@ def _interrupted(folder: Path, step: int) -> Path:
     return left
 
 
-def test_what_an_interrupted_save_left_is_not_found(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    _interrupted(tmp_path, 5)
-    assert steps(tmp_path) == [4]
-
-
 @pytest.mark.parametrize("step", [5, 6])
-def test_what_an_interrupted_save_left_is_swept_by_the_next(tmp_path: Path, step: int) -> None:
+def test_what_an_interrupted_save_left_is_not_found_and_swept_by_the_next(tmp_path: Path, step: int) -> None:
+    save(tmp_path, 4)
     left = _interrupted(tmp_path, 5)
+    assert steps(tmp_path) == [4]
     assert is_of(save(tmp_path, step), step)
     assert not left.exists()
 

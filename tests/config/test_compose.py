@@ -60,16 +60,32 @@ def test_a_task_of_ones_own_stands_on_adamw_cosine_and_a_length():
     assert found["schedules"]["lr"]["kind"] == "cosine"
 
 
-def test_group_equals_choice_replaces_the_whole_group():
-    assert values("schedules=constant")["schedules"] == {"lr": {"kind": "constant"}}
+LR = "schedules.lr="
 
 
-def test_the_last_choice_of_a_group_counts():
-    assert values("optim=sgd", "optim=adamw")["optim"] == {"kind": "adamw"}
-
-
-def test_a_value_counts_more_than_the_group_chosen_after_it():
-    assert values("optim.kind=own", "optim=sgd")["optim"]["kind"] == "own"
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        pytest.param("schedules=constant", "schedules", {"lr": {"kind": "constant"}}, id="a choice replaces the group"),
+        pytest.param("optim=sgd optim=adamw", "optim", {"kind": "adamw"}, id="the last choice counts"),
+        pytest.param("optim.kind=own optim=sgd", "optim", {"kind": "own"}, id="a value counts more than a choice"),
+        pytest.param("optim=sgd optim.lrr=3", "optim", {"kind": "sgd", "lrr": 3}, id="the schema judges unknown keys"),
+        pytest.param("+optim=sgd +optim.lr=3", "optim", {"kind": "sgd", "lr": 3}, id="a plus changes nothing"),
+        pytest.param("++optim=sgd ++optim.lr=3", "optim", {"kind": "sgd", "lr": 3}, id="two pluses change nothing"),
+        pytest.param("task.x=${train.steps}", "task", {"x": 1000}, id="a value may refer to another key"),
+        pytest.param("task.x=_target_", "task", {"x": "_target_"}, id="a text may look like a forbidden key"),
+        pytest.param(LR + "{warmup:9}", "schedules", {"lr": {"kind": "cosine", "warmup": 9, "floor": 0.1}}, id="merge"),
+        pytest.param(LR + "{kind:wsd,warmup:9}", "schedules", {"lr": {"kind": "wsd", "warmup": 9}}, id="replace"),
+        pytest.param("schedules={lr:{kind:wsd}}", "schedules", {"lr": {"kind": "wsd"}}, id="a kind replaces inside"),
+        pytest.param("optim={kind:sgd}", "optim", {"kind": "sgd"}, id="a kind replaces a group"),
+        pytest.param(
+            "schedules.lr={kind:linear} schedules.lr.floor=0.5 schedules.lr={warmup:3}",
+            "schedules", {"lr": {"kind": "linear", "floor": 0.5, "warmup": 3}}, id="overrides apply in their order",
+        ),
+    ],
+)  # fmt: skip
+def test_overrides_choose_replace_and_merge(overrides: str, key: str, value: object):
+    assert values(*overrides.split())[key] == value
 
 
 @pytest.mark.parametrize(
@@ -101,41 +117,6 @@ def test_a_value_counts_more_than_the_group_chosen_after_it():
 )
 def test_a_value_is_read_as_it_is_written(text: str, value: object):
     assert values(f"task.x={text}")["task"]["x"] == value
-
-
-def test_a_key_that_no_file_has_is_let_through_for_the_schema_to_judge():
-    assert values("optim.lrr=3")["optim"]["lrr"] == 3
-
-
-@pytest.mark.parametrize("plus", ["+", "++"])
-def test_the_pluses_of_hydra_are_allowed_and_change_nothing(plus: str):
-    assert values(f"{plus}optim=sgd", f"{plus}optim.lr=3")["optim"] == {"kind": "sgd", "lr": 3}
-
-
-def test_a_value_may_refer_to_another_key():
-    assert values("task.x=${train.steps}")["task"]["x"] == 1000
-
-
-def test_a_dictionary_is_merged_into_what_is_there():
-    assert values("schedules.lr={warmup: 10}")["schedules"]["lr"] == {"kind": "cosine", "warmup": 10, "floor": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "found"),
-    [
-        ("schedules.lr={kind: cosine, warmup: 10}", "schedules", {"lr": {"kind": "cosine", "warmup": 10}}),
-        ("schedules={lr: {kind: constant}}", "schedules", {"lr": {"kind": "constant"}}),
-        ("model={kind: config, architecture: gpt2}", "model", {"kind": "config", "architecture": "gpt2"}),
-        ("optim={kind: sgd}", "optim", {"kind": "sgd"}),
-    ],
-)
-def test_a_dictionary_that_says_its_kind_replaces_what_is_there(override: str, key: str, found: object):
-    assert values(override, recipe="language")[key] == found
-
-
-def test_overrides_count_in_their_order_after_a_dictionary_that_replaces():
-    found = values("schedules.lr={kind: linear}", "schedules.lr.floor=0.5", "schedules.lr={warmup: 3}")
-    assert found["schedules"]["lr"] == {"kind": "linear", "floor": 0.5, "warmup": 3}
 
 
 # what a user brings along ----------------------------------------------------------------------------------------
@@ -197,37 +178,32 @@ def test_a_config_folder_that_is_not_there_is_named(folder: Path):
 # refusals --------------------------------------------------------------------------------------------------------
 
 
+SEVERAL, GROUP = "has several values; for a list write key=[a,b]", f"'optim' is a group, choose one of {CHOICES}"
+
+
 @pytest.mark.parametrize(
-    "override", ["optim.lr=1,2", "optim=adamw,sgd", "train.steps=choice(1,2)", "optim.lr=range(1,3)"]
+    ("override", "told"),
+    [
+        ("optim.lr=1,2", SEVERAL),
+        ("optim=adamw,sgd", SEVERAL),
+        ("train.steps=choice(1,2)", SEVERAL),
+        ("optim.lr=range(1,3)", SEVERAL),
+        ("~train.steps", ": keys cannot be removed; set train.steps=null instead"),
+        ("~optim", f": {GROUP}"),
+        ("optim=null", f": {GROUP}"),
+        ("~optim=adamw", f": {GROUP}"),
+        ("optim=sgdd", ": 'optim' has no choice 'sgdd', did you mean 'sgd'?"),
+        ("optim=xyz", f": 'optim' has no choice 'xyz', valid here: {CHOICES}"),
+    ],
 )
-def test_a_sweep_is_refused_and_the_way_to_write_a_list_is_told(override: str):
-    assert refusal(override) == f"override '{override}' has several values; for a list write key=[a,b]"
-
-
-def test_taking_a_key_away_is_refused_and_null_is_offered():
-    assert refusal("~train.steps") == "override '~train.steps': keys cannot be removed; set train.steps=null instead"
-
-
-@pytest.mark.parametrize("override", ["~optim", "optim=null", "~optim=adamw"])
-def test_taking_a_group_away_is_refused_and_its_choices_are_offered(override: str):
-    assert refusal(override) == f"override '{override}': 'optim' is a group, choose one of {CHOICES}"
-
-
-def test_a_choice_that_does_not_exist_is_refused_with_the_nearest_one():
-    assert refusal("optim=sgdd") == "override 'optim=sgdd': 'optim' has no choice 'sgdd', did you mean 'sgd'?"
-
-
-def test_a_choice_far_from_all_others_is_refused_with_a_list_of_them():
-    assert refusal("optim=xyz") == f"override 'optim=xyz': 'optim' has no choice 'xyz', valid here: {CHOICES}"
-
-
-def test_a_word_that_is_no_override_is_refused():
-    assert refusal("train.steps") == "'train.steps' is not an override: write key=value or group=choice"
+def test_sweeps_removals_and_unknown_choices_are_refused_with_what_to_write(override: str, told: str):
+    assert refusal(override) == f"override '{override}'{'' if told.startswith(':') else ' '}{told}"
 
 
 @pytest.mark.parametrize("word", ["train.steps:3", "=3", "+=3", "=", "canary5f0c9d1e7a", "task.canary5f0c9d1e7a"])
-def test_a_word_that_may_be_a_lost_password_is_not_repeated(word: str):
+def test_a_word_that_is_no_override_is_refused_and_not_repeated_if_it_may_be_a_password(word: str):
     assert refusal(word) == "one of the words is not an override: write key=value or group=choice"
+    assert refusal("train.steps") == "'train.steps' is not an override: write key=value or group=choice"
 
 
 def test_a_value_that_cannot_be_read_is_refused_with_the_way_to_quote_it():
@@ -277,10 +253,6 @@ def test_a_file_that_would_instantiate_something_is_refused_at_any_depth(folder:
     assert told.startswith(f"'{key}' (conf/task/wide.yaml:{line}): classes cannot be instantiated from a configuration")
 
 
-def test_a_text_that_looks_like_a_forbidden_key_is_only_a_text():
-    assert values("task.x=_target_")["task"]["x"] == "_target_"
-
-
 def test_a_yaml_file_that_cannot_be_parsed_is_refused_in_one_sentence(folder: Path):
     write(folder / "task" / "wide.yaml", "width: [1\n")
     assert "wide.yaml" in refusal("task=wide", folder=folder)
@@ -325,46 +297,30 @@ def test_a_file_counts_as_the_origin_before_the_group_it_overrules(folder: Path)
     assert compose("mine", (), folder).origin("optim.lr") == "conf/mine.yaml:6"
 
 
-def test_an_override_is_the_origin_of_what_it_sets():
-    found = compose("language", ["optim.lr=1", "++train.steps=3"])
-    assert found.origin("optim.lr") == "override 'optim.lr=1'"
-    assert found.origin("train.steps") == "override '++train.steps=3'"
+SGD = "unisono/config/groups/optim/sgd.yaml:1"
 
 
-def test_an_override_of_a_whole_group_is_the_origin_of_all_keys_in_it():
-    found = compose(OWN, ["task={a: 1, b: {c: 2}}"])
-    assert found.origin("task.b.c") == "override 'task={a: 1, b: {c: 2}}'"
+@pytest.mark.parametrize(
+    ("override", "key", "origin"),
+    [
+        pytest.param("optim.lr=1", "optim.lr", "override", id="an override"),
+        pytest.param("++train.steps=3", "train.steps", "override", id="an override with pluses"),
+        pytest.param("task={a: 1, b: {c: 2}}", "task.b.c", "override", id="all keys of a dictionary"),
+        pytest.param("schedules.lr={warmup: 3}", "schedules.lr.warmup", "override", id="a key of a merged dictionary"),
+        pytest.param("schedules.lr={kind: wsd}", "schedules.lr.decay", "default", id="what a kind leaves out"),
+        pytest.param("optim.groups=[{mach: a}]", "optim.groups.0.mach", "override", id="a value inside a list"),
+        pytest.param("optim=sgd", "optim.kind", SGD, id="a chosen group has its file"),
+        pytest.param("optim=sgd", "layout.micro_batch", "default", id="the schema's default"),
+        pytest.param("optim=sgd", "recipe", "command line", id="the task of the command line"),
+    ],
+)
+def test_a_value_s_origin_is_an_override_a_file_or_the_default(override: str, key: str, origin: str):
+    expected = f"override '{override}'" if origin == "override" else origin
+    assert compose(OWN, [override]).origin(key) == expected
 
 
-def test_a_dictionary_is_the_origin_of_the_keys_that_it_has_and_of_no_others():
-    found = compose("language", ["schedules.lr={warmup: 3}", "optim={lr: 1}"])
-    assert found.origin("schedules.lr.warmup") == "override 'schedules.lr={warmup: 3}'"
-    assert found.origin("optim.lr") == "override 'optim={lr: 1}'"
-    assert ".yaml:" in found.origin("schedules.lr.decay")
-
-
-def test_what_a_dictionary_with_a_kind_leaves_out_comes_from_the_schema_s_default():
-    found = compose("language", ["schedules.lr={kind: wsd}"])
-    assert found.origin("schedules.lr.kind") == "override 'schedules.lr={kind: wsd}'"
-    assert found.origin("schedules.lr.decay") == "default"
-
-
-def test_a_chosen_group_is_said_to_come_from_its_file_not_from_the_override():
-    assert compose(OWN, ["optim=sgd"]).origin("optim.kind") == "unisono/config/groups/optim/sgd.yaml:1"
-
-
-def test_a_value_inside_a_list_has_the_origin_of_the_list():
-    assert (
-        compose(OWN, ["optim.groups=[{mach: a}]"]).origin("optim.groups.0.mach").startswith("override 'optim.groups=")
-    )
-
-
-def test_a_key_that_nobody_wrote_comes_from_the_schema_s_default():
-    assert compose(OWN).origin("layout.micro_batch") == "default"
-
-
-def test_the_task_of_the_command_line_comes_from_the_command_line():
-    assert compose(OWN).origin("recipe") == "command line"
+def test_a_merged_dictionary_is_the_origin_of_no_other_keys():
+    assert ".yaml:" in compose("language", ["schedules.lr={warmup: 3}"]).origin("schedules.lr.decay")
 
 
 def test_explaining_a_message_adds_the_origin_of_every_key_it_names():
@@ -375,13 +331,9 @@ def test_explaining_a_message_adds_the_origin_of_every_key_it_names():
     assert told.splitlines()[1:] == ["  train.steps is from a.yaml:3", "  optim.lr is from override 'optim.lr=3'"]
 
 
-def test_explaining_a_message_does_not_repeat_an_origin_that_it_has():
-    composed = ComposedConfig({}, {"train.steps": "a.yaml:3"})
-    assert composed.explain("'train.steps' (a.yaml:3) is odd") == "'train.steps' (a.yaml:3) is odd"
-
-
-def test_explaining_a_message_says_nothing_of_keys_that_nobody_wrote():
-    assert ComposedConfig({}, {}).explain("train.steps is odd") == "train.steps is odd"
+@pytest.mark.parametrize("message", ["train.epochs is odd", "'train.steps' (a.yaml:3) is odd"])
+def test_explaining_a_message_adds_nothing_for_unwritten_keys_and_origins_that_it_has(message: str):
+    assert ComposedConfig({}, {"train.steps": "a.yaml:3"}).explain(message) == message
 
 
 def test_every_packaged_recipe_can_be_composed():

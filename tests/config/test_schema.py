@@ -42,10 +42,6 @@ def test_a_run_s_name_that_cannot_be_printed_is_refused(name: str):
     assert "contains characters that cannot be printed; choose another name" in refusal(Run, name=name)
 
 
-def test_a_resume_that_must_happen_needs_the_name_of_the_run():
-    assert "run.resume=must needs run.name" in refusal(Run, resume="must")
-
-
 # a layout --------------------------------------------------------------------------------------------------------
 
 
@@ -126,10 +122,6 @@ def test_nodes_that_are_not_numbered_are_refused(values: dict[str, Any], told: s
     assert told in refusal(Launch, **values)
 
 
-def test_one_node_may_be_numbered_as_one_of_several():
-    assert Launch(nodes=1, node_rank=0, rendezvous="a:1").nodes == 1
-
-
 @pytest.mark.parametrize(("world", "use"), [(1, "use 2"), (5, "use 4 or 6")])
 def test_processes_that_cannot_be_divided_among_nodes_are_refused(world: int, use: str):
     values = {"recipe": "a", "train": {"steps": 1}, "optim": {"kind": "sgd"}, "layout": {"world_size": world}}
@@ -141,47 +133,52 @@ def test_processes_that_cannot_be_divided_among_nodes_are_refused(world: int, us
 # a length --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_counted_in_both_steps_and_epochs_is_refused():
-    assert "give either train.steps or train.epochs (got both steps=3 and epochs=1.5)" in refusal(
-        Train, steps=3, epochs=1.5
-    )
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        (
+            Train,
+            {"steps": 3, "epochs": 1.5},
+            "give either train.steps or train.epochs (got both steps=3 and epochs=1.5)",
+        ),
+        (Train, {}, "either train.steps or train.epochs (got neither)"),
+        (Train, {"steps": 1, "step": 2}, "Extra inputs are not permitted"),
+        (Train, {"steps": 1, "clip_norm": float("inf")}, "finite"),
+        (Train, {"steps": 1, "clip_norm": float("nan")}, "finite"),
+        (Run, {"resume": "must"}, "run.resume=must needs run.name"),
+        (Sgd, {"kind": "sgd", "nesterov": True}, "optim.nesterov=true needs optim.momentum > 0"),
+    ],
+)
+def test_values_that_cannot_be_or_do_not_go_together_are_refused(kind: Any, values: dict[str, Any], told: str):
+    assert told in refusal(kind, **values)
 
 
-def test_a_run_counted_in_nothing_is_refused():
-    assert "give either train.steps or train.epochs (got neither)" in refusal(Train)
-
-
-def test_a_run_may_be_counted_in_parts_of_an_epoch():
+def test_values_that_go_together_are_taken():
     assert Train(epochs=0.5).epochs == 0.5
+    assert Launch(nodes=1, node_rank=0, rendezvous="a:1").nodes == 1
+    assert Sgd(kind="sgd", nesterov=True, momentum=0.9).nesterov
+    assert RunConfig(**config(schedules={"depth": {"kind": "linear", "peak": 4}})).schedules["depth"].peak == 4
 
 
 # optimizers and schedules ----------------------------------------------------------------------------------------
 
 
-def test_a_scheduled_scalar_cannot_take_the_name_of_what_every_event_holds():
-    told = refusal(RunConfig, **config(schedules={"loss": {"kind": "constant", "peak": 1.0}}))
-    assert "schedules.loss: events use the name 'loss'; choose another" in told
-
-
-def test_nesterov_without_momentum_is_refused():
-    assert "optim.nesterov=true needs optim.momentum > 0" in refusal(Sgd, kind="sgd", nesterov=True)
-
-
-def test_nesterov_with_momentum_is_taken():
-    assert Sgd(kind="sgd", nesterov=True, momentum=0.9).nesterov
-
-
-def test_a_second_largest_value_of_the_learning_rate_is_refused():
-    told = refusal(RunConfig, **config(schedules={"lr": {"kind": "constant", "peak": 1.0}}))
-    assert "schedules.lr.peak=1.0 would contradict optim.lr=0.0003; leave it null" in told
-
-
 @pytest.mark.parametrize(
-    ("name", "key"), [("weight_decay", "optim.weight_decay=0.01"), ("clip_norm", "train.clip_norm=1.0")]
+    ("name", "schedule", "told"),
+    [
+        (
+            "lr",
+            {"kind": "constant", "peak": 2.0},
+            "schedules.lr.peak=2.0 would contradict optim.lr=0.0003; leave it",
+        ),
+        ("weight_decay", {"kind": "constant", "peak": 2.0}, "peak=2.0 would contradict optim.weight_decay=0.01"),
+        ("clip_norm", {"kind": "constant", "peak": 2.0}, "peak=2.0 would contradict train.clip_norm=1.0"),
+        ("depth", {"kind": "linear"}, "schedules.depth.peak is missing: the largest value of 'depth'"),
+        ("loss", {"kind": "constant", "peak": 1.0}, "schedules.loss: events use the name 'loss'; choose another"),
+    ],
 )
-def test_a_second_largest_value_of_what_the_optimizer_has_is_refused(name: str, key: str):
-    told = refusal(RunConfig, **config(schedules={name: {"kind": "constant", "peak": 2.0}}))
-    assert f"schedules.{name}.peak=2.0 would contradict {key}" in told
+def test_a_schedule_has_one_largest_value_and_a_name_of_its_own(name: str, schedule: dict[str, Any], told: str):
+    assert told in refusal(RunConfig, **config(schedules={name: schedule}))
 
 
 def test_a_schedule_of_a_value_that_is_not_set_is_refused():
@@ -192,30 +189,12 @@ def test_a_schedule_of_a_value_that_is_not_set_is_refused():
     assert "train.clip_norm" in told
 
 
-def test_a_schedule_of_the_task_s_own_without_a_largest_value_is_refused():
-    told = refusal(RunConfig, **config(schedules={"depth": {"kind": "linear"}}))
-    assert "schedules.depth.peak is missing: the largest value of 'depth'" in told
-
-
-def test_a_schedule_of_the_task_s_own_with_a_largest_value_is_taken():
-    assert RunConfig(**config(schedules={"depth": {"kind": "linear", "peak": 4}})).schedules["depth"].peak == 4
-
-
 # all settings ----------------------------------------------------------------------------------------------------
 
 
 def test_settings_cannot_be_changed_after_they_were_checked():
     with pytest.raises(ValidationError, match="frozen"):
         Train(steps=1).steps = 2  # type: ignore[misc]
-
-
-def test_settings_take_no_key_that_they_do_not_know():
-    assert "Extra inputs are not permitted" in refusal(Train, steps=1, step=2)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_settings_take_no_number_that_is_not_finite(value: float):
-    assert "finite" in refusal(Train, steps=1, clip_norm=value)
 
 
 def test_the_defaults_of_all_settings_are_checked_themselves():

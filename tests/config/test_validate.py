@@ -115,26 +115,17 @@ def choosy(*overrides: str) -> list[str]:
 
 
 def test_a_configuration_is_typed_by_the_schema_and_by_the_task():
-    found = config("task.width=6", "optim=sgd", "optim.lr=1", "layout.world_size=2")
+    found = config("task.width=6", "optim=sgd", "optim.lr=1", "layout.world_size=2", "task.free.anything.at_all=3")
     assert (found.task.width, found.optim.lr, found.layout.world_size) == (6, 1.0, 2)
     assert [type(part).__name__ for part in (found.task, found.optim, found.layout)] == ["Config", "Sgd", "Layout"]
-
-
-def test_a_task_without_settings_needs_none():
-    assert config(task="tasks.py:Plain").model.model_dump() == {}
+    assert found.task.free == {"anything": {"at_all": 3}}, "a free dictionary takes any key"
+    assert found.model.model_dump() == {}, "a task without settings needs none"
+    assert config("task=null").task.width == 4, "null for a group means its defaults"
 
 
 def test_a_choice_in_a_task_s_own_union_is_typed():
     found = config("task.width=1", "model.kind=large", "model.depth=3", "data.path=there", task="tasks.py:Choosy")
     assert (type(found.model).__name__, found.model.depth, found.data.path) == ("Large", 3, "there")
-
-
-def test_a_task_s_own_free_dictionary_takes_any_key():
-    assert config("task.free.anything.at_all=3").task.free == {"anything": {"at_all": 3}}
-
-
-def test_null_for_a_group_of_the_task_means_its_defaults():
-    assert config("task=null").task.width == 4
 
 
 def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
@@ -186,22 +177,38 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
     ]
 
 
+@pytest.mark.parametrize(
+    ("task", "override", "told"),
+    [
+        ("Plain", "ema.zzz=1", ["unknown key 'ema.zzz' (…), valid here: decay, every, exclude, start, warmup"]),
+        (
+            "Plain", "optim.groups=[{mach: a}]",
+            [
+                "'optim.groups.0.match' is missing (glob over parameter names, e.g. '*.embed_tokens.*')",
+                "unknown key 'optim.groups.0.mach' (…), did you mean 'optim.groups.0.match'?",
+            ],
+        ),
+        (
+            "Plain", "schedules.temperature.peak=3",
+            ["'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt"],
+        ),
+        ("Plain", "task.width=3", ["'task.width': only even numbers here, got 3 (…)"]),
+        ("Choosy", "task.width=1", ["'model.kind' is missing; choose one of: small, large"]),
+        ("Tagged", "train.steps=1", ["'model.form' is missing; choose one of: one, two"]),
+        ("Tagged", "model.form=three", ["'model.form' must be one of: one, two, got 'three' (…)"]),
+        ("Plan", "train.steps=1", ["tasks.py has no class 'Plan', did you mean 'Plain'?"]),
+        ("Zzzzz", "train.steps=1", ["tasks.py has no class 'Zzzzz', valid here: Choosy, Halved, Plain, Tagged, Unfit"]),
+        ("Halved", "train.steps=1", ["tasks.py:Halved does not define counts(), loss(), outputs()"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_origin_and_what_is_valid(task: str, override: str, told: list[str]):
+    expected = [line.replace("…", f"override '{override}'") for line in told]
+    assert mistakes(override, task=f"tasks.py:{task}") == expected
+
+
 def test_static_graph_of_ddp_is_no_setting_as_no_layout_knows_which_parameters_a_pass_leaves_out():
     (mistake,) = mistakes("layout.static_graph=true")
     assert mistake.startswith("unknown key 'layout.static_graph' (override 'layout.static_graph=true')")
-
-
-def test_an_unknown_key_in_a_list_item_is_told_beside_the_key_that_is_missing_for_it():
-    assert mistakes("optim.groups=[{mach: a}]") == [
-        "'optim.groups.0.match' is missing (glob over parameter names, e.g. '*.embed_tokens.*')",
-        "unknown key 'optim.groups.0.mach' (override 'optim.groups=[{mach: a}]'), did you mean 'optim.groups.0.match'?",
-    ]
-
-
-def test_an_unknown_key_far_from_all_others_is_told_with_the_keys_there_are():
-    assert mistakes("ema.zzz=1") == [
-        "unknown key 'ema.zzz' (override 'ema.zzz=1'), valid here: decay, every, exclude, start, warmup"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -297,29 +304,6 @@ def test_a_missing_key_is_named_from_the_top(overrides: tuple[str, ...], key: st
     assert told.endswith(f"; set {key}=…") or ".0." in key
 
 
-def test_a_union_without_a_choice_is_told_with_its_choices():
-    assert choosy() == ["'model.kind' is missing; choose one of: small, large"]
-
-
-def test_a_schedule_without_a_kind_is_told_with_the_kinds():
-    assert mistakes("schedules.temperature.peak=3") == [
-        "'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt"
-    ]
-
-
-def test_a_choice_that_a_union_does_not_have_is_told_with_its_origin_and_the_choices():
-    assert choosy("model.kind=medium") == [
-        "'model.kind' must be one of: small, large, got 'medium' (override 'model.kind=medium')"
-    ]
-
-
-def test_a_union_may_be_told_apart_by_another_key_than_kind():
-    assert mistakes(task="tasks.py:Tagged") == ["'model.form' is missing; choose one of: one, two"]
-    assert mistakes("model.form=three", task="tasks.py:Tagged") == [
-        "'model.form' must be one of: one, two, got 'three' (override 'model.form=three')"
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "keys"),
     [
@@ -341,10 +325,6 @@ def test_a_group_given_as_a_value_is_told_with_the_keys_in_it(override: str, key
 def test_a_group_given_as_a_value_is_not_told_of_keys_that_it_does_not_have(override: str):
     key = override.split("=")[0]
     assert mistakes(override) == [f"'{key}' is a group of keys, not a value (override '{override}')"]
-
-
-def test_a_task_s_own_check_of_a_value_is_told_with_the_key_and_the_origin():
-    assert mistakes("task.width=3") == ["'task.width': only even numbers here, got 3 (override 'task.width=3')"]
 
 
 def test_a_task_s_own_check_of_a_group_is_told_with_the_group():
@@ -377,16 +357,6 @@ def test_a_task_file_that_is_not_there_is_named(folder: Path):
     assert told == [f"{folder.resolve()}/nowhere.py: no such file; a task is given as path/to/file.py:Class"]
 
 
-def test_a_class_that_the_file_does_not_have_is_told_with_the_nearest_task_in_it():
-    assert mistakes(task="tasks.py:Plan") == ["tasks.py has no class 'Plan', did you mean 'Plain'?"]
-
-
-def test_a_class_far_from_all_others_is_told_with_the_tasks_in_the_file():
-    assert mistakes(task="tasks.py:Zzzzzz") == [
-        "tasks.py has no class 'Zzzzzz', valid here: Choosy, Halved, Plain, Tagged, Unfit"
-    ]
-
-
 def test_a_file_without_tasks_is_told_to_have_none():
     assert mistakes(task="empty.py:Plain") == ["empty.py has no class 'Plain', and there is none to choose from"]
 
@@ -395,10 +365,6 @@ def test_a_file_without_tasks_is_told_to_have_none():
 def test_a_name_that_is_no_task_is_refused(name: str, folder: Path):
     (folder / "names.py").write_text(TASKS + "\nMETHODS = 3\n", encoding="utf-8")
     assert mistakes(task=f"names.py:{name}") == [f"names.py:{name} is not a unisono.Task"]
-
-
-def test_a_task_without_some_of_its_methods_is_told_which():
-    assert mistakes(task="tasks.py:Halved") == ["tasks.py:Halved does not define counts(), loss(), outputs()"]
 
 
 def test_a_task_may_lie_in_an_installed_package():

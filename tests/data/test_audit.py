@@ -83,7 +83,7 @@ def test_a_run_over_resumes_and_world_sizes_passes(tmp_path: Path, worlds: tuple
         _made(tmp_path, first, last, world)
     report = _audited(tmp_path, checkpoint=6)
     assert report.faults == []
-    assert report.passed
+    assert report.is_clean
     assert (report.steps, report.starts) == (6, [(0, worlds[0]), (2, worlds[1]), (4, worlds[2])])
     bad = [int(row) for step in range(6) for row in made.plan().batch(step) if row in BAD]
     assert report.samples == 68 - len(bad)
@@ -113,7 +113,7 @@ def test_steps_that_a_crash_left_untold_are_no_fault_unless_a_checkpoint_has_the
     _made(tmp_path, 0, 4, 2)
     _write(tmp_path, _lines(tmp_path, 1)[:-1], rank=1)
     assert _audited(tmp_path, checkpoint=3).steps == 3
-    assert _audited(tmp_path, checkpoint=3).passed
+    assert _audited(tmp_path, checkpoint=3).is_clean
     assert "step 3: no process built rows 6 to 11" in _audited(tmp_path, checkpoint=4).faults
 
 
@@ -121,7 +121,7 @@ def test_a_line_that_was_cut_off_by_a_crash_is_taken_back_and_the_run_goes_on(tm
     _made(tmp_path, 0, 3)
     path = tmp_path / "ledger" / "rank-00000.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
-    assert _audited(tmp_path).passed
+    assert _audited(tmp_path).is_clean
     assert _audited(tmp_path).steps == 2
     _made(tmp_path, 2, 6)
     assert json.loads(_lines(tmp_path)[3])["torn"] > 30
@@ -137,7 +137,7 @@ def run(tmp_path: Path) -> Path:
     """Three steps on two processes, then step 2 again and the rest on one."""
     _made(tmp_path, 0, 3, 2)
     _made(tmp_path, 2, 6, 1)
-    assert _audited(tmp_path, checkpoint=6).passed
+    assert _audited(tmp_path, checkpoint=6).is_clean
     return tmp_path
 
 
@@ -189,7 +189,7 @@ def test_a_ledger_that_was_tampered_with_fails(run: Path, change: str) -> None:
     thorough = _audited(run, checkpoint=6)
     assert not any("it was changed" in fault for fault in thorough.faults)
     assert says in thorough.faults
-    assert not thorough.passed
+    assert not thorough.is_clean
     assert "FAIL" in str(thorough)
 
 
@@ -226,7 +226,7 @@ def test_bad_rows_that_have_been_mended_since_fail(run: Path) -> None:
     report = AuditReport(run)
     counted = audits.check_starts(audits.collect_starts(sorted((run / "ledger").iterdir()), report), of, 6, report)
     audits.rebuild_steps(counted, of, Augmented(), np.arange(SIZE), 30, report)
-    assert not report.passed
+    assert not report.is_clean
 
 
 # a whole run --------------------------------------------------------------------------------------------------------
@@ -297,15 +297,15 @@ def test_a_run_keeps_a_ledger_that_its_audit_confirms(recipe: str, tmp_path: Pat
     assert told == [1, 1]
     rows = np.load(tmp_path / "rows.npy")
     np.save(tmp_path / "rows.npy", rows + np.float32(1e-3))
-    assert not audit(path, remake=1).passed
-    assert audit(path, remake=0).passed
+    assert not audit(path, remake=1).is_clean
+    assert audit(path, remake=0).is_clean
     np.save(tmp_path / "rows.npy", rows[:-1])
-    assert not audit(path, remake=0).passed
+    assert not audit(path, remake=0).is_clean
     np.save(tmp_path / "rows.npy", rows)
     settings = yaml.safe_load((path / "config.yaml").read_text())
     settings["run"]["seed"] = 1
     (path / "config.yaml").write_text(yaml.safe_dump(settings))
-    assert not audit(path, remake=0).passed
+    assert not audit(path, remake=0).is_clean
 
 
 def test_a_run_of_a_mixture_is_confirmed_and_another_mixture_is_not(recipe: str, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_run_of_a_mixture_is_confirmed_and_another_mixture_is_not(recipe: str,
     settings = yaml.safe_load((path / "config.yaml").read_text())
     settings["data"]["mixture"]["weights"] = {"a": 3, "b": 1}
     (path / "config.yaml").write_text(yaml.safe_dump(settings))
-    assert not audit(path, remake=0).passed
+    assert not audit(path, remake=0).is_clean
 
 
 @pytest.mark.slow

@@ -197,13 +197,6 @@ def test_items_that_fill_bins_exactly_lie_in_order(way: str) -> None:
     assert pieces.last.tolist() == [8, 8, 16, 8]
 
 
-@pytest.mark.parametrize("pack", [pack_online, pack_offline])
-def test_an_item_longer_than_a_bin_is_refused_by_number_where_nothing_may_be_cut(pack: Callable[..., Pieces]) -> None:
-    assert pack(np.array([3, 8, 1]), 8, cut="never").bins == 2
-    with pytest.raises(DataError, match=r"item 2 has 9 units, but a bin holds only 8"):
-        pack(np.array([3, 8, 9, 1]), 8, cut="never")
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("lengths", "capacity", "told"),

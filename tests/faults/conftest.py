@@ -1,4 +1,4 @@
-"""Where faults are shown: one folder for a module, so that a run that never failed is made once."""
+"""One sandbox per module, so that each reference run without a fault runs once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from unisono.faults import matrix, report
 from unisono.faults.scenarios import kills
 
-KILLS = "10"  # random instants in a test run; `unisono faults` takes 200
+KILLS = "10"  # random instants in a test run; `unisono faults` uses 200
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for every fault of the module's `GROUP`; a few are quick, and the others a long matrix."""
+    """Make a test of every fault of the module's `GROUP`; without a group, of the few quick ones."""
     if "fault" in metafunc.fixturenames:
         group = getattr(metafunc.module, "GROUP", None)
         quick = group is None
@@ -24,10 +24,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[matrix.Sandbox]:
-    """Where the faults of a module are shown."""
+def sandbox() -> Iterator[matrix.Sandbox]:
+    """The folder in which the faults of a module are injected."""
     if sys.platform != "linux":
-        pytest.skip("processes are looked for in /proc")
+        pytest.skip("finding processes needs /proc")
     os.environ.setdefault(kills.KILLS, KILLS)
-    with matrix.open_sandbox() as found:
-        yield found
+    with matrix.open_sandbox() as sandbox:
+        yield sandbox

@@ -1,14 +1,5 @@
-"""The few that every test run shows."""
+"""The few faults that every test run injects."""
 
 from __future__ import annotations
 
-import pytest
-
-from unisono.faults.matrix import Sandbox, Scenario
-
-
-def test_promises_are_kept(fault: Scenario, ground: Sandbox) -> None:
-    outcome = fault.show(ground)
-    if outcome.verdict == "ABSTAIN":
-        pytest.skip(outcome.abstain)
-    assert not outcome.broken_promises, "\n".join(outcome.broken_promises)
+from tests.faults.promises import test_promises_are_kept  # noqa: F401

@@ -29,49 +29,41 @@ def completed(**variables: str) -> dict[str, str]:
     return environment
 
 
-def test_nobody_launched_a_process_without_variables():
-    assert process_info({}) is None
-    assert process_info({"PATH": "/bin", "MASTER_ADDR": "a"}) is None
+RUN_ID = "TORCHELASTIC_RUN_ID"
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        pytest.param({}, None, id="no variables"),
+        pytest.param({"PATH": "/bin", "MASTER_ADDR": "a"}, None, id="unrelated variables"),
+        pytest.param(TORCHRUN, "torchrun", id="torchrun"),
+        pytest.param({**TORCHRUN, RUN_ID: "job"}, "torchrun", id="torchrun with a run id"),
+        pytest.param({**TORCHRUN, RUN_ID: "unisono-77"}, "torchrun", id="torchrun with a run id like ours"),
+        pytest.param({**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", RUN_ID: "unisono-77"}, "unisono", id="ours"),
+        pytest.param(
+            {**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", RUN_ID: "unisono-78"}, "torchrun", id="inside of ours"
+        ),
+        pytest.param({**TORCHRUN, RUN_ID_VARIABLE: "unisono-77"}, "torchrun", id="without an id, inside of ours"),
+        pytest.param({**SLURM, **TORCHRUN}, "torchrun", id="torchrun inside of Slurm"),
+        pytest.param(SLURM, "slurm", id="Slurm"),
+        pytest.param({**SLURM, "SLURM_NTASKS": "99"}, "slurm", id="the step's number of tasks counts, not the job's"),
+    ],
+)
+def test_a_process_knows_its_place_and_who_launched_it(variables: dict[str, str], launcher: str | None):
+    assert process_info(variables) == (None if launcher is None else ProcessInfo(3, 4, 1, 2, launcher))
 
 
 # torchrun -----------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_s_variables_are_a_place():
-    assert process_info(TORCHRUN) == ProcessInfo(3, 4, 1, 2, "torchrun")
-
-
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_torchrun_s_variables_in_part_are_refused_with_the_one_that_is_missing(name: str):
-    with pytest.raises(ConfigError, match=f"not {name}; set all of them or none"):
-        process_info({key: value for key, value in TORCHRUN.items() if key != name})
-
-
-def test_all_missing_variables_of_torchrun_are_named_at_once():
-    with pytest.raises(ConfigError, match="not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT;"):
-        process_info({"RANK": "0", "WORLD_SIZE": "2"})
-
-
-def test_processes_of_our_own_launcher_are_told_from_those_of_torchrun():
-    ours = {**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-77"}
-    assert process_info(ours) == ProcessInfo(3, 4, 1, 2, "unisono")
-    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "job"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
-
-
-def test_a_run_id_of_torchrun_may_begin_as_it_likes():
-    assert process_info({**TORCHRUN, "TORCHELASTIC_RUN_ID": "unisono-77"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
-
-
-def test_torchrun_inside_of_a_process_of_a_run_is_torchrun():
-    inner = {**TORCHRUN, RUN_ID_VARIABLE: "unisono-77", "TORCHELASTIC_RUN_ID": "unisono-78"}
-    assert process_info(inner) == ProcessInfo(3, 4, 1, 2, "torchrun")
-    assert process_info({**TORCHRUN, RUN_ID_VARIABLE: "unisono-77"}) == ProcessInfo(3, 4, 1, 2, "torchrun")
-
-
-def test_torchrun_inside_of_slurm_is_torchrun():
-    found = process_info({**SLURM, **TORCHRUN})
-    assert found is not None
-    assert found.launcher == "torchrun"
+@pytest.mark.parametrize(
+    "missing",
+    ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"],
+)
+def test_torchrun_s_variables_in_part_are_refused_with_all_that_are_missing(missing: str):
+    with pytest.raises(ConfigError, match=f"not {missing}; set all of them or none"):
+        process_info({key: value for key, value in TORCHRUN.items() if key not in missing.split(", ")})
 
 
 def test_torchrun_s_address_is_left_as_it_is():
@@ -92,19 +84,9 @@ def test_processes_without_torch_meet_beside_the_port_that_torchrun_itself_liste
 # Slurm --------------------------------------------------------------------------------------------------------------
 
 
-def test_slurm_s_variables_are_a_place():
-    assert process_info(SLURM) == ProcessInfo(3, 4, 1, 2, "slurm")
-
-
 def test_a_batch_script_is_no_process_of_a_step():
     batch = {key: value for key, value in SLURM.items() if "STEP" not in key}
     assert process_info({**batch, "SLURM_NTASKS": "4"}) is None
-
-
-def test_the_step_s_number_of_tasks_counts_and_not_the_job_s():
-    found = process_info({**SLURM, "SLURM_NTASKS": "99"})
-    assert found is not None
-    assert found.world_size == 4
 
 
 @pytest.mark.parametrize(

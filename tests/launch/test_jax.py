@@ -85,7 +85,7 @@ def test_two_hosts_compute_what_one_device_computes_and_go_on_after_a_kill(
     whole.mkdir(), cut.mkdir()
     assert [done.returncode for done in nodes(pair, whole)] == [0, 0]
     assert_same(whole / "runs" / "a", one, 1e-12)
-    killed = nodes(pair, cut, "checkpoint.every=3", "--harm", "rank=1,step=5,phase=forward,act=kill")
+    killed = nodes(pair, cut, "checkpoint.every=3", "--fault", "rank=1,step=5,phase=forward,act=kill")
     assert [done.returncode for done in killed] == [5, 9], killed
     assert "rank 1 (" in fault(killed[1]) and "died without a message, in step 5" in fault(killed[1])
     assert len(commit.find_checkpoints(cut / "runs" / "a" / "checkpoints")) == 1

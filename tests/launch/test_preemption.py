@@ -123,21 +123,6 @@ def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path, m
     assert not list((here / "runs" / "a" / "checkpoints").glob(".*"))
 
 
-def test_a_signal_before_the_first_step_ends_everything_at_once(here: Path):
-    slow = here / "small.py"
-    slow.write_text(jobs.SMALL.replace("    def build(self):\n", "    def build(self):\n        time.sleep(300)\n"))
-    with jobs.started(words(here), here) as process:
-        log = here / "runs" / "a" / "ledger"
-        jobs.wait_for(lambda: (here / "runs" / "a" / "config.yaml").is_file(), 60)
-        jobs.wait_for(lambda: len(jobs.working_in(here)) >= 3, 60)
-        process.terminate()
-        _, told = process.communicate(timeout=60)
-        assert jobs.all_gone(here, 30)
-    assert process.returncode == 75, told
-    assert "preempted before" in told
-    assert not log.exists()
-
-
 def test_a_run_can_be_asked_to_save_and_to_stop(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(here)
     run = here / "runs" / "a"

@@ -6,9 +6,6 @@ Each test starts what it needs in a folder of its own; a process is known by the
 from __future__ import annotations
 
 import json
-import os
-import platform
-import re
 import signal
 import subprocess
 import sys
@@ -174,31 +171,6 @@ def test_the_traceback_of_the_process_that_raised_is_the_headline(here: Path):
     assert jobs.working_in(here) == []
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_the_step_the_rank_and_the_row(here: Path):
-    done = jobs.unisono(*TRAIN, "train.steps=20", "layout.world_size=2", "task.nan=7", cwd=here)
-    assert done.returncode == 3
-    told = done.stderr.splitlines()
-    assert len(told) == 3  # what to type next besides
-    made = jobs.events(here / "runs" / "a")[-1]["step"]
-    assert told[0].startswith(f"unisono: error: step {made + 1}: the loss is not finite")
-    assert "rank " in told[0]
-    assert "source rows [7]: term 'square'" in told[0]
-
-
-def test_a_process_that_was_killed_is_named_and_takes_all_others_with_it(here: Path):
-    with jobs.started(
-        [jobs.UNISONO, *TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"], here
-    ) as process:
-        pids = jobs.training(here / "marks", 2)
-        os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
-        assert jobs.all_gone(here, 10)
-    assert process.returncode == 9
-    who = f"rank 1 ({platform.node()}, process {pids[1]})"
-    assert re.match(rf"unisono: error: {re.escape(who)} died without a message, (in|after) step \d+, ", errors)
-    assert "killed by signal 9" in errors
-
-
 @pytest.mark.slow
 def test_those_who_waited_for_a_process_that_hangs_say_so_and_the_process_is_named(here: Path):
     words = ("train.steps=6", "layout.world_size=2", "task.hangs=1", "launch.timeout=4")
@@ -207,24 +179,6 @@ def test_those_who_waited_for_a_process_that_hangs_say_so_and_the_process_is_nam
     assert done.stderr.startswith("unisono: error: rank 0 waited for ")
     assert "\nRanks that did not respond until the launcher stopped them: 1\n" in done.stderr
     assert "rank 0 ERROR: rank 0 waited for " in (here / "runs" / "a" / "logs" / "rank-00000.log").read_text()
-
-
-# a run that is started twice ----------------------------------------------------------------------------------------
-
-
-def test_a_run_is_refused_while_it_trains_and_goes_on_once_it_was_killed(here: Path):
-    words = [*TRAIN, *LONG, "layout.world_size=2", f"task.marks={here}/marks"]
-    with jobs.started([jobs.UNISONO, *words], here) as process:
-        jobs.training(here / "marks", 2)
-        second = jobs.unisono(*words, cwd=here)
-        assert second.returncode == 2
-        assert second.stderr.startswith(f"unisono: error: runs/a is in use by process {process.pid} on ")
-        process.kill()
-        process.wait()
-        for mark in (here / "marks").iterdir():
-            mark.unlink()
-        with jobs.started([jobs.UNISONO, *words], here):
-            jobs.training(here / "marks", 2)
 
 
 # a launcher that is stopped -----------------------------------------------------------------------------------------
@@ -342,16 +296,6 @@ def test_ranks_with_different_configurations_are_refused_with_the_key(here: Path
         "rank 1. Start all ranks with the same command, environment, code and data\n"
     )
     assert second.stderr == ""
-    assert not (here / "runs").exists()
-
-
-def test_ranks_with_different_environments_are_refused_with_the_variable(here: Path):
-    first, second = by_hand([TRAIN, TRAIN], here, (0, 1), 2, {1: {"NVIDIA_TF32_OVERRIDE": "1"}})
-    assert (first.returncode, second.returncode) == (2, 2)
-    assert first.stderr.startswith(
-        "unisono: error on rank 0: rank 0 and rank 1 differ in the environment: NVIDIA_TF32_OVERRIDE is not set on "
-        "rank 0 and '1' on rank 1. Start all ranks with "
-    )
     assert not (here / "runs").exists()
 
 

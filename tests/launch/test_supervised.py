@@ -91,7 +91,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     faults = ";".join(f"{fault},attempt={number}" for number, fault in enumerate(FAULTS))
     folder = tmp_path_factory.mktemp("disturbed")
     words = (f"launch.max_restarts={len(FAULTS)}", "launch.stuck_after=2", "launch.deadlines={data: 3, shape: 60}")
-    return told(folder, *words, "--harm", faults)
+    return told(folder, *words, "--fault", faults)
 
 
 def line(pid: int) -> str:
@@ -188,22 +188,10 @@ def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(t
     assert jobs.working_in(tmp_path) == []
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_slower_than_the_others_is_named_and_not_ended(tmp_path: Path):
-    slow = jobs.SMALL.replace("time.sleep(self.config.sleep)", "time.sleep(self.config.sleep * rank)")
-    (tmp_path / "small.py").write_text(slow)
-    words = ("train.steps=90", "task.sleep=0.06", "checkpoint.every=null", "launch.straggler_factor=2")
-    done = jobs.unisono(*TRAIN, *words, cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"WARNING: rank 1 holds up the others: compute takes [\d.]+ s per step there", done.stderr)
-    assert "rank 0 holds up" not in done.stderr
-    assert "rank 1 holds up" in (tmp_path / "runs" / "a" / "logs" / "monitor-node-0.log").read_text()
-
-
 def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_processes(tmp_path: Path):
     jobs.task_file(tmp_path)
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0", "--harm", "rank=1,step=4,phase=forward,act=gil"]
+    words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0", "--fault", "rank=1,step=4,phase=forward,act=gil"]
     done = jobs.finished(
         [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--no-python", jobs.UNISONO, *words], tmp_path,
         GLOO_SOCKET_IFNAME="lo",

@@ -56,60 +56,25 @@ def test_a_device_without_a_bf16_unit_has_no_bf16_peak(device: str, fp32: float)
     assert (peak_flops(device, "bf16"), peak_flops(device, "fp32")) == (None, fp32)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "",
-        "NVIDIA",
-        "NVIDIA H1000",
-        "NVIDIA A100X",
-        "NVIDIA RTX A4000",
-        "NVIDIA RTX 6000 Ada Generation",
-        "NVIDIA GeForce RTX 4080",
-        "Quadro T400",
-        "Tesla V100S-PCIE-32GB",
-        "AMD Instinct MI100",
-        "AMD Radeon RX 7900 XTX",
-        "Intel(R) Data Center GPU Max 1550",
-        "Apple M3 Max",
-    ],
-)
-def test_an_unknown_device_has_no_peak(device: str) -> None:
+LESS_THAN_ITS_NAME = (
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100-PCIE-16GB",
+)  # fmt: skip
+UNKNOWN = (
+    "", "NVIDIA", "NVIDIA H1000", "NVIDIA A100X", "NVIDIA RTX A4000", "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA GeForce RTX 4080", "Quadro T400", "Tesla V100S-PCIE-32GB", "AMD Instinct MI100", "AMD Radeon RX 7900 XTX",
+    "Intel(R) Data Center GPU Max 1550", "Apple M3 Max",
+)  # fmt: skip
+CPUS = (
+    "cpu", "AMD EPYC 9654 96-Core Processor", "AMD Ryzen 9 7950X 16-Core Processor", "Neoverse-V2",
+    "Intel(R) Xeon(R) Platinum 8480+", "Intel(R) Xeon(R) CPU E5-2698 v4 @ 2.20GHz",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [*LESS_THAN_ITS_NAME, *UNKNOWN, *CPUS])
+def test_a_device_that_is_not_in_the_table_has_no_peak(device: str) -> None:
     assert [peak_flops(device, precision) for precision in ("bf16", "fp32")] == [None, None]
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "Tesla V100-PCIE-16GB",
-    ],
-)
-def test_less_than_the_device_of_a_known_name_has_no_peak(device: str) -> None:
-    assert [peak_flops(device, precision) for precision in ("bf16", "fp32")] == [None, None]
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        "AMD EPYC 9654 96-Core Processor",
-        "AMD Ryzen 9 7950X 16-Core Processor",
-        "Intel(R) Xeon(R) Platinum 8480+",
-        "Intel(R) Xeon(R) CPU E5-2698 v4 @ 2.20GHz",
-        "Neoverse-V2",
-    ],
-)
-def test_a_cpu_has_no_peak(device: str) -> None:
-    assert [peak_flops(device, precision) for precision in ("bf16", "fp32")] == [None, None]
-
-
-@pytest.mark.parametrize("precision", ["fp64", "fp16"])
-def test_a_precision_that_is_not_in_the_table_has_no_peak(precision: str) -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", precision) is None
+    assert [peak_flops("NVIDIA H100 80GB HBM3", precision) for precision in ("fp64", "fp16")] == [None, None]
 
 
 def entry(peak: Peak) -> str:
@@ -117,8 +82,11 @@ def entry(peak: Peak) -> str:
 
 
 @pytest.mark.parametrize("peak", PEAKS, ids=entry)
-def test_every_entry_has_a_source(peak: Peak) -> None:
+def test_an_entry_has_a_source_lower_case_words_and_a_matrix_unit_faster_than_plain_arithmetic(peak: Peak) -> None:
     assert peak.source.strip()
+    assert all(word == word.lower() and word.isalnum() for word in peak.match)
+    assert peak.fp32 > 0
+    assert peak.bf16 is None or peak.bf16 > peak.fp32
 
 
 @pytest.mark.parametrize("number", range(len(PEAKS)), ids=[entry(peak) for peak in PEAKS])
@@ -126,14 +94,3 @@ def test_no_entry_is_hidden_by_one_before_it(monkeypatch: pytest.MonkeyPatch, nu
     numbered = tuple(replace(peak, fp32=1.0 + place) for place, peak in enumerate(PEAKS))
     monkeypatch.setattr(peak_rates, "PEAKS", numbered)
     assert peak_flops(entry(PEAKS[number]), "fp32") == (1.0 + number) * 1e12
-
-
-@pytest.mark.parametrize("peak", PEAKS, ids=entry)
-def test_words_of_an_entry_are_in_lower_case_so_that_they_can_match(peak: Peak) -> None:
-    assert all(word == word.lower() and word.isalnum() for word in peak.match)
-
-
-@pytest.mark.parametrize("peak", PEAKS, ids=entry)
-def test_no_matrix_unit_is_slower_than_plain_arithmetic(peak: Peak) -> None:
-    assert peak.fp32 > 0
-    assert peak.bf16 is None or peak.bf16 > peak.fp32

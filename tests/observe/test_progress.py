@@ -38,30 +38,26 @@ def shown(capsys: pytest.CaptureFixture[str], total: int, every: int, first: int
 
 
 @pytest.mark.parametrize(
-    ("total", "every", "steps"),
-    [(7, 3, [1, 3, 6, 7]), (6, 3, [1, 3, 6]), (3, 1, [1, 2, 3]), (4, 100, [1, 4]), (1, 10, [1])],
-)
+    ("total", "every", "first", "steps"),
+    [
+        (7, 3, 1, [1, 3, 6, 7]), (6, 3, 1, [1, 3, 6]), (3, 1, 1, [1, 2, 3]), (4, 100, 1, [1, 4]), (1, 10, 1, [1]),
+        pytest.param(7, 3, 3, [3, 6, 7], id="a resumed run"),
+    ],
+)  # fmt: skip
 def test_without_a_terminal_a_line_stands_for_the_first_the_last_and_every_so_many_steps(
-    capsys: pytest.CaptureFixture[str], total: int, every: int, steps: list[int]
+    capsys: pytest.CaptureFixture[str], total: int, every: int, first: int, steps: list[int]
 ) -> None:
-    assert shown(capsys, total, every) == steps
+    assert shown(capsys, total, every, first) == steps
 
 
-def test_a_resumed_run_goes_on_with_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, 7, 3, first=3) == [3, 6, 7]
-
-
-def test_a_line_tells_step_loss_speed_utilisation_waiting_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("mfu", "told"), [(0.4321, "43.2 %"), (None, "–")])
+def test_a_line_tells_step_loss_speed_utilisation_waiting_and_time_left(
+    capsys: pytest.CaptureFixture[str], mfu: float | None, told: str
+) -> None:
     with Progress(100, 10, shown=True) as console:
-        console.step(10, 1.23456, speed(mfu=0.4321, seconds=2.0, wait=0.056))
-    line = "step  10/100  loss 1.2346  12.3k tokens/s  mfu 43.2 %  data wait 5.6 %  eta 3:00\n"
+        console.step(10, 1.23456, speed(mfu=mfu, seconds=2.0, wait=0.056))
+    line = f"step  10/100  loss 1.2346  12.3k tokens/s  mfu {told}  data wait 5.6 %  eta 3:00\n"
     assert capsys.readouterr().out == line
-
-
-def test_an_unknown_utilisation_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(1, 1, shown=True) as console:
-        console.step(1, 1.0, speed(mfu=None))
-    assert "  mfu –  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -119,28 +115,19 @@ def test_a_terminal_shows_every_step_in_one_live_line(terminal: io.StringIO) -> 
         assert "\n" not in terminal.getvalue().strip("\n"), "it is one line, redrawn"
 
 
-def test_the_last_step_stays_on_the_screen(terminal: io.StringIO) -> None:
-    with Progress(3, 10, shown=True) as console:
-        for step in (1, 2, 3):
-            console.step(step, 1.0 / step, speed())
-    assert "loss 0.3333" in terminal.getvalue()
-    assert "\n" in terminal.getvalue().rpartition("loss 0.3333")[2]
-
-
-def test_the_live_line_goes_away_and_what_is_said_stays(terminal: io.StringIO) -> None:
-    with Progress(3, 1, shown=True) as console:
+def test_the_live_line_goes_away_and_what_is_said_and_the_last_step_stay(terminal: io.StringIO) -> None:
+    with Progress(2, 1, shown=True) as console:
         console.step(1, 1.0, speed())
         console.say("evaluated")
+        console.step(2, 0.5, speed())
     clear, show_cursor = "\x1b[2K", "\x1b[?25h"
     assert "evaluated\n" in terminal.getvalue()
-    assert clear in terminal.getvalue().rpartition("step 1/3")[2]
-    assert show_cursor in terminal.getvalue().rpartition("step 1/3")[2]
-
-
-def test_the_cursor_comes_back_after_an_error(terminal: io.StringIO) -> None:
+    assert "\n" in terminal.getvalue().rpartition("loss 0.5000")[2]
+    assert clear in terminal.getvalue().rpartition("step 1/2")[2]
+    assert show_cursor in terminal.getvalue().rpartition("step 2/2")[2]
     with pytest.raises(ZeroDivisionError), Progress(3, 1, shown=True):
         raise ZeroDivisionError
-    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+    assert terminal.getvalue().rindex(show_cursor) > terminal.getvalue().rindex("\x1b[?25l"), "even after an error"
 
 
 # numbers and times ----------------------------------------------------------------------------------------------------
@@ -173,38 +160,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-def test_a_lap_is_the_time_of_a_step_and_the_share_of_it_that_was_waited_for_data(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("waits", "between", "lap"),
+    [
+        pytest.param([1.0], 3.0, (4.0, 0.25), id="one wait"),
+        pytest.param([1.0, 1.0], 1.0, (4.0, 0.5), id="several waits add up"),
+        pytest.param([1.0], 0.0, (1.0, 1.0), id="nothing but waiting"),
+        pytest.param([], 0.0, (0.0, 0.0), id="no time at all"),
+    ],
+)
+def test_a_lap_is_the_time_of_a_step_and_the_share_of_it_that_was_waited_for_data(
+    clock: Clock, waits: list[float], between: float, lap: tuple[float, float]
+) -> None:
     watch = Stopwatch()
-    with watch.waiting():
-        clock.now += 1.0
-    clock.now += 3.0
-    assert watch.lap() == (4.0, 0.25)
-
-
-def test_several_waits_in_a_step_add_up(clock: Clock) -> None:
-    watch = Stopwatch()
-    for _ in range(2):
+    for wait in waits:
         with watch.waiting():
-            clock.now += 1.0
-        clock.now += 1.0
-    assert watch.lap() == (4.0, 0.5)
-
-
-def test_a_lap_begins_anew(clock: Clock) -> None:
-    watch = Stopwatch()
-    with watch.waiting():
-        clock.now += 1.0
-    watch.lap()
+            clock.now += wait
+        clock.now += between
+    assert watch.lap() == lap
     clock.now += 2.0
-    assert watch.lap() == (2.0, 0.0)
-
-
-def test_a_step_of_nothing_but_waiting_has_the_share_one(clock: Clock) -> None:
-    watch = Stopwatch()
-    with watch.waiting():
-        clock.now += 1.0
-    assert watch.lap() == (1.0, 1.0)
-
-
-def test_a_lap_of_no_time_waits_for_nothing(clock: Clock) -> None:
-    assert Stopwatch().lap() == (0.0, 0.0)
+    assert watch.lap() == (2.0, 0.0), "a lap begins anew"

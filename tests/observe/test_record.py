@@ -72,32 +72,23 @@ def test_the_first_steps_that_lack_samples_are_told_whoever_was_to_make_them(
     assert [event.get("masked") for event in events.read_events(tmp_path / "events.jsonl")] == [1, 2, None, 1, 2, None]
 
 
-def test_metrics_and_scheduled_scalars_of_a_step_are_recorded_by_name(tmp_path: Path) -> None:
-    event = step_event(tmp_path, result(accuracy=0.75), {**SCALARS, "exploration": 0.3, "weight_decay": 0.02})
-    assert (event["accuracy"], event["exploration"], event["weight_decay"]) == (0.75, 0.3, 0.02)
+def test_metrics_scheduled_scalars_and_known_utilisation_of_a_step_are_recorded_by_name(tmp_path: Path) -> None:
+    scalars = {**SCALARS, "exploration": 0.3, "weight_decay": 0.02}
+    event = step_event(tmp_path, result(accuracy=0.75), scalars, Speed("tokens", 1.0, 0.5, 0.0, 1.0))
+    assert (event["accuracy"], event["exploration"], event["weight_decay"], event["mfu"]) == (0.75, 0.3, 0.02, 0.5)
 
 
-def test_utilisation_is_recorded_where_it_is_known(tmp_path: Path) -> None:
-    assert step_event(tmp_path, result(), how=Speed("tokens", 1.0, 0.5, 0.0, 1.0))["mfu"] == 0.5
-
-
-def test_the_terms_of_a_step_are_recorded_if_there_are_several(tmp_path: Path) -> None:
-    event = step_event(tmp_path, result(3.0, {"next": 2.0, "length": 1.0}))
+@pytest.mark.parametrize("of", [step_event, eval_event])
+def test_terms_are_recorded_if_there_are_several_and_a_single_one_is_the_loss(tmp_path: Path, of: Any) -> None:
+    (tmp_path / "one").mkdir()
+    event = of(tmp_path, result(3.0, {"next": 2.0, "length": 1.0}))
     assert {name: value for name, value in event.items() if "/" in name} == {"loss/next": 2.0, "loss/length": 1.0}
-
-
-def test_a_single_term_is_the_loss_and_is_not_recorded_twice(tmp_path: Path) -> None:
-    assert not any("/" in name for name in step_event(tmp_path, result(3.0, {"next": 3.0})))
+    assert not any("/" in name for name in of(tmp_path / "one", result(3.0, {"next": 3.0})))
 
 
 def test_an_evaluation_is_recorded_as_one(tmp_path: Path) -> None:
     event = eval_event(tmp_path, result(2.0, accuracy=0.5))
     assert event == {"step": 2, "eval": True, "loss": 2.0, "accuracy": 0.5, "rows": 11, "seconds": 0.5}
-
-
-def test_the_terms_of_an_evaluation_are_recorded_if_there_are_several(tmp_path: Path) -> None:
-    event = eval_event(tmp_path, result(3.0, {"next": 2.0, "length": 1.0}))
-    assert (event["loss/next"], event["loss/length"]) == (2.0, 1.0)
 
 
 def test_only_evaluations_are_marked_as_such(tmp_path: Path) -> None:
@@ -173,31 +164,14 @@ def test_tensorboard_takes_back_what_a_resumed_run_makes_again(tmp_path: Path) -
     assert curves(tmp_path)["loss"] == [(1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
 
 
-def test_without_the_setting_there_are_no_tensorboard_files(tmp_path: Path) -> None:
-    with record(tmp_path) as recording:
-        recording.step(1, result(), SCALARS, SPEED)
-    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
-
-
-def test_a_missing_tensorboard_is_told_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    said = r"^observe\.trackers=tensorboard needs tensorboard: pip install 'unisono\[tensorboard\]'$"
-    with pytest.raises(ConfigError, match=said):
-        record(tmp_path, trackers=["tensorboard"])
-
-
-def test_a_missing_tensorboard_leaves_the_events_of_a_run_as_they_were(
+def test_a_missing_tensorboard_is_told_with_how_to_get_it_and_only_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     (tmp_path / "events.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError):
+    said = r"^observe\.trackers=tensorboard needs tensorboard: pip install 'unisono\[tensorboard\]'$"
+    with pytest.raises(ConfigError, match=said):
         record(tmp_path, trackers=["tensorboard"])
-    assert (tmp_path / "events.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_a_missing_tensorboard_does_not_matter_where_it_is_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    assert (tmp_path / "events.jsonl").read_text() == '{"step": 1}\n', "the events stay as they were"
     assert step_event(tmp_path, result())["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]

@@ -55,13 +55,9 @@ def warm_up(of: ScheduleGroup, total: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_update_stands_one_step_into_the_warm_up(kind: str) -> None:
-    assert factors(kind, 100, warmup=10)[0] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_warm_up_is_a_straight_line_to_the_peak(kind: str) -> None:
+def test_the_warm_up_is_a_straight_line_to_the_peak_of_the_update_after_it(kind: str) -> None:
     assert factors(kind, 100, warmup=10)[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors(kind, 100, warmup=10)[10] == factors(kind, 100)[0] == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,26 +66,15 @@ def test_the_warm_up_begins_at_start(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_update_after_the_warm_up_is_made_at_the_peak(kind: str) -> None:
-    assert factors(kind, 100, warmup=10)[10] == 1.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_warm_up_the_first_update_is_made_at_the_peak(kind: str) -> None:
-    assert factors(kind, 100)[0] == 1.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_up_below_one_is_a_fraction_of_all_steps(kind: str) -> None:
     assert factors(kind, 200, warmup=0.1) == factors(kind, 200, warmup=20)
+    assert factors(kind, 200, warmup=0.1, steps=50) == factors(kind, 200, warmup=5, steps=50)
+    assert factors(kind, 200, warmup=1) == factors(kind, 200, warmup=1 / 200)
 
 
-def test_a_fraction_is_one_of_the_schedules_own_length() -> None:
-    assert factors("linear", 200, warmup=0.1, steps=50) == factors("linear", 200, warmup=5, steps=50)
-
-
-def test_a_warm_up_of_one_is_one_step() -> None:
-    assert factors("linear", 200, warmup=1) == factors("linear", 200, warmup=1 / 200)
+def test_a_decay_below_one_is_a_fraction_of_all_steps_and_none_stays_at_the_peak() -> None:
+    assert factors("wsd", 200, decay=0.25) == factors("wsd", 200, decay=50)
+    assert factors("wsd", 50, warmup=5, decay=0)[5:] == [1.0] * 45
 
 
 # shapes -------------------------------------------------------------------------------------------------------------
@@ -120,10 +105,6 @@ def test_the_last_update_stands_one_step_before_the_floor(kind: str) -> None:
     assert schedule_factor(made, 100, 100) == pytest.approx(0.1)
 
 
-def test_the_last_update_of_linear_is_not_lost_at_zero() -> None:
-    assert factors("linear", 50, warmup=10)[-1] == pytest.approx(1 / 40)
-
-
 @pytest.mark.parametrize("kind", FALLING)
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
 def test_after_its_end_a_schedule_stays_at_the_floor(kind: str, floor: float) -> None:
@@ -148,14 +129,6 @@ def test_wsd_is_stable_between_warm_up_and_decay(shape: str) -> None:
 def test_wsd_decays_in_its_shape(shape: str, quarter: float, half: float) -> None:
     values = factors("wsd", 100, warmup=10, decay=20, shape=shape)
     assert (values[85], values[90]) == pytest.approx((quarter, half))
-
-
-def test_the_decay_of_wsd_below_one_is_a_fraction_of_all_steps() -> None:
-    assert factors("wsd", 200, decay=0.25) == factors("wsd", 200, decay=50)
-
-
-def test_wsd_without_decay_stays_at_the_peak() -> None:
-    assert factors("wsd", 50, warmup=5, decay=0)[5:] == [1.0] * 45
 
 
 def test_inverse_sqrt_halves_after_four_times_the_warm_up() -> None:
@@ -232,19 +205,17 @@ def test_a_warm_up_longer_than_the_run_is_refused_by_name(kind: str) -> None:
         check({"lr": schedule("constant"), "depth": schedule(kind, warmup=101)}, 100)
 
 
-def test_a_warm_up_and_a_decay_that_overlap_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"schedules\.lr: warm-up and decay take 110 steps, but the schedule has 100"):
-        check({"lr": schedule("wsd", warmup=60, decay=50)}, 100)
-
-
-def test_fractions_that_overlap_are_refused() -> None:
-    with pytest.raises(ConfigError, match="take 110 steps"):
-        check({"lr": schedule("wsd", warmup=0.6, decay=0.5)}, 100)
-
-
-def test_parts_are_measured_against_the_schedules_own_length() -> None:
-    with pytest.raises(ConfigError, match="take 60 steps, but the schedule has 50"):
-        check({"lr": schedule("linear", warmup=60, steps=50)}, 100)
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("wsd", {"warmup": 60, "decay": 50}, "warm-up and decay take 110 steps, but the schedule has 100"),
+        ("wsd", {"warmup": 0.6, "decay": 0.5}, "warm-up and decay take 110 steps, but the schedule has 100"),
+        ("linear", {"warmup": 60, "steps": 50}, "take 60 steps, but the schedule has 50"),
+    ],
+)
+def test_parts_longer_than_the_schedule_are_refused_by_name(kind: str, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"schedules\.lr: .*{told}"):
+        check({"lr": schedule(kind, **settings)}, 100)
 
 
 def test_parts_that_fill_the_whole_schedule_are_taken() -> None:

@@ -38,14 +38,14 @@ def test_folders_of_processes_that_are_gone_go_and_others_stay(tmp_path: Path) -
 
 def test_a_fault_is_armed_by_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fault_injection.VARIABLE, SPEC)
-    assert fault_injection._asked() is None, "as it was written before"
+    assert fault_injection._read_request() is None, "as it was written before"
     fault_injection.arm(SPEC)
-    assert fault_injection._asked() == SPEC
+    assert fault_injection._read_request() == SPEC
     told = json.loads(os.environ[fault_injection.VARIABLE])
     for change in ({"born": "1"}, {"pid": 2**22 + 1}, {"machine": "another"}):
         left = {**told, "asked_by": {**identity.own_identity(), **change}}
         monkeypatch.setenv(fault_injection.VARIABLE, json.dumps(left))
-        assert fault_injection._asked() is None, change
+        assert fault_injection._read_request() is None, change
     fault_injection.arm(None)
     assert fault_injection.VARIABLE not in os.environ
     with pytest.raises(ConfigError, match="is not a valid fault"):
@@ -58,8 +58,8 @@ def test_a_variable_that_was_left_over_ends_no_run(tmp_path: Path, monkeypatch: 
     words += ["layout.device=cpu", "observe.progress=false", "launch.monitor=false"]
     monkeypatch.setenv(fault_injection.VARIABLE, SPEC)
     assert main.main([*words, "run.name=a"]) == 0
-    with pytest.raises(RuntimeError, match="fault injected by --harm"):
-        main.main([*words, "run.name=b", "--harm", SPEC])
+    with pytest.raises(RuntimeError, match="fault injected by --fault"):
+        main.main([*words, "run.name=b", "--fault", SPEC])
 
 
 def test_with_a_token_nobody_else_knows_the_port_of_a_slurm_step() -> None:

@@ -138,7 +138,7 @@ def resample(
     for rate in (from_rate, to_rate):
         if rate < 1:
             raise ConfigError(f"a rate of {rate} Hz is not valid")
-    x = _checked(x)
+    x = _as_samples(x)
     if from_rate == to_rate or not len(x):
         return x.copy()
     if not _uses_core(backend):
@@ -195,7 +195,7 @@ def log_mel(x: Array, rate: int, n_mels: int = 128, *, backend: Backend = "auto"
 
 
 def _features(features: Features, x: Array, rate: int, backend: Backend) -> Array:
-    x = _checked(x)
+    x = _as_samples(x)
     if not _uses_core(backend):
         return plan_of(features, rate)(x)
     return np.asarray(_engine(features, rate, "").run([(x, rate)], _WHOLE, None, 1)[0][5])
@@ -234,7 +234,7 @@ def _own_rate(data: memoryview, window: Window, duration: float | None) -> tuple
     return 0, "", rate, 0, len(samples), samples
 
 
-def _checked(x: Array) -> Array:
+def _as_samples(x: Array) -> Array:
     array = np.ascontiguousarray(x, dtype=np.float32)
     if array.ndim != 1:
         raise DataError(f"samples have the shape {array.shape}, not (n,); mix the channels first")

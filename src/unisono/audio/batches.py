@@ -174,7 +174,7 @@ class Pipeline:
         self.counters.add(len(given) - len(reasons), len(reasons), size, perf_counter() - began)
         if reasons and on_error == "raise":
             raise BadSamplesError(dict(sorted(reasons.items())))
-        values = self._padded([answer[5] for answer in answers]) if out is None else out
+        values = self._pad_rows([answer[5] for answer in answers]) if out is None else out
         for row in reasons:
             values[row] = 0
         lengths = np.array([0 if row in reasons else answer[4] for row, answer in enumerate(answers)], dtype=np.int64)
@@ -187,7 +187,7 @@ class Pipeline:
         found: Counters = vars(self).setdefault("_counters", Counters())  # atomic, whichever thread is first
         return found
 
-    def _padded(self, rows: list[Array | None]) -> Array:
+    def _pad_rows(self, rows: list[Array | None]) -> Array:
         """Rows of different lengths, padded to the longest."""
         longest = max([len(row) for row in rows if row is not None], default=0)
         values = np.zeros((len(rows), longest, *self.shape[1:]), dtype=np.float32)
@@ -254,7 +254,7 @@ class Pipeline:
 
     def _row(self, recording: Any, window: Window, out: Array | None) -> tuple[int, str, int, int, int, Array | None]:
         try:
-            samples, rate, start = self._decoded(recording, window)
+            samples, rate, start = self._decode_window(recording, window)
             samples = resample_numpy(samples, rate, self.rate, self.method)
         except (codecs.BadRecording, DataError) as error:
             return _BAD, str(error).removeprefix(f"{recording} "), 0, 0, 0, None
@@ -269,10 +269,10 @@ class Pipeline:
         if out is not None:
             out[:] = pad_and_normalise(values, len(out), self.mean, self.std, self.pad)
         else:
-            values = _normalised(values, self.mean, self.std)
+            values = _normalise(values, self.mean, self.std)
         return _GOOD, "", rate, start, len(values), values
 
-    def _decoded(self, recording: Any, window: Window) -> tuple[Array, int, int]:
+    def _decode_window(self, recording: Any, window: Window) -> tuple[Array, int, int]:
         if isinstance(recording, tuple):
             return recording[0], recording[1], 0
         data = data_of(recording)
@@ -301,7 +301,7 @@ def pad_and_normalise(
     out = np.empty((frames, features.shape[1]), dtype=np.float32)
     out[: len(kept)] = kept
     out[len(kept) :] = (kept.min() if pad == "minimum" else pad) if len(kept) < frames else 0
-    return _normalised(out, mean, std)
+    return _normalise(out, mean, std)
 
 
 def native_engine(
@@ -339,7 +339,7 @@ def add_table(engine: Any, from_rate: int, to_rate: int, method: Method) -> None
     engine.add_table(from_rate, table.source, table.target, table.left, table.first, taps)
 
 
-def _normalised(values: Array, mean: float, std: float) -> Array:
+def _normalise(values: Array, mean: float, std: float) -> Array:
     if mean != 0 or std != 1:
         values = (values - np.float32(mean)) / np.float32(std)
     return values

@@ -70,7 +70,7 @@ class Stream(ABC):
 
 def probe(data: memoryview) -> Header:
     """Read the header."""
-    with _opened(data) as stream:
+    with _open_stream(data) as stream:
         return stream.header
 
 
@@ -84,7 +84,7 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
         BadRecording: with the reason.
         NeedsFFmpeg: for Opus and AAC.
     """
-    with _opened(data) as stream:
+    with _open_stream(data) as stream:
         header = stream.header
         wanted = None if not duration else int(np.ceil(duration * header.rate))
         start = window.bounds(header.frames, wanted, header.rate)
@@ -108,10 +108,10 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
         raise BadRecording(
             f"is damaged or cut off: its header says {header.frames} frames, and decoding ended after {start + count}"
         )
-    return checked(np.concatenate(parts), start), header.rate, start
+    return check_finite(np.concatenate(parts), start), header.rate, start
 
 
-def checked(samples: Samples, start: int = 0) -> Samples:
+def check_finite(samples: Samples, start: int = 0) -> Samples:
     """The samples, after checking that all are finite."""
     good = np.isfinite(samples)
     if not good.all():
@@ -130,7 +130,7 @@ def mono(frames: Samples) -> Samples:  # (n, channels) -> (n,)
 
 
 @contextmanager
-def _opened(data: memoryview) -> Iterator[Stream]:
+def _open_stream(data: memoryview) -> Iterator[Stream]:
     stream = _open(data)
     try:
         header = stream.header
@@ -355,7 +355,7 @@ def _torchcodec(data: memoryview) -> tuple[Samples, int]:
         samples = AudioDecoder(bytes(data)).get_all_samples()
     except (RuntimeError, ValueError) as error:
         raise BadRecording(f"cannot be decoded: {str(error).splitlines()[0]}") from error
-    return checked(mono(np.ascontiguousarray(samples.data.numpy().T))), int(samples.sample_rate)
+    return check_finite(mono(np.ascontiguousarray(samples.data.numpy().T))), int(samples.sample_rate)
 
 
 def _pyav(data: memoryview) -> tuple[Samples, int]:
@@ -374,7 +374,7 @@ def _pyav(data: memoryview) -> tuple[Samples, int]:
         raise BadRecording(f"cannot be decoded: {error}") from error
     if not parts:
         raise BadRecording("has no samples")
-    return checked(mono(np.ascontiguousarray(np.concatenate(parts, axis=1).T))), rate
+    return check_finite(mono(np.ascontiguousarray(np.concatenate(parts, axis=1).T))), rate
 
 
 def _package(name: str) -> Any:

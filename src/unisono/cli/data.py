@@ -165,7 +165,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
     report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
     say(report)
-    return 0 if report.passed else 1
+    return 0 if report.is_clean else 1
 
 
 def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:

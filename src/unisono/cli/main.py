@@ -129,7 +129,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
                 help="start only if a certificate of `unisono prove` under run.dir matches the code, configuration, "
                 "data, versions, device and layout",
             )
-            verb.add_argument("--harm", metavar="FAULTS", help=argparse.SUPPRESS)  # unisono.supervise.fault_injection
+            verb.add_argument("--fault", metavar="FAULTS", help=argparse.SUPPRESS)  # unisono.supervise.fault_injection
         verb.set_defaults(run=run)
     text = "find the largest micro-batch that fits the memory of every process"
     verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays the same")
@@ -203,12 +203,12 @@ def _load(parsed: argparse.Namespace) -> RunConfig:
 def _train(parsed: argparse.Namespace) -> int:
     from unisono.supervise import fault_injection, preemption
 
-    fault_injection.arm(parsed.harm)
+    fault_injection.arm(parsed.fault)
     with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
-        return _trained(parsed)
+        return _train_as_process(parsed)
 
 
-def _trained(parsed: argparse.Namespace) -> int:
+def _train_as_process(parsed: argparse.Namespace) -> int:
     from unisono.launch import cluster
     from unisono.launch.processes import rank_process
 

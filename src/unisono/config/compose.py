@@ -78,7 +78,7 @@ def compose(
     primary, folders = _search_path(recipe, config_dir)
     for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
         if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
-            raise ConfigError(f"{_named(override)} is not an override: write key=value or group=choice")
+            raise ConfigError(f"{_override_key(override)} is not an override: write key=value or group=choice")
     read = [_parse_override(override, folders) for override in overrides]
     chosen = {given.key for given in read if given.is_choice}
     kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
@@ -224,7 +224,7 @@ def _compose_with_hydra(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    with interpolation.bounded(), initialize_config_dir(str(folders[0]), version_base="1.3"):
+    with interpolation.limit_references(), initialize_config_dir(str(folders[0]), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         search = f"hydra.searchpath=[{','.join(repr('file://' + str(folder)) for folder in folders[1:])}]"
         try:
@@ -277,8 +277,8 @@ def _parse_override(override: str, folders: list[Path]) -> _Override:
         parsed = OverridesParser.create().parse_override(quoted)
     except Exception as error:
         raise ConfigError(
-            f"override {_named(override)} cannot be read: its value is not in Hydra's grammar. Quote values with "
-            "special characters: key='\"a, b\"'"
+            f"override {_override_key(override)} cannot be read: its value is not in Hydra's grammar. Quote values "
+            "with special characters: key='\"a, b\"'"
         ) from error
     if parsed.is_sweep_override():
         raise ConfigError(f"override '{override}' has several values; for a list write key=[a,b]")
@@ -307,7 +307,7 @@ def _is_private(key: str) -> bool:
     return secrets.names_secret(key) or key.startswith(store_options.KEY)
 
 
-def _named(override: str) -> str:
+def _override_key(override: str) -> str:
     """An override for a sentence, by its key alone: a value that cannot be read may be half of a password."""
     key, sign, _ = override.partition("=")
     if not re.fullmatch(r"[~+]*[A-Za-z_][A-Za-z_./@-]{0,60}", key):

@@ -1,7 +1,7 @@
 """What a value may refer to (`${key}`): other keys, never the environment, and together no more than a budget.
 
 References to references grow as powers do: 289 bytes of YAML once kept a start busy for minutes. OmegaConf knows no
-limit, so its one function that resolves a reference is counted while a configuration is composed.
+limit, so its one function that resolves a reference is counting_call while a configuration is composed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIZE = 1 << 20  # characters of texts and values of groups that references stand
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def limit_references() -> Iterator[None]:
     """The context in which OmegaConf resolves references within the budget, and reads no variables.
 
     Raises:
@@ -42,7 +42,7 @@ def bounded() -> Iterator[None]:
                 "write the values out"
             )
 
-    def counted(self: Container, *args: Any, **kwargs: Any) -> Any:
+    def counting_call(self: Container, *args: Any, **kwargs: Any) -> Any:
         spent[0] += 1
         count()
         found = resolve(self, *args, **kwargs)
@@ -53,7 +53,7 @@ def bounded() -> Iterator[None]:
         return found
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
-    Container.resolve_parse_tree = counted
+    Container.resolve_parse_tree = counting_call
     try:
         yield
     finally:
@@ -62,7 +62,7 @@ def bounded() -> Iterator[None]:
 
 
 def _size(found: Any) -> int:
-    """Characters of a text, values of a group; references in it are counted when they are resolved."""
+    """Characters of a text, values of a group; references in it are counting_call when they are resolved."""
     from omegaconf import Container, OmegaConf
 
     if not isinstance(found, Container):

@@ -45,7 +45,7 @@ def check_yaml(path: Path) -> str:
     """
     try:
         with safe_paths.open_regular(path) as file:
-            text = safe_paths.bounded(file, str(path), MAX_BYTES).decode("utf-8")
+            text = safe_paths.read_limited(file, str(path), MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration: {getattr(error, 'strerror', None) or error}"

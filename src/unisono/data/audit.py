@@ -54,7 +54,7 @@ class AuditReport:
     faults: list[str] = field(default_factory=list)
 
     @property
-    def passed(self) -> bool:
+    def is_clean(self) -> bool:
         """Whether there are no faults."""
         return not self.faults
 
@@ -72,9 +72,9 @@ class AuditReport:
         if len(self.faults) > _MAX_SHOWN:
             lines.append(f"  {len(self.faults)} faults in all")
         verdict = (
-            "every sample of the plan was consumed exactly once" if self.passed else "the run differs from the plan"
+            "every sample of the plan was consumed exactly once" if self.is_clean else "the run differs from the plan"
         )
-        return "\n".join([*lines, f"{'PASS' if self.passed else 'FAIL'}: {verdict}"])
+        return "\n".join([*lines, f"{'PASS' if self.is_clean else 'FAIL'}: {verdict}"])
 
 
 def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None, trust: bool = False) -> AuditReport:

@@ -22,7 +22,7 @@ _PATIENCE = 5.0  # seconds after which a wait is reported
 
 
 @contextmanager
-def locked(entry: Path, wait: float) -> Iterator[None]:
+def lock_entry(entry: Path, wait: float) -> Iterator[None]:
     """Hold the lock of an entry, with a note that names the holder. If the holder is killed, the kernel releases it.
 
     Args:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.cache_lock import locked
-from unisono.data.sources.storage import derived
+from unisono.data.cache_lock import lock_entry
+from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_folder, cache_dir
 
@@ -61,8 +61,8 @@ def compute_once(
         if folder.is_dir():
             return load(folder)
     try:
-        derived(folder.parent)
-        with locked(folder, wait):
+        create_cache_folder(folder.parent)
+        with lock_entry(folder, wait):
             with suppress(*_DAMAGED_ERRORS):
                 if folder.is_dir():  # another process computed it in the meantime
                     return load(folder)
@@ -84,7 +84,6 @@ def compute_array_once(
     *,
     is_valid: Callable[[NDArray[Any]], bool] = lambda found: True,
     cache: Path | None = None,
-    wait: float = _LOCK_TIMEOUT,
 ) -> NDArray[Any]:
     """Compute an array once and cache it; errors as for `compute_once`.
 
@@ -94,7 +93,6 @@ def compute_array_once(
         make: computes the array.
         is_valid: checks a cached array; if False, it is computed again.
         cache: None for the user's.
-        wait: seconds to wait for another process that computes it.
     """
 
     def write(folder: Path) -> None:
@@ -106,4 +104,4 @@ def compute_array_once(
             raise ValueError(f"{folder} holds another array")
         return found
 
-    return compute_once(kind, address, write, read, cache=cache, wait=wait)
+    return compute_once(kind, address, write, read, cache=cache)

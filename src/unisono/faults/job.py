@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.faults.matrix import Sandbox
 
 RUN = "a"
-TASK = "harmed.py"  # the task's file in the folder of a job
+TASK = "faulty.py"  # the task's file in the folder of a job
 STEPS = 12
 EVERY = 3
 SETTINGS = (
@@ -72,7 +72,7 @@ class Job:
     Args:
         folder: working directory; the run directory is `runs/a`.
         words: settings in addition to `SETTINGS`; later ones win.
-        misbehave: see `unisono.faults.task_fault`.
+        fault: see `unisono.faults.task_fault`.
         command: replaces `unisono train`, e.g. for another verb.
         variables: added to the environment.
         output: file for stdout and stderr.
@@ -84,7 +84,7 @@ class Job:
         self,
         folder: Path,
         *words: str,
-        misbehave: str = "",
+        fault: str = "",
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         output: str = "output.txt",
@@ -103,7 +103,7 @@ class Job:
         variables_set = {
             "OMP_NUM_THREADS": "1",
             **(variables or {}),
-            **({task_fault.VARIABLE: misbehave} if misbehave else {}),
+            **({task_fault.VARIABLE: fault} if fault else {}),
         }
         self._output = self.output.open("w+", encoding="utf-8")
         self.process: subprocess.Popen[bytes] | RankProcesses
@@ -140,22 +140,22 @@ class Job:
         early = [one.pid for one in getattr(self.process, "processes", ()) if processes.refresh(one)]
         return sorted({*early, *(pid for pid in pids() if _works_in_folder(pid, self.folder))})
 
-    def wait_for_ranks(self, count: int, seconds: float = 60.0) -> list[int]:
+    def wait_for_ranks(self, count: int) -> list[int]:
         """Wait until all ranks have started; return their process numbers."""
-        wait_for(lambda: len(self._ranks()) >= count, seconds, f"{count} ranks in {self.folder}")
+        wait_for(lambda: len(self._ranks()) >= count, 60.0, f"{count} ranks in {self.folder}")
         return [pid for _, pid in sorted(self._ranks().items())]
 
     def step(self) -> int:
         """The last recorded step."""
         return last_step(self.run)
 
-    def wait_for_step(self, step: int, seconds: float = 180.0) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until a step is recorded."""
-        wait_for(lambda: self.step() >= step or self.process.poll() is not None, seconds, f"step {step}")
+        wait_for(lambda: self.step() >= step or self.process.poll() is not None, 180.0, f"step {step}")
 
-    def wait_for_hold(self, seconds: float = 180.0) -> list[int]:
-        """Wait until a rank is held in its step (`misbehave="hold@forward:1:7"`); return the ranks."""
-        wait_for((self.folder / task_fault.MARK).exists, seconds, f"a held rank in {self.folder}")
+    def wait_for_hold(self) -> list[int]:
+        """Wait until a rank is held in its step (`fault="hold@forward:1:7"`); return the ranks."""
+        wait_for((self.folder / task_fault.MARK).exists, 180.0, f"a held rank in {self.folder}")
         return self.wait_for_ranks(2)
 
     def release(self) -> None:

@@ -125,10 +125,10 @@ class Sandbox:
             raise AbstainError("JAX is not installed: pip install 'unisono[jax]'")
         return Sandbox(self.root, self.folder, self._references, "jax")
 
-    def job(self, *words: str, misbehave: str = "", world: int = 2, **options: object) -> Job:
+    def job(self, *words: str, fault: str = "", world: int = 2, **options: object) -> Job:
         """Start a job in the folder of this scenario."""
         job_options = {"engine": self.engine, **options}
-        return Job(self.folder, f"layout.world_size={world}", *words, misbehave=misbehave, **job_options)  # type: ignore[arg-type]
+        return Job(self.folder, f"layout.world_size={world}", *words, fault=fault, **job_options)  # type: ignore[arg-type]
 
     def reference_digests(self, *words: str, world: int = 2) -> dict[str, str]:
         """Return the digests of a run without faults."""
@@ -154,9 +154,9 @@ class Sandbox:
         shutil.copytree(self.folder, copy.folder, dirs_exist_ok=True)
         return copy
 
-    def run_harmed(
+    def run_with_fault(
         self,
-        misbehave: str,
+        fault: str,
         *words: str,
         code: int,
         says: tuple[str, ...] = (),
@@ -168,7 +168,7 @@ class Sandbox:
         """Run a job that ends by a fault, and resume it without the fault.
 
         Args:
-            misbehave: the fault; empty if `act` injects it from outside and returns the time.
+            fault: the fault; empty if `act` injects it from outside and returns the time.
             words: settings.
             code: expected exit code.
             says: words that the output must contain.
@@ -178,7 +178,7 @@ class Sandbox:
             resumes: whether to resume the run and compare its result with that of the reference run.
         """
         before = self.reference_digests(*words, world=world) if resumes else {}
-        with self.job(*words, misbehave=misbehave, world=world) as run:
+        with self.job(*words, fault=fault, world=world) as run:
             began = act(run) if act else None
             done = run.finish()
             outcome = self.check_end(run, done, began or job.fault_time(self.folder), code, says, within)

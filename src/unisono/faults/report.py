@@ -17,15 +17,15 @@ from unisono.runtime.errors import ConfigError, nearest
 
 GROUPS = {
     "A": "Processes that die or freeze",
-    "B": "Ranks that wait, or do not do the same",
+    "B": "Ranks that hang or diverge",
     "C": "Storage",
     "D": "Numbers",
-    "E": "Configuration, code and data that differ",
-    "F": "Machines and their environment",
+    "E": "Mismatched configuration, code or data",
+    "F": "Hosts and their environment",
     "G": "Records",
     "S": "Security",
 }
-_HEAD = "| | Fault | Verdict | Ended after | Lost | Exact? | What is said | Measured |"
+_HEAD = "| | Fault | Verdict | Ended after | Lost | Exact? | Message | Measured |"
 BEGIN, END = "<!-- the matrix -->", "<!-- end of the matrix -->"
 OnOutcome = Callable[[Scenario, Outcome], None]
 

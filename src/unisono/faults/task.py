@@ -1,8 +1,8 @@
 """The task into which faults are injected: small, with everything that a resumed run can get wrong.
 
 The file is copied next to the runs, where it plays the part of a user's file.
-A fault is requested by the environment, `UNISONO_MISBEHAVE=act@where:rank:step`, not by the configuration, which has to
-be the same when the run is resumed. It happens once in a run's life; its time is recorded just before. `--harm`
+A fault is requested by the environment, `UNISONO_TASK_FAULT=act@where:rank:step`, not by the configuration, which must
+be the same when the run is resumed. It happens once in a run's life; its time is recorded just before. `--fault`
 (`unisono.supervise.fault_injection`) cannot do this: it does not know the task, and it repeats in every start.
 """
 

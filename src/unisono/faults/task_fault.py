@@ -19,10 +19,10 @@ import numpy as np
 from unisono.config.schema.base import Settings
 from unisono.task import SampleContext, Task
 
-VARIABLE = "UNISONO_MISBEHAVE"
-MARK = Path("misbehaved")  # in the working folder: seconds of the monotonic clock, process number
+VARIABLE = "UNISONO_TASK_FAULT"
+MARK = Path("fault_happened")  # in the working folder: seconds of the monotonic clock, process number
 RELEASED = Path("released")  # in the working folder: a process that is held resumes
-ADDRESS_WANTED = "UNISONO_TELLS_ADDRESS"  # if set, rank 0 writes the address at which the processes meet
+ADDRESS_WANTED = "UNISONO_WRITE_ADDRESS"  # if set, rank 0 writes the address at which the processes meet
 ADDRESS = Path("address")  # in the working folder: that address, and the port
 FOREVER = 3600.0
 ANY = -1

@@ -36,7 +36,7 @@ def decay(config: Ema, made: int) -> float | None:
     return min(config.decay, renewals / (renewals + 9)) if config.warmup else config.decay
 
 
-def averaged(config: Ema, trained: Sequence[str]) -> list[str]:
+def averaged_names(config: Ema, trained: Sequence[str]) -> list[str]:
     """Which trained parameters are averaged: all that `config.exclude` does not match; none without a decay.
 
     Raises:

@@ -87,7 +87,7 @@ def open_regular(path: Path | str) -> BufferedReader:
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:
     """Read a file opened with `open_inside`; a file of more than `limit` bytes is refused unread."""
     with open_inside(folder, name) as file:
-        return bounded(file, f"{folder}/{one_line(name)}", limit)
+        return read_limited(file, f"{folder}/{one_line(name)}", limit)
 
 
 def read_text(folder: Path | str, name: object, limit: int = TEXT) -> str:
@@ -190,7 +190,7 @@ def components(folder: Path | str, name: object) -> list[str]:
     return parts
 
 
-def bounded(file: BufferedReader, shown: str, limit: int) -> bytes:
+def read_limited(file: BufferedReader, shown: str, limit: int) -> bytes:
     """Read an open file, which may grow meanwhile; one larger than `limit` is refused."""
     size = os.fstat(file.fileno()).st_size
     content = file.read(limit + 1) if size <= limit else b""

@@ -52,8 +52,3 @@ def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, p
 
 def _format_mismatch(found: collective_log.CallMismatch | None) -> str | None:
     return None if found is None else f"ranks made different collectives. {found}"
-
-
-def last_collectives(folder: Path) -> dict[int, str]:
-    """Return the last collective that each rank began, with its line."""
-    return {rank: str(ring[-1].what) for rank, ring in collective_log.read_rings(folder).items() if ring}

@@ -1,9 +1,9 @@
-"""Injects faults on request, to test everything that must survive them; nothing happens unless `--harm` asks for it.
+"""Injects faults on request, to test everything that must survive them. Nothing happens without `--fault`.
 
 Faults strike where the trainer reports a heartbeat, in any task. Faults that need a task's cooperation (a different
 collective on one rank, a non-finite number, a replica that drifts) are in `unisono.faults.task`.
 
-    unisono train RECIPE --harm rank=1,step=3,phase=forward,act=kill
+    unisono train RECIPE --fault rank=1,step=3,phase=forward,act=kill
 
 * rank: which process (default 0)
 * step: from 1; recording, evaluating and saving after a step belong to it; `0` means before the first step;
@@ -82,7 +82,7 @@ def arm(text: str | None) -> None:
         os.environ[VARIABLE] = json.dumps({"asked_by": identity.own_identity(), "faults": text})
 
 
-def _asked() -> str | None:
+def _read_request() -> str | None:
     """Return the faults requested by a process of this machine that is still alive."""
     with suppress(ValueError, KeyError, TypeError):
         request = json.loads(os.environ.get(VARIABLE, ""))
@@ -97,7 +97,7 @@ def install(rank: int) -> None:
     Raises:
         ConfigError: If the text is not a valid fault.
     """
-    text = _asked()
+    text = _read_request()
     if not text:
         return
     attempt = int(os.environ.get(ATTEMPT, "0"))
@@ -127,7 +127,7 @@ def install(rank: int) -> None:
 
 
 def parse_faults(text: str) -> list[InjectedFault]:
-    """Parse a `--harm` argument.
+    """Parse a `--fault` argument.
 
     >>> parse_faults("rank=1,step=3,phase=compute,act=kill")
     [InjectedFault(act='kill', phase='compute', rank=1, step=3, nth=1, after=0.0, attempt=0)]
@@ -147,7 +147,7 @@ def parse_faults(text: str) -> list[InjectedFault]:
                 raise ValueError(f"unknown: {', '.join(words) or f'{fault.act} or {fault.phase}'}")
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"--harm {text!r} is not a valid fault ({error}); see unisono.supervise.fault_injection"
+                f"--fault {text!r} is not a valid fault ({error}); see unisono.supervise.fault_injection"
             ) from error
         faults.append(fault)
     return faults
@@ -203,7 +203,7 @@ def _spin() -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError("fault injected by --harm")
+    raise RuntimeError("fault injected by --fault")
 
 
 ACTS: dict[str, Callable[[], None]] = {

@@ -134,7 +134,7 @@ class StepSync:
             takeover is not None,
             wishes.evaluate, bool(wishes.reasons), wishes.error is not None,
         ]  # fmt: skip
-        numbers = self._communicator.reduce_max([*map(int, local)], "what all ranks do after this step")
+        numbers = self._communicator.reduce_max([*map(int, local)], "the decision of all ranks after this step")
         stop, save, since, cost, taken_over, evaluate, has_reasons, has_error = numbers
         if taken_over:
             owners = self._communicator.gather(takeover, "the new owner of the run")

@@ -76,7 +76,7 @@ def test_a_kill_changes_no_tensor_on_any_layout(tmp_path: Path) -> None:
     assert len(set(losses)) == STEPS
     used = contents(whole)
     assert len(used) == STEPS == len(set(used.values()))
-    run("killed", *processes, "--harm", "rank=1,step=5,phase=forward,act=kill", code=9)
+    run("killed", *processes, "--fault", "rank=1,step=5,phase=forward,act=kill", code=9)
     assert 2 <= len(steps(tmp_path / "runs" / "killed")) < STEPS
     killed = run("killed", *threads)
     assert contents(killed) == used

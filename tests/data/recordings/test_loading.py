@@ -108,7 +108,7 @@ def test_an_audit_passes_over_masked_recordings_and_tells_those_that_changed(pat
     _steps(task, 1, 0, 4, folder)
     _steps(task, 4, 3, STEPS, folder)
     report = _audited(folder, task)
-    assert report.passed, str(report)
+    assert report.is_clean, str(report)
     assert {row for _, row, _ in report.masked} == set(BAD)
     other, good = Listener(path), task.data()[1]["audio"]
     other.data = lambda: [{**task.data()[row], "audio": good} for row in range(ROWS)]  # type: ignore[method-assign]

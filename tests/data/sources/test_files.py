@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
 from tests.recipes.language.corpora import real
-from unisono.data.sources import Files, derived, find, index, lines, npy, open_source
+from unisono.data.sources import Files, create_cache_folder, find, index, lines, npy, open_source
 from unisono.runtime.errors import DataError
 from unisono.task import Source
 
@@ -425,7 +425,7 @@ def test_real_documents_are_those_that_pyarrow_reads() -> None:
 
 def test_what_can_be_made_again_is_nobody_s_data_unless_it_is_asked_for(tmp_path: Path) -> None:
     made = tmp_path / "cache" / "made"
-    derived(made)
+    create_cache_folder(made)
     for path in (tmp_path / "a.txt", made / "b.txt", made / "below" / "c.txt"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(path.name, encoding="utf-8")

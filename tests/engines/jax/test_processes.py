@@ -116,7 +116,7 @@ def test_whoever_is_killed_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", *words)
     for rank in (0, 1):
         cut = unisono(
-            tmp_path, *TRAIN, f"run.name=cut{rank}", *words, "--harm", f"rank={rank},step=5,phase=forward,act=kill"
+            tmp_path, *TRAIN, f"run.name=cut{rank}", *words, "--fault", f"rank={rank},step=5,phase=forward,act=kill"
         )  # fmt: skip
         assert cut.returncode == 9, cut.stderr
         assert re.search(rf"rank {rank} \(.*\) died without a message, in step 5.*killed by signal 9", cut.stderr)
@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_goes_on_upon_another_layout(tmp_path: Path) -> No
     words = ("train.steps=8", "checkpoint.every=3")
     whole = train(tmp_path, "whole", *words, "layout.micro_batch=8")
     cut = unisono(
-        tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, "--harm", "rank=1,step=5,phase=forward,act=kill"
+        tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, "--fault", "rank=1,step=5,phase=forward,act=kill"
     )
     assert cut.returncode == 9, cut.stderr
     assert_same(
@@ -142,7 +142,7 @@ def test_a_peer_that_hangs_alive_ends_the_run_with_its_name(tmp_path: Path) -> N
     """JAX itself never notices."""
     stuck = unisono(
         tmp_path, *TRAIN, "run.name=stuck", *TWO_BY_TWO, "train.steps=8", "launch.stuck_after=4",
-        "--harm", "rank=1,step=5,phase=forward,act=sleep",
+        "--fault", "rank=1,step=5,phase=forward,act=sleep",
     )  # fmt: skip
     assert stuck.returncode == 10, stuck.stderr
     assert re.search(r"rank 1 \(.*\) is stuck in step 5.*rank 0 waits for the sums of step 5", stuck.stderr)

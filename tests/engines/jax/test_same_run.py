@@ -62,7 +62,7 @@ def test_a_transformer_that_was_killed_goes_on_bit_for_bit_and_elsewhere_up_to_r
     losses = [step["loss"] for step in steps(whole)]
     assert len(losses) == 8 and losses[-1] < losses[0]
     for name in ("same", "other"):
-        train(name, *TWO_BY_TWO, "--harm", "rank=1,step=5,phase=forward,act=kill", code=9)
+        train(name, *TWO_BY_TWO, "--fault", "rank=1,step=5,phase=forward,act=kill", code=9)
     assert_same(train("same", *TWO_BY_TWO), whole, 0.0)
     other = train("other", "layout.world_size=1", "layout.devices=2", "layout.strategy=ddp")
     assert_same(other, whole, 1e-12)

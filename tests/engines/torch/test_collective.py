@@ -103,18 +103,6 @@ def test_a_process_that_meets_nobody_says_where_it_was(address: str, monkeypatch
     assert 1 <= len(given) <= 3 and max(given) <= 1.5
 
 
-def test_an_address_that_is_taken_is_said(address: str) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
-        other.listen()
-        with pytest.raises(DeadlineError, match=f"rank 0 could not reach the other processes at {address}: "):
-            process_group.start(ProcessInfo(0, 2, 0, 2), CPU, timeout=5, start_timeout=0.3)
-
-
-def test_a_deadline_has_its_own_exit_code() -> None:
-    assert DeadlineError("late").exit_code == 5
-
-
 # what an error is taken for -------------------------------------------------------------------------------------------
 
 
@@ -147,10 +135,6 @@ def test_an_error_that_is_about_no_peer_passes_as_it_is(error: Exception) -> Non
 
 
 # stop -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_process_that_never_joined_can_stop() -> None:
-    process_group.stop()
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -223,38 +207,22 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return processes.run(on_two, 2, tmp_path_factory.mktemp("meeting"))
 
 
-def test_values_are_gathered_in_rank_order_on_every_rank(both: list[dict[str, Any]]) -> None:
-    assert [result["values"] for result in both] == [VALUES, VALUES]
-
-
-def test_values_of_different_lengths_are_gathered_whole(both: list[dict[str, Any]]) -> None:
-    assert [result["uneven"] for result in both] == [[[""], ["y" * 10]]] * 2
-
-
-def test_nothing_is_a_value(both: list[dict[str, Any]]) -> None:
-    assert [result["nothing"] for result in both] == [[None, None]] * 2
-
-
-def test_a_group_knows_its_place(both: list[dict[str, Any]]) -> None:
-    assert [result["who"] for result in both] == [(rank, 2, ProcessInfo(rank, 2, rank, 2, "test")) for rank in range(2)]
-
-
-def test_a_tensor_is_summed_in_place(both: list[dict[str, Any]]) -> None:
-    assert [result["sum"] for result in both] == [(True, [3.0, 30.0])] * 2
-
-
-def test_nobody_passes_a_barrier_before_all_are_there(both: list[dict[str, Any]]) -> None:
+def test_every_rank_gathers_all_values_in_rank_order_sums_in_place_and_waits_at_a_barrier(
+    both: list[dict[str, Any]],
+) -> None:
+    for rank, result in enumerate(both):
+        assert result["who"] == (rank, 2, ProcessInfo(rank, 2, rank, 2, "test"))
+        assert (result["values"], result["uneven"], result["nothing"]) == (VALUES, [[""], ["y" * 10]], [None, None])
+        assert result["sum"] == (True, [3.0, 30.0])
     assert both[0]["barrier"]
 
 
 def test_a_wait_for_a_process_that_does_not_come_ends_and_says_what_it_was_for(both: list[dict[str, Any]]) -> None:
-    said = both[0]["stuck"]
-    assert said.startswith("rank 0 waited for the answer of the others, but not all arrived")
-    assert "the deadline of 1 s (launch.timeout)" in said
-
-
-def test_a_process_that_comes_too_late_is_told_so(both: list[dict[str, Any]]) -> None:
-    assert both[1]["stuck"].startswith("rank 1 waited for those who have given up, but not all arrived")
+    first, second = (result["stuck"] for result in both)
+    assert first.startswith("rank 0 waited for the answer of the others, but not all arrived")
+    assert "the deadline of 1 s (launch.timeout)" in first
+    assert second.startswith("rank 1 waited for those who have given up, but not all arrived")
+    assert DeadlineError("late").exit_code == 5
 
 
 def test_a_wait_for_a_process_that_has_gone_ends_with_what_it_was_for() -> None:

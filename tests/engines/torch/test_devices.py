@@ -33,14 +33,10 @@ def resolved(device: str, processes: int, precision: str = "fp32", strategy: str
     return devices.resolve(layout, processes, precision)
 
 
-def test_a_host_without_accelerators_has_none(host: Host) -> None:
-    host("cuda", 0)
-    assert devices.accelerators() == ("cpu", 0)
-
-
-def test_accelerators_are_counted(host: Host) -> None:
-    host("xpu", 3)
-    assert devices.accelerators() == ("xpu", 3)
+@pytest.mark.parametrize(("kind", "count", "found"), [("cuda", 0, ("cpu", 0)), ("xpu", 3, ("xpu", 3))])
+def test_accelerators_are_counted(host: Host, kind: str, count: int, found: tuple[str, int]) -> None:
+    host(kind, count)
+    assert devices.accelerators() == found
 
 
 @pytest.mark.parametrize(
@@ -65,71 +61,43 @@ def test_auto_is_the_accelerator_if_each_process_has_one_that_can(
     assert resolved("auto", processes, precision) == expected
 
 
-def test_the_cpu_can_be_asked_for_where_there_are_accelerators(host: Host) -> None:
+def test_a_device_that_is_there_can_be_asked_for(host: Host) -> None:
     host("cuda", 4)
-    assert resolved("cpu", 2) == "cpu"
-
-
-def test_an_accelerator_that_is_there_can_be_asked_for(host: Host) -> None:
-    host("cuda", 4)
-    assert resolved("cuda", 4, "fp64") == "cuda"
-
-
-def test_an_accelerator_on_a_host_without_any_is_refused(host: Host) -> None:
-    host("cuda", 0)
-    with pytest.raises(ConfigError, match=r"layout\.device=cuda: this host has no accelerator; use auto or cpu"):
-        resolved("cuda", 1)
-
-
-def test_an_accelerator_of_another_kind_is_refused(host: Host) -> None:
-    host("xpu", 2)
-    with pytest.raises(ConfigError, match=r"layout\.device=cuda: this host has 2 × xpu"):
-        resolved("cuda", 1)
-
-
-@pytest.mark.parametrize(("count", "said"), [(1, "only 1 cuda device;"), (2, "only 2 cuda devices;")])
-def test_more_processes_than_devices_are_refused_with_a_way_out(host: Host, count: int, said: str) -> None:
-    host("cuda", count)
-    with pytest.raises(ConfigError) as refused:
-        resolved("cuda", 3)
-    assert said in str(refused.value)
-    assert f"use layout.world_size={count} or layout.device=cpu" in str(refused.value)
-
-
-@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp32"), ("single", "fp64")])
-def test_mps_is_refused_what_it_cannot_do(host: Host, strategy: str, precision: str) -> None:
-    host("mps", 1)
-    with pytest.raises(ConfigError, match="one process"):
-        resolved("mps", 1, precision, strategy)
-
-
-def test_mps_computes_on_one_process(host: Host) -> None:
+    assert (resolved("cpu", 2), resolved("cuda", 4, "fp64")) == ("cpu", "cuda")
     host("mps", 1)
     assert resolved("mps", 1, "bf16", "single") == "mps"
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "told"),
+    [
+        (("cuda", 0), ("cuda", 1), "layout.device=cuda: this host has no accelerator; use auto or cpu"),
+        (("xpu", 2), ("cuda", 1), "layout.device=cuda: this host has 2 × xpu; use auto or cpu"),
+        (("cuda", 1), ("cuda", 3), "only 1 cuda device; use layout.world_size=1 or layout.device=cpu"),
+        (("cuda", 2), ("cuda", 3), "only 2 cuda devices; use layout.world_size=2 or layout.device=cpu"),
+        (("mps", 1), ("mps", 1, "fp32", "ddp"), "layout.device=mps: one process (layout.strategy=single) in fp32 or"),
+        (("mps", 1), ("mps", 1, "fp64", "single"), "layout.device=mps: one process (layout.strategy=single) in fp32"),
+    ],
+)
+def test_a_device_that_the_host_cannot_give_is_refused_with_a_way_out(
+    host: Host, there: tuple[str, int], asked: Any, told: str
+) -> None:
+    host(*there)
+    with pytest.raises(ConfigError) as refused:
+        resolved(*asked)
+    assert told in str(refused.value)
 
 
 def test_a_process_gets_the_device_of_its_local_rank_and_makes_it_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-    assert devices.select_device(
-        "cuda", ProcessInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
-    ) == torch.device("cuda", 1)
+    place = ProcessInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert devices.select_device("cuda", place) == torch.device("cuda", 1)
+    assert devices.select_device("cpu", place) == torch.device("cpu"), "which has no number"
     assert current == [1]
 
 
-def test_the_cpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("the CPU is not an index"))
-    assert devices.select_device("cpu", ProcessInfo(1, 2, 1, 2)) == torch.device("cpu")
-
-
-def test_the_cpu_is_called_cpu() -> None:
-    assert devices.device_name(torch.device("cpu")) == "cpu"
-
-
-def test_a_device_is_called_what_its_maker_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_called_what_its_maker_calls_it_or_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index}")
-    assert devices.device_name(torch.device("cuda", 3)) == "Model 3"
-
-
-def test_a_device_whose_maker_says_nothing_is_called_by_its_kind() -> None:
-    assert devices.device_name(torch.device("meta")) == "meta"
+    found = (torch.device("cuda", 3), torch.device("cpu"), torch.device("meta"))
+    assert [devices.device_name(device) for device in found] == ["Model 3", "cpu", "meta"]

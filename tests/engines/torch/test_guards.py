@@ -68,25 +68,15 @@ def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> N
 
 
 @pytest.mark.usefixtures("where")
-def test_the_digest_of_booleans_knows_their_places() -> None:
-    assert replicas.digest(torch.tensor([True, False])) != replicas.digest(torch.tensor([False, True]))
-
-
-@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_digest_changes_with_the_signs_of_two_elements(dtype: torch.dtype) -> None:
+def test_the_digest_changes_with_the_signs_and_the_places_of_two_elements(dtype: torch.dtype) -> None:
     tensor = some(dtype)
     flipped = tensor.clone()
     flipped[[4, 9]] *= -1
     assert replicas.digest(flipped) != replicas.digest(tensor)
-
-
-@pytest.mark.usefixtures("where")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_digest_changes_when_a_number_and_its_negative_change_places(dtype: torch.dtype) -> None:
-    assert replicas.digest(torch.tensor([1.5, -1.5], dtype=dtype)) != replicas.digest(
-        torch.tensor([-1.5, 1.5], dtype=dtype)
-    )
+    there, here = (torch.tensor(values, dtype=dtype) for values in ([1.5, -1.5], [-1.5, 1.5]))
+    assert replicas.digest(there) != replicas.digest(here)
+    assert replicas.digest(torch.tensor([True, False])) != replicas.digest(torch.tensor([False, True]))
 
 
 @pytest.mark.usefixtures("where")
@@ -105,13 +95,11 @@ def test_digests_can_be_kept_in_a_tensor() -> None:
 
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_empty_tensor_has_a_digest(dtype: torch.dtype) -> None:
+def test_empty_tensors_and_scalars_have_digests_by_name(dtype: torch.dtype) -> None:
     assert replicas.digest(torch.zeros(0, dtype=dtype)) == replicas.digest(torch.zeros(3, 0, dtype=dtype))
-
-
-@pytest.mark.usefixtures("where")
-def test_a_scalar_has_a_digest() -> None:
-    assert replicas.digest(torch.tensor(1.0)) != replicas.digest(torch.tensor(2.0))
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert replicas.digest(one) != replicas.digest(two)
+    assert replicas.digests({"a": one, "b": two}) == {"a": replicas.digest(one), "b": replicas.digest(two)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
@@ -133,12 +121,6 @@ def test_the_digest_does_not_depend_on_how_a_tensor_lies_in_memory() -> None:
     assert replicas.digest(tensor.t()) != replicas.digest(tensor)
 
 
-@pytest.mark.usefixtures("where")
-def test_digests_have_the_names_of_their_tensors() -> None:
-    one, two = some(torch.float32), some(torch.int64)
-    assert replicas.digests({"a": one, "b": two}) == {"a": replicas.digest(one), "b": replicas.digest(two)}
-
-
 # optimizer_holds ------------------------------------------------------------------------------------------------------
 
 
@@ -148,15 +130,12 @@ def frozen_bias() -> nn.Linear:
     return model
 
 
-def test_an_optimizer_over_the_trainable_parameters_is_accepted() -> None:
+def test_an_optimizer_over_the_trainable_parameters_is_accepted_and_holds_tied_ones_once() -> None:
     model = frozen_bias()
     replicas.check_optimizer(torch.optim.SGD([model.weight], lr=0.1), model)
-
-
-def test_a_tied_parameter_is_held_once() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    model["b"].weight = model["a"].weight
-    replicas.check_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    replicas.check_optimizer(torch.optim.SGD(tied.parameters(), lr=0.1), tied)
 
 
 def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
@@ -197,8 +176,10 @@ def test_of_many_names_four_are_said() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_master_weights_of_the_right_dtype_are_accepted(dtype: torch.dtype) -> None:
-    replicas.check_dtype(nn.Linear(3, 2).to(dtype), dtype)
+def test_master_weights_of_the_right_dtype_are_accepted_beside_integers(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    replicas.check_dtype(model, dtype)
 
 
 def test_master_weights_of_another_dtype_are_named() -> None:
@@ -209,12 +190,6 @@ def test_master_weights_of_another_dtype_are_named() -> None:
     ) as error:
         replicas.check_dtype(model, torch.float32)
     assert error.value.fault == "The master weights have the wrong dtype"
-
-
-def test_parameters_that_are_not_floating_have_any_dtype() -> None:
-    model = nn.Linear(3, 2)
-    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
-    replicas.check_dtype(model, torch.float32)
 
 
 # moved ----------------------------------------------------------------------------------------------------------------

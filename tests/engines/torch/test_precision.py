@@ -141,16 +141,12 @@ def test_the_default_dtype_is_restored_after_an_error() -> None:
 # bf16 -----------------------------------------------------------------------------------------------------------------
 
 
-def test_under_bf16_matrices_are_multiplied_in_bf16_and_weights_stay_what_they_are() -> None:
+def test_under_bf16_matrices_are_multiplied_in_bf16_and_weights_and_casts_stay_what_they_are() -> None:
     layer = nn.Linear(3, 2)
-    with precision.autocast("bf16", CPU):
-        assert layer(torch.ones(1, 3)).dtype == torch.bfloat16
-    assert layer.weight.dtype == precision.MASTER["bf16"] == torch.float32
-
-
-def test_under_bf16_a_cast_is_what_was_asked_for() -> None:
     with precision.promotion("bf16"), precision.autocast("bf16", CPU):
-        assert nn.Linear(3, 2)(torch.ones(1, 3)).float().dtype == torch.float32
+        assert layer(torch.ones(1, 3)).dtype == torch.bfloat16
+        assert layer(torch.ones(1, 3)).float().dtype == torch.float32
+    assert layer.weight.dtype == precision.MASTER["bf16"] == torch.float32
 
 
 def test_parameters_of_one_storage_keep_sharing_it() -> None:
@@ -180,14 +176,11 @@ def test_floating_arrays_of_a_batch_are_float64_under_fp64(kind: Callable[..., A
     assert moved.tolist() == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_floating_arrays_of_a_batch_keep_their_dtype_elsewhere(name: str) -> None:
-    assert precision.to_device(np.ones(2, np.float32), CPU, name).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.uint8])
-def test_other_arrays_of_a_batch_keep_their_dtype(dtype: Any) -> None:
-    assert precision.to_device(np.ones(2, dtype), CPU, "fp64").numpy().dtype == dtype
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(np.int64, "fp64"), (np.bool_, "fp64"), (np.uint8, "fp64"), ("f4", "bf16")]
+)
+def test_other_arrays_of_a_batch_and_other_precisions_keep_their_dtype(dtype: Any, name: str) -> None:
+    assert precision.to_device(np.ones(2, dtype), CPU, name).numpy().dtype == dtype
 
 
 @pytest.mark.parametrize("value", ["text", 3, None, ["a", "b"]])
@@ -261,24 +254,6 @@ def distance(mine: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 IDS = torch.tensor([5, 17, 3, 30, 0, 11, 11, 2, 29])
-
-
-def test_a_norm_that_casts_to_fp32_computes_in_float64(llama: Any) -> None:
-    norm, x = llama.model.norm, torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    exact = rms_norm(x, norm.weight)
-    assert distance(norm(x), exact) > 1e-9
-    with precision.promotion("fp64"):
-        assert distance(norm(x), exact) < 1e-14
-
-
-def test_rotary_angles_that_are_cast_to_fp32_are_float64(llama: Any) -> None:
-    rotary = llama.model.rotary_emb
-    x, positions = torch.zeros(1, 50, SIZE, dtype=torch.float64), torch.arange(50)[None]
-    angles = torch.arange(50, dtype=torch.float64)[:, None] * rotary.inv_freq.double()
-    exact = torch.cat([angles.cos(), angles.cos()], -1)[None]
-    assert distance(rotary(x, positions)[0], exact) > 1e-9
-    with precision.promotion("fp64"):
-        assert distance(rotary(x, positions)[0], exact) < 1e-14
 
 
 def test_a_whole_llama_has_no_fp32_rounding_in_it(llama: Any) -> None:

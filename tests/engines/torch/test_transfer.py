@@ -56,7 +56,7 @@ class Clock:
         self.main = max(self.main, copied)
         self.marked += [weakref.ref(tensor) for tensor in tensors]
 
-    def finished(self, copied: float) -> bool:
+    def is_finished(self, copied: float) -> bool:
         return self.now >= copied
 
     def mark(self) -> float:

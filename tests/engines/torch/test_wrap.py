@@ -71,36 +71,26 @@ def identical(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> bool
     return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, lambda members: nn.Sequential(*members)])
-def test_members_of_a_list_that_share_a_class_are_blocks(container: Callable[..., nn.Module]) -> None:
-    members = [Block() for _ in range(3)]
-    assert identical(wrap.find_blocks(Holding(first=nn.Linear(4, 4), layers=container(members))), members)
+def nested(members: Sequence[nn.Module]) -> nn.Module:
+    return nn.ModuleList([Holding(inner=nn.ModuleList(members))])
 
 
-def test_a_model_that_is_a_sequence_itself_has_its_members_for_blocks() -> None:
-    members = [Block() for _ in range(3)]
-    assert identical(wrap.find_blocks(nn.Sequential(*members)), members)
-
-
-def test_blocks_are_found_at_any_depth() -> None:
-    members = [Block() for _ in range(2)]
-    assert identical(wrap.find_blocks(Holding(a=Holding(b=Holding(layers=nn.ModuleList(members))))), members)
-
-
-def test_only_outermost_lists_have_blocks() -> None:
-    outer = [Holding(inner=nn.ModuleList([Block(), Block()])) for _ in range(2)]
-    assert identical(wrap.find_blocks(Holding(layers=nn.ModuleList(outer))), outer)
-
-
-def test_lists_inside_a_list_of_one_are_looked_into() -> None:
-    members = [Block(), Block()]
-    assert identical(wrap.find_blocks(Holding(layers=nn.ModuleList([Holding(inner=nn.ModuleList(members))]))), members)
-
-
-def test_two_lists_give_their_blocks_in_order() -> None:
-    encoder, decoder = [Block(), Block()], [Other(), Other(), Other()]
-    model = Holding(encoder=nn.ModuleList(encoder), decoder=nn.ModuleList(decoder))
-    assert identical(wrap.find_blocks(model), [*encoder, *decoder])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda m: Holding(first=nn.Linear(4, 4), layers=nn.ModuleList(m)), id="members of a list"),
+        pytest.param(lambda m: Holding(layers=nn.Sequential(*m)), id="members of a sequence"),
+        pytest.param(lambda m: nn.Sequential(*m), id="a model that is a sequence itself"),
+        pytest.param(lambda m: Holding(a=Holding(b=Holding(layers=nn.ModuleList(m)))), id="at any depth"),
+        pytest.param(lambda m: Holding(layers=nested(m)), id="inside of a list of one"),
+        pytest.param(lambda m: Holding(a=nn.ModuleList(m[:2]), b=nn.ModuleList(m[2:])), id="two lists in order"),
+    ],
+)
+def test_members_of_outermost_lists_that_share_a_class_are_blocks(model: Callable[..., nn.Module]) -> None:
+    members = [Block() for _ in range(4)]
+    assert identical(wrap.find_blocks(model(members)), members)
+    outer = [Holding(inner=nn.ModuleList([Block(), Block()])) for _ in range(4)]
+    assert identical(wrap.find_blocks(model(outer)), outer)
 
 
 @pytest.mark.parametrize(
@@ -344,14 +334,11 @@ def both() -> list[dict[str, Any]]:
     return processes.run(on_two, 2)
 
 
-def test_fsdp_shards_the_blocks_and_then_the_rest(both: list[dict[str, Any]]) -> None:
+def test_fsdp_shards_the_blocks_and_then_the_rest_and_a_model_without_blocks_as_one(both: list[dict[str, Any]]) -> None:
     for result in both:
         assert result["fp32"]["units"] == ["", "model.blocks.0", "model.blocks.1"]
         assert result["fp32"]["sharded"]
-
-
-def test_fsdp_shards_a_model_without_blocks_as_one_piece(both: list[dict[str, Any]]) -> None:
-    assert [result["root only"] for result in both] == [[""], [""]]
+        assert result["root only"] == [""]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -360,20 +347,16 @@ def test_fsdp_gathers_one_block_at_a_time(both: list[dict[str, Any]], kind: str)
 
 
 def test_under_bf16_matrices_of_blocks_are_gathered_in_bf16_and_all_else_in_fp32(both: list[dict[str, Any]]) -> None:
+    norms = {f"blocks.{number}.norms.{norm}" for number in range(2) for norm in range(2)}
     for result in both:
         low = {name for name, dtype in result["bf16"]["dtypes"].items() if dtype == "bfloat16"}
         full = {name for name, dtype in result["bf16"]["dtypes"].items() if dtype == "float32"}
         leaves = ["attention.query", "attention.key", "attention.value", "attention.out", "up", "down"]
         assert low == {f"blocks.{number}.{leaf}" for number in range(2) for leaf in leaves}
-        norms = {f"blocks.{number}.norms.{norm}" for number in range(2) for norm in range(2)}
         assert full == {*norms, "embedding", "norm", "head"}
         assert set(result["fp32"]["dtypes"].values()) == {"float32"}
-
-
-def test_under_bf16_norms_of_blocks_are_a_group_of_their_own(both: list[dict[str, Any]]) -> None:
-    for result in both:
-        extra = set(result["bf16"]["units"]) - set(result["fp32"]["units"])
-        assert extra == {f"model.blocks.{number}.norms.{norm}" for number in range(2) for norm in range(2)}
+        own_groups = set(result["bf16"]["units"]) - set(result["fp32"]["units"])
+        assert own_groups == {f"model.{norm}" for norm in norms}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -395,11 +378,7 @@ def test_a_step_that_is_called_round_its_wrapper_has_its_own_gradient_only(both:
         assert result["wrapper"] == (True, True)
         assert (result["round"] == result["own"]).all()
         assert result["round"] != pytest.approx(result["sum"], rel=1e-2)
-
-
-def test_buckets_have_the_size_that_was_asked_for_or_that_of_the_formula(both: list[dict[str, Any]]) -> None:
-    for result in both:
-        assert result["buckets"] == [int(wrap.ddp_bucket_mb(1, 2) * 2**20), 3 * 2**20]
+        assert result["buckets"] == [int(wrap.ddp_bucket_mb(1, 2) * 2**20), 3 * 2**20], "the formula's, or as given"
 
 
 # what FSDP cannot shard, and what it gathers together -----------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes.birdsong.small import shown, task
 from unisono import ConfigError, DataError, SampleContext, generator
-from unisono.recipes.birdsong.data.augment import augmented, mask_order, views
+from unisono.recipes.birdsong.data.augment import augment_clip, mask_order, views
 from unisono.recipes.birdsong.data.synthetic import Songs
 from unisono.recipes.birdsong.settings import Augment, Synthetic
 
@@ -87,10 +87,10 @@ def test_views_are_stretches_of_their_clip() -> None:
 def test_augmentation_can_be_switched_off() -> None:
     clip = generator("clip").standard_normal((40, 16)).astype(np.float32)
     off = Augment(frequency_masks=0, time_masks=0, noise=0, gain=0)
-    np.testing.assert_array_equal(augmented(clip, generator("a"), off), clip)
-    masked = augmented(clip, generator("a"), Augment(noise=0, gain=0, frequency_width=0.5, time_width=0.5))
+    np.testing.assert_array_equal(augment_clip(clip, generator("a"), off), clip)
+    masked = augment_clip(clip, generator("a"), Augment(noise=0, gain=0, frequency_width=0.5, time_width=0.5))
     assert 0 < (masked != clip).mean() < 1
-    assert masked.dtype == augmented(clip, generator("a"), Augment()).dtype == np.float32
+    assert masked.dtype == augment_clip(clip, generator("a"), Augment()).dtype == np.float32
 
 
 @pytest.mark.parametrize("objective", ["supervised", "lejepa", "pixio"])

@@ -39,7 +39,7 @@ def test_two_processes_compute_what_one_computes_and_a_kill_changes_nothing(tmp_
     assert_same(train(tmp_path, "two", task, *two), one, 1e-12)
     assert_same(train(tmp_path, "four", task, *four), one, 1e-12)
     for name, more, floor in (("same", (), 0.0), ("other", two, 1e-12)):
-        cut = unisono(tmp_path, *SMALL, task, f"run.name={name}", "--harm", "rank=0,step=4,phase=forward,act=kill")
+        cut = unisono(tmp_path, *SMALL, task, f"run.name={name}", "--fault", "rank=0,step=4,phase=forward,act=kill")
         assert cut.returncode == -9, cut.stderr
         assert 2 <= len(steps(tmp_path / "runs" / name)) < 6
         resumed = train(tmp_path, name, task, *more)

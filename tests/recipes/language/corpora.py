@@ -169,7 +169,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
         def begin(self, folder: Path) -> Counting:
             Engine(models.WordLevel({str(n): n for n in range(sum(lengths))})).save(str(folder / "tokenizer.json"))
             (folder / "special_tokens.json").write_text(json.dumps({"first": None, "last": None}))
-            self.inputs = {**self.inputs, "tokenizer": Tokenizer.saved(folder).describe}
+            self.inputs = {**self.inputs, "tokenizer": Tokenizer.load(folder).describe}
             return self
 
         def make(self, first: int, last: int) -> Iterator[Made]:

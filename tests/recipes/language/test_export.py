@@ -146,7 +146,7 @@ def test_the_folder_has_all_that_transformers_wants(run: Path, tmp_path: Path) -
     config = json.loads((out / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     assert "use_cache" not in config or config["use_cache"]
-    mine = Tokenizer.saved(run / "assets")
+    mine = Tokenizer.load(run / "assets")
     theirs = AutoTokenizer.from_pretrained(out)
     text = "abc def <|endoftext|> gh é"
     assert theirs(text).input_ids == mine.encode([text])[0].tolist()[1:-1]

@@ -18,8 +18,8 @@ def tree(folder: Path, newick: str) -> Tree:
 
 def test_taxa_that_are_no_tips_are_found(tmp_path: Path) -> None:
     found = tree(tmp_path, NEWICK)
-    assert found.missing(TAXA) == []
-    assert found.missing(["A", "x", "G", "F", "root"]) == ["x", "G", "root"]  # names of inner nodes are no taxa
+    assert found.find_missing(TAXA) == []
+    assert found.find_missing(["A", "x", "G", "F", "root"]) == ["x", "G", "root"]  # names of inner nodes are no taxa
     with pytest.raises(DataError, match=r"1 of 2 taxa \('G'\) of the table are not among the tips .*=\[not_in_tree\]"):
         found.subtree(["A", "G"])
 
@@ -34,7 +34,7 @@ def test_a_part_of_the_tree_keeps_the_way_to_the_root(tmp_path: Path) -> None:
 
 def test_underscores_and_quotes_belong_to_names(tmp_path: Path) -> None:
     found = tree(tmp_path, "((a_b:1,'it''s; (one)':1):1,c:1);")
-    assert found.missing(["a_b", "it's; (one)", "c", "a b"]) == ["a b"]
+    assert found.find_missing(["a_b", "it's; (one)", "c", "a b"]) == ["a b"]
 
 
 @pytest.mark.parametrize(

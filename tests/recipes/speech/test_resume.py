@@ -29,7 +29,7 @@ def test_a_kill_changes_nothing_after_the_resume(tmp_path: Path) -> None:
     assert len({step["loss"] for step in steps(whole)}) == 6
     for name, more, floor in (("same", (), 0.0), ("other", ("layout.world_size=2", "layout.strategy=ddp"), 1e-12)):
         cut = unisono(
-            tmp_path, *TRAIN, f"run.name={name}", "--harm", "rank=0,step=4,phase=forward,act=kill",
+            tmp_path, *TRAIN, f"run.name={name}", "--fault", "rank=0,step=4,phase=forward,act=kill",
             UNISONO_CACHE=str(tmp_path / "cache"),
         )  # fmt: skip
         assert cut.returncode == -9, cut.stderr

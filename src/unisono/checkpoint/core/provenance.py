@@ -255,7 +255,7 @@ def check_agreement(group: Channel, mine: Mapping[str, Mapping[str, Any]], who: 
         RunError: on all of them, naming two, the entries in which they differ, and both values.
     """
     digests = {what: _digest(values) for what, values in mine.items()}
-    gathered = group.gather([platform.node(), digests], f"what all {who}s were given")
+    gathered = group.gather([platform.node(), digests], f"the settings of all {who}s")
     unequal = [what for what in mine if any(there[1][what] != gathered[0][1][what] for there in gathered)]
     if not unequal:
         return

@@ -219,7 +219,7 @@ def collect_state(
             **before,
             "files": {name: at for name, at in before["files"].items() if name not in found.missing_files},
         }
-    randoms, plans, marks, ids = zip(*communicator.gather(mine, "what all ranks keep"), strict=True)
+    randoms, plans, marks, ids = zip(*communicator.gather(mine, "what every rank saves"), strict=True)
     return {
         "step": made,
         "total": plan.steps,

@@ -55,11 +55,11 @@ class IpcMessage:
         """Send it."""
         head = _HEAD.pack(len(self._sizes), self._shared) + self._sizes.tobytes()
         if not self._shared:
-            to.sendall(b"".join([head, *self._padded()]))
+            to.sendall(b"".join([head, *self._iter_padded()]))
             return
         if self._memory is None:
             self._memory = os.memfd_create("unisono", os.MFD_CLOEXEC)
-            for part in self._padded():
+            for part in self._iter_padded():
                 _write_all(self._memory, part)
         to.sendall(head)
         socket.send_fds(to, [b"m"], [self._memory])
@@ -70,7 +70,7 @@ class IpcMessage:
             os.close(self._memory)
             self._memory = None
 
-    def _padded(self) -> Iterator[bytes | memoryview]:
+    def _iter_padded(self) -> Iterator[bytes | memoryview]:
         for part in self._parts:
             yield part
             yield bytes(-part.nbytes % _ALIGNED)

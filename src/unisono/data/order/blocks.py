@@ -216,8 +216,8 @@ class CachedBlocks:
         return CachedBlocks, (self._source, self._open.least)
 
 
-def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:
-    """How well the blocks of a batch predict those of the batch `lag` later.
+def autocorrelation(blocks: Indices, batch: int) -> float:
+    """How well the blocks of a batch predict those of the next batch.
 
     The autocorrelation of the number of rows that each block has in a batch, over all blocks: 0 if rows are drawn at
     random, 1 if all batches come from the same blocks.
@@ -225,7 +225,6 @@ def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:
     Args:
         blocks: the block of each row, in order of consumption, shape (rows,).
         batch: rows per batch; a short last batch is ignored.
-        lag: distance in batches.
     """
     steps = len(blocks) // batch
     names, numbers = np.unique(blocks[: steps * batch], return_inverse=True)
@@ -233,4 +232,4 @@ def autocorrelation(blocks: Indices, batch: int, lag: int = 1) -> float:
     np.add.at(shares, (np.repeat(np.arange(steps), batch), numbers.reshape(-1)), 1)
     shares -= shares.mean(axis=0)
     power = np.square(shares).mean(axis=0).sum()
-    return float((shares[lag:] * shares[: steps - lag]).mean(axis=0).sum() / power) if power else 1.0
+    return float((shares[1:] * shares[: steps - 1]).mean(axis=0).sum() / power) if power else 1.0

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import DataError
 
-Cut = Literal["long", "never"]
 _BITS = 32  # for a bin's number, below its free space
 _NUMBER = (1 << _BITS) - 1
 
@@ -58,35 +56,27 @@ class Pieces:
         return np.bincount(self.bin, weights=self.last - self.first, minlength=self.bins).astype(np.int64)
 
 
-def pack_online(lengths: Indices, capacity: int, open_bins: int = 64, cut: Cut = "long") -> Pieces:
+def pack_online(lengths: Indices, capacity: int, open_bins: int = 64) -> Pieces:
     """Best fit in the items' order over a few open bins; if an item fits nowhere, a bin opens and the fullest closes.
 
     Args:
         lengths: units of each item, (items,); empty items are dropped.
         capacity: units per bin.
         open_bins: number of bins that are open at the same time.
-        cut: whether items longer than a bin are cut or an error.
-
-    Raises:
-        DataError: naming the item, if it is longer than a bin and `cut="never"`.
     """
     if open_bins < 1:
         raise DataError(f"open_bins={open_bins}: at least one bin must be open")
-    return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit(sizes, capacity, open_bins))
+    return _pack_cut(lengths, capacity, lambda sizes: _best_fit(sizes, capacity, open_bins))
 
 
-def pack_offline(lengths: Indices, capacity: int, cut: Cut = "long") -> Pieces:
+def pack_offline(lengths: Indices, capacity: int) -> Pieces:
     """Best-fit-decreasing over all bins: exactly as many bins as the textbook algorithm.
 
     Args:
         lengths: units of each item, (items,); empty items are dropped.
         capacity: units per bin.
-        cut: whether items longer than a bin are cut or an error.
-
-    Raises:
-        DataError: naming the item, if it is longer than a bin and `cut="never"`.
     """
-    return _pack_cut(lengths, capacity, cut, lambda sizes: _best_fit_decreasing(sizes, capacity))
+    return _pack_cut(lengths, capacity, lambda sizes: _best_fit_decreasing(sizes, capacity))
 
 
 def pack_concatenated(lengths: Indices, capacity: int) -> Pieces:
@@ -201,15 +191,9 @@ def _best_fit_decreasing(sizes: Indices, capacity: int) -> Indices:  # (pieces,)
 # helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _pack_cut(lengths: Indices, capacity: int, cut: Cut, decide: Callable[[Indices], Indices]) -> Pieces:
+def _pack_cut(lengths: Indices, capacity: int, decide: Callable[[Indices], Indices]) -> Pieces:
     """Cut long items, apply the algorithm to pieces that do not fill a bin, and number and sort the bins."""
     lengths = _check_lengths(lengths, capacity)
-    longest = int(lengths.argmax()) if len(lengths) else 0
-    if cut == "never" and len(lengths) and lengths[longest] > capacity:
-        raise DataError(
-            f"item {longest} has {lengths[longest]} units, but a bin holds only {capacity}; cut it (cut: long) or use "
-            "larger bins"
-        )
     pieces = -(-lengths // capacity)
     item = np.repeat(np.arange(len(lengths)), pieces)
     first = _concatenate_ranges(np.zeros_like(pieces), pieces) * capacity

@@ -24,16 +24,17 @@ class ContentHash:
     `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards can be hashed in parallel.
     """
 
-    def __init__(self, rows: int = 0, number: int = 0) -> None:
-        self.rows, self._number = rows, number
+    def __init__(self) -> None:
+        self.rows, self._number = 0, 0
 
     @classmethod
     def combine(cls, entries: Sequence[Mapping[str, Any]]) -> ContentHash:
         """The hash of concatenated shards, from their manifest entries."""
-        number = 0
+        whole = cls()
         for entry in entries:
-            number = (number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
-        return cls(sum(entry["rows"] for entry in entries), number)
+            whole._number = (whole._number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
+            whole.rows += entry["rows"]
+        return whole
 
     def add(self, values: Units, lengths: Lengths) -> None:
         """Add rows: their units, (n,), and lengths, (rows,)."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from unisono.data.cache_lock import locked
+from unisono.data.cache_lock import lock_entry
 from unisono.data.prepare.content_hash import Lengths, Units
 from unisono.data.prepare.manifest import FORMAT, MANIFEST_FILE, read_json, read_manifest, write_json
 from unisono.data.prepare.partitions import (
@@ -36,7 +36,7 @@ from unisono.data.prepare.partitions import (
     remove_leftovers,
 )
 from unisono.data.prepare.shards import Shards, ShardWriter
-from unisono.data.sources import derived
+from unisono.data.sources import create_cache_folder
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path
@@ -180,7 +180,7 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
         write_json(path, {"format": FORMAT, "asked": asked, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
-    derived(folder)
+    create_cache_folder(folder)
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
         raise DataError(
@@ -340,7 +340,7 @@ def _init_worker(threads: int) -> None:
 @contextmanager
 def _hold_lock(folder: Path, name: str) -> Iterator[None]:
     """Hold a lock file of the folder; the kernel releases it when this process ends for any reason."""
-    with locked(folder / f".{name}", _LOCK_TIMEOUT):
+    with lock_entry(folder / f".{name}", _LOCK_TIMEOUT):
         yield
 
 

@@ -126,7 +126,7 @@ class Archives:
         """The rows of an archive: its path, the row's name, and the offset and size of each member."""
         rows: dict[str, dict[str, tuple[int, int]]] = {}
         try:
-            with self._opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            with self._open_archive(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
                 for member in archive:
                     if not member.isfile():
                         continue
@@ -147,7 +147,7 @@ class Archives:
             if any(f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES for ending in members)
         ]
 
-    def _opened(self, path: str) -> Any:
+    def _open_archive(self, path: str) -> Any:
         if not is_remote(path):
             return Path(path).open("rb")
         return stream_remote(path, self._where)

@@ -30,7 +30,7 @@ class DelimitedReader:
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
-        with wrap_read_errors(file), file.unpacked() as stream:
+        with wrap_read_errors(file), file.open_plain() as stream:
             content = stream.read()
         types = dict(wanted.types)
         columns = _read_columns(file, content)

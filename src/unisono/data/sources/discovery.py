@@ -284,7 +284,7 @@ def _is_hidden(inner: PurePosixPath | Path) -> bool:
 
 
 def _choose_split(place: Any, content: bytes, split: str | None) -> str:
-    splits = _described(place, "dataset_dict.json", content, _Splits)["splits"]
+    splits = _describe(place, "dataset_dict.json", content, _Splits)["splits"]
     chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else "")
     if chosen not in splits:
         raise DataError(f"{place} has the splits {one_line(', '.join(splits))}; choose one by data.split")
@@ -308,7 +308,7 @@ class _SavedSet(TypedDict):
     _data_files: list[_SavedFile]
 
 
-def _described(place: Any, name: str, content: bytes, shape: Any) -> dict[str, Any]:
+def _describe(place: Any, name: str, content: bytes, shape: Any) -> dict[str, Any]:
     """Read a JSON file in which `datasets` describes a directory."""
     try:
         found = safe_paths.parse_json(content)
@@ -321,7 +321,7 @@ def _described(place: Any, name: str, content: bytes, shape: Any) -> dict[str, A
 
 def _saved_files(place: Any, content: bytes, there: set[str]) -> list[str]:
     """The Arrow files of a saved dataset, in its own order."""
-    state = _described(place, "state.json", content, _SavedSet)
+    state = _describe(place, "state.json", content, _SavedSet)
     if state.get("_indices_files"):
         raise DataError(f"{place} was saved with an indices mapping; save it again after dataset.flatten_indices()")
     names = [entry["filename"] for entry in state["_data_files"]]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.cache_lock import locked
+from unisono.data.cache_lock import lock_entry
 from unisono.data.sources import npy
-from unisono.data.sources.storage import File, derived, wrap_read_errors
+from unisono.data.sources.storage import File, create_cache_folder, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_file, cache_dir
 
@@ -36,8 +36,8 @@ def cached_array(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDA
         return find()
     place = _cache_path(file, what).with_suffix(".npy")
     with contextlib.suppress(OSError):
-        derived(place.parent)
-        with locked(place, _WAIT):
+        create_cache_folder(place.parent)
+        with lock_entry(place, _WAIT):
             if not place.is_file():
                 found = find()
                 with atomic_file(place) as temporary, temporary.open("wb") as out:
@@ -54,13 +54,13 @@ def unpack_file(file: File) -> File:
     """
     place = _cache_path(file, "unpacked")
     try:
-        derived(place.parent)
-        with locked(place, _WAIT):
+        create_cache_folder(place.parent)
+        with lock_entry(place, _WAIT):
             if not place.is_file():
                 with (
                     atomic_file(place) as temporary,
                     wrap_read_errors(file),
-                    file.unpacked() as plain,
+                    file.open_plain() as plain,
                     temporary.open("wb") as out,
                 ):
                     shutil.copyfileobj(plain, out, _CHUNK)

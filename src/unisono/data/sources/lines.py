@@ -55,13 +55,13 @@ class LineBlock:
         weight: int,
     ) -> None:
         self.weight = weight
-        self._content, self._starts, self._ends, self._made = content, starts, ends, made
+        self._content, self._starts, self._ends, self._parse_record = content, starts, ends, made
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> Record:
-        return self._made(self.content(row), int(self._starts[row]))
+        return self._parse_record(self.content(row), int(self._starts[row]))
 
     def content(self, row: int) -> bytes:
         """The bytes of a row."""
@@ -83,9 +83,9 @@ class DocumentReader:
 
     def block(self, number: int) -> LineBlock:
         """The document."""
-        with wrap_read_errors(self._file), self._file.unpacked() as stream:
+        with wrap_read_errors(self._file), self._file.open_plain() as stream:
             content = stream.read()
-        return LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._made, len(content))
+        return LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._parse_record, len(content))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.block(0))
@@ -94,7 +94,7 @@ class DocumentReader:
         """Not available."""
         raise KeyError(column)
 
-    def _made(self, content: bytes, first: int) -> Record:
+    def _parse_record(self, content: bytes, first: int) -> Record:
         return {_text_column(self._wanted): _decode(self._file, content, first)}
 
 
@@ -105,7 +105,7 @@ class LineReader:
         self._file, self._wanted = file, wanted
         self._text = file.format == "text"
         self._mark = (wanted.separator or "").encode() if self._text else b"\n"
-        self._plain = index.unpack_file(file) if file.compressed else file
+        self._plain = index.unpack_file(file) if file.is_compressed else file
         with wrap_read_errors(file):
             self._starts = index.cached_array(self._plain, f"{file.format} {self._mark!r}", self._find)
             self._content = None if is_remote(self._plain.path) else self._plain.content()
@@ -115,7 +115,7 @@ class LineReader:
         self.rows: NDArray[np.int64] = np.diff([*self._firsts, len(self._starts)])
         self.weight = self._starts.nbytes * self._starts.flags.owndata  # 0 if memory-mapped
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
-        self.schema = pa.schema([(_text_column(wanted), pa.string())]) if self._text else self._sampled()
+        self.schema = pa.schema([(_text_column(wanted), pa.string())]) if self._text else self._infer_schema()
 
     def block(self, number: int) -> LineBlock:
         """The rows of a block."""
@@ -141,12 +141,12 @@ class LineReader:
             ends = np.where(np.arange(first, last) == len(self._starts) - 1, ends, ends - len(self._mark))
         begin, end = int(starts[0]), int(ends[-1])
         if self._content is not None:
-            return LineBlock(self._content.slice(begin, end - begin), starts, ends, self._made, 0)
+            return LineBlock(self._content.slice(begin, end - begin), starts, ends, self._parse_record, 0)
         with wrap_read_errors(self._file):
             content = self._plain.range(begin, end)
-        return LineBlock(content, starts, ends, self._made, len(content))
+        return LineBlock(content, starts, ends, self._parse_record, len(content))
 
-    def _made(self, content: bytes, first: int) -> Record:
+    def _parse_record(self, content: bytes, first: int) -> Record:
         if self._text:
             return {_text_column(self._wanted): _decode(self._file, content, first)}
         return parse_record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
@@ -162,7 +162,7 @@ class LineReader:
                 lines, first = lines + chunk.count(b"\n"), first - len(chunk)
         return f"{self._file.path}, line {lines}"
 
-    def _sampled(self) -> Any:
+    def _infer_schema(self) -> Any:
         """The schema of the first lines, at least one of which must be valid.
 
         A single bad line is only an error when it is read, since it may be skipped then.
@@ -190,7 +190,7 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
     Raises:
         DataError: naming file and line.
     """
-    with wrap_read_errors(file), file.unpacked() as content:
+    with wrap_read_errors(file), file.open_plain() as content:
         if file.format == "text":
             for piece in _split_text(_decode(file, content.read(), 0), wanted.separator):
                 yield {_text_column(wanted): piece}

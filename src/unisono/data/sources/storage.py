@@ -27,7 +27,7 @@ _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
 
 
-def derived(folder: Path) -> None:
+def create_cache_folder(folder: Path) -> None:
     """Create a directory for derived files, tagged so that searches for data skip it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TAG).is_file():
@@ -61,7 +61,7 @@ class File:
         return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
 
     @property
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Whether it is compressed with gzip."""
         return self.path.lower().endswith(".gz")
 
@@ -85,10 +85,10 @@ class File:
         return Path(self.path).open("rb")
 
     @contextmanager
-    def unpacked(self) -> Iterator[io.BufferedReader]:
+    def open_plain(self) -> Iterator[io.BufferedReader]:
         """Open for sequential reading, decompressed if necessary; an implausible compression ratio is an error."""
         with self.stream() as raw:
-            if self.compressed:
+            if self.is_compressed:
                 with gzip.open(raw) as plain:
                     yield io.BufferedReader(_Unpacked(self, plain), buffer_size=_READ_AHEAD)
             else:

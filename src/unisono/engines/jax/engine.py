@@ -116,7 +116,7 @@ class JaxEngine:
         self._check_functions(batches[0], scalars, names)
         arrays = model.initialise(task, self.structure, self.seed, self.grid, self._kind)
         self.constants = {name: arrays.pop(name) for name in self.structure.names if name not in self.structure.trained}
-        average = {name: arrays[name].copy() for name in ema.averaged(self._config.ema, list(arrays))}
+        average = {name: arrays[name].copy() for name in ema.averaged_names(self._config.ema, list(arrays))}
         placed = state.shardings(jax.eval_shape(self.optimizer.init, arrays), arrays, self.grid)
         batch = self.batches.to_devices(batches)
         made = jax.jit(self.optimizer.init, out_shardings=placed)(arrays)

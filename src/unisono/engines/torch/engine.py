@@ -70,7 +70,7 @@ class TorchEngine:
         self.view = TorchModelView(parts, state, self._passes)
         for observer in self._guards():
             parts.observers.add(observer)
-        with self._computing("the others to warm up", "before the first step"):
+        with self._computation("the others to warm up", "before the first step"):
             self._warm_up(batches, scalars)
         parts.comparison.check("the warm-up")
         size = sum(parameter.numel() for parameter in state.parallel.trainable)
@@ -113,18 +113,18 @@ class TorchEngine:
 
     def step(self, batches: list[MicroBatch], step: int, scalars: Mapping[str, float]) -> StepResult:
         """One update; see `Engine.step`."""
-        with self._computing(f"the other processes in step {step + 1}", f"step {step + 1}"):
+        with self._computation(f"the other processes in step {step + 1}", f"step {step + 1}"):
             return self._step(batches, step, scalars)
 
     def evaluate(
         self, steps: Iterable[list[MicroBatch]], step: int, scalars: Mapping[str, float], average: bool = False
     ) -> StepResult:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
-        with self._computing("the other processes in the evaluation", f"evaluation after step {step}"):
+        with self._computation("the other processes in the evaluation", f"evaluation after step {step}"):
             return evaluate(self._parts, self.train_state, self._passes, steps, step, scalars, average)
 
     @contextmanager
-    def _computing(self, waiting_for: str, where: str) -> Iterator[None]:
+    def _computation(self, waiting_for: str, where: str) -> Iterator[None]:
         """The context of all computation: sets the precision and turns low-level errors into clear ones."""
         with (
             precision.promotion(self._job.config.train.precision),

@@ -51,7 +51,7 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(stream)  # keeps the memory from being reused while it is still read
 
-    def finished(self, copied: Any) -> bool:
+    def is_finished(self, copied: Any) -> bool:
         """Whether the copies are finished."""
         return bool(copied.query())
 
@@ -129,7 +129,7 @@ class Transfer:
         streams = self._streams
         if streams is None:
             return
-        while self._used and streams.finished(self._used[0].copied):
+        while self._used and streams.is_finished(self._used[0].copied):
             self._used.popleft()
         if id(micro) in self._started_copies:
             return

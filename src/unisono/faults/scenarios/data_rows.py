@@ -36,11 +36,11 @@ def _language_job(sandbox: Sandbox, folder: Path, *words: str, steps: int = 4) -
     return job.Job(sandbox.folder, command=job.verb_command("train", "language", *settings))
 
 
-@scenario("G46", "a record that cannot be made into a sample")
+@scenario("G46", "a record whose sample cannot be built")
 def _record(sandbox: Sandbox) -> Outcome:
-    outcome = sandbox.run_harmed("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), resumes=False)
+    outcome = sandbox.run_with_fault("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), resumes=False)
     with sandbox.for_scenario("masked").job(
-        "data.on_error=mask", "observe.progress=true", misbehave="raise@data:-1:20"
+        "data.on_error=mask", "observe.progress=true", fault="raise@data:-1:20"
     ) as run:
         done = run.finish()
         reported = done.code == 0 and "1 sample could not be built" in done.output
@@ -56,18 +56,18 @@ def _record(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("G46b", "a decoder that takes its process down")
+@scenario("G46b", "a decoder that crashes its process")
 def _segfault(sandbox: Sandbox) -> Outcome:
     words = ("data.workers=1", "data.worker_kind=processes")
-    return sandbox.run_harmed("kill@data:-1:20", *words, code=REFUSED, says=("worker",), resumes=False)
+    return sandbox.run_with_fault("kill@data:-1:20", *words, code=REFUSED, says=("worker",), resumes=False)
 
 
-@scenario("G46c", "a row that holds numbers that are not finite")
+@scenario("G46c", "a row with non-finite numbers")
 def _not_finite(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed("nan@data:-1:20", code=NOT_FINITE, says=("source rows [20]", "were not updated"))
+    return sandbox.run_with_fault("nan@data:-1:20", code=NOT_FINITE, says=("source rows [20]", "were not updated"))
 
 
-@scenario("G47", "texts with every oddity: empty, a megabyte, right to left, emoji, NUL, half a surrogate")
+@scenario("G47", "odd texts: empty, a megabyte, right-to-left, emoji, NUL, a lone surrogate")
 def _odd_texts(sandbox: Sandbox) -> Outcome:
     folder = _write_texts(sandbox.folder / "texts", 1)
     odd = ["", "x" * (1 << 20), "\u202eשלום\u202c", "👩‍🚀" * 9, "a\0b", "\ud800"]
@@ -82,7 +82,7 @@ def _odd_texts(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("G47b", "prepared documents with a token that the vocabulary does not have: too large, or negative")
+@scenario("G47b", "prepared documents with a token outside the vocabulary: too large, or negative")
 def _unknown_token(sandbox: Sandbox) -> Outcome:
     """Reported with file and row: when tokens are counted before the start or, if they are counted, when it is read."""
     folder, ready = _write_texts(sandbox.folder / "texts"), sandbox.folder / "ready"
@@ -124,7 +124,7 @@ def _write_with_token(good: Path, ready: Path, token: int, dtype: str) -> None:
     write_json(ready / MANIFEST_FILE, manifest)
 
 
-@scenario("G47c", "a label that is none of the classes")
+@scenario("G47c", "a label outside the classes")
 def _label(sandbox: Sandbox) -> Outcome:
     taxa, samples = ["ACGTACGT", "ACGTTTGT", "CCGTACGA"], [f"s{number}" for number in range(8)]
     table = {
@@ -153,7 +153,7 @@ def _label(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("G48", "a file of the data that changes between two starts of a run")
+@scenario("G48", "a data file that changes between two starts of a run")
 def _changed_file(sandbox: Sandbox) -> Outcome:
     folder = _write_texts(sandbox.folder / "texts")
     outcome = Outcome()
@@ -178,9 +178,7 @@ def _on_the_fly_job(sandbox: Sandbox, folder: Path, name: str, *words: str) -> j
     return _language_job(sandbox, folder, *settings, *words, steps=_MANY_STEPS)
 
 
-@scenario(
-    "G48d", "a file of the data that changes while a run is training: longer, replaced, overwritten, or only touched"
-)
+@scenario("G48d", "a data file that changes during training: longer, replaced, overwritten, or only touched")
 def _changed_during_training(sandbox: Sandbox) -> Outcome:
     """Steps since the newest checkpoint are not saved; once the file is restored, the run resumes from there."""
     folder = _write_texts(sandbox.folder / "texts")
@@ -223,7 +221,7 @@ def _changed_during_training(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("G48e", "a file of the data that is cut short while a run reads it")
+@scenario("G48e", "a data file truncated while a run reads it")
 def _cut_short(sandbox: Sandbox) -> Outcome:
     """Reading beyond the end of a memory map kills a process by a signal; its launcher reports the file."""
     folder = _write_texts(sandbox.folder / "texts")
@@ -236,7 +234,7 @@ def _cut_short(sandbox: Sandbox) -> Outcome:
         return sandbox.check_end(run, run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
 
 
-@scenario("G48b", "a file system that lists files in another order")
+@scenario("G48b", "a file system that lists files in a different order")
 def _order(sandbox: Sandbox) -> Outcome:
     folders = [sandbox.folder / name / "texts" for name in ("a", "b")]
     _write_texts(folders[0])
@@ -254,7 +252,7 @@ def _order(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("G48c", "a file of the data that is there twice, under two names")
+@scenario("G48c", "a data file present twice under two names")
 def _twice(sandbox: Sandbox) -> Outcome:
     folder = _write_texts(sandbox.folder / "texts")
     shutil.copy(folder / "part-1.jsonl", folder / "part-7.jsonl")
@@ -271,7 +269,7 @@ def _twice(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C30", "a store that has a part of the newest commit only, and the folder of the run is lost")
+@scenario("C30", "run directory lost, and only part of the newest checkpoint uploaded")
 def _store(sandbox: Sandbox) -> Outcome:
     """The store is a folder; tests/checkpoint covers the behaviour of servers, such as late listings."""
     before = sandbox.reference_digests()

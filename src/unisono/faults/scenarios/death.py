@@ -1,4 +1,4 @@
-"""Processes that die, freeze or misbehave."""
+"""Processes that die, freeze or fault."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ def send_signal(pid: int, number: int = signal.SIGKILL) -> float:
     return now
 
 
-def _add_harm(
-    key: str, text: str, misbehave: str, *words: str, code: int = DIED, says: tuple[str, ...], quick: bool = False
+def _add_fault(
+    key: str, text: str, fault: str, *words: str, code: int = DIED, says: tuple[str, ...], quick: bool = False
 ) -> None:
     """Add a row of the matrix: a fault inside the task that ends a run."""
 
     @scenario(key, text, quick=quick)
     def _act(sandbox: Sandbox) -> Outcome:
-        return sandbox.run_harmed(misbehave, *words, code=code, says=says, within=30.0 if code == STUCK else 10.0)
+        return sandbox.run_with_fault(fault, *words, code=code, says=says, within=30.0 if code == STUCK else 10.0)
 
 
-_KILLED, _IN_THE_TASK = ("rank 1", "signal 9"), ("rank 1", "harmed.py:")
+_KILLED, _IN_THE_TASK = ("rank 1", "signal 9"), ("rank 1", "faulty.py:")
 _IN_PROCESSES = ("data.workers=1", "data.worker_kind=processes")
-_add_harm("A1", "kill -9 of a rank in the forward pass", "kill@forward:1:7", says=_KILLED, quick=True)
-_add_harm(
+_add_fault("A1", "kill -9 of a rank in the forward pass", "kill@forward:1:7", says=_KILLED, quick=True)
+_add_fault(
     "A2", "kill -9 of a rank in the backward pass, the others in the all-reduce", "kill@backward:1:7", says=_KILLED
 )
-_add_harm("A3", "kill -9 of a rank in the optimizer's step", "kill@update:1:7", says=_KILLED)
-_add_harm("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "signal 9"))
-_add_harm(
-    "A7", "kill -9 of a process that makes samples", "kill@data:-1:20", *_IN_PROCESSES, code=REFUSED, says=("worker",)
+_add_fault("A3", "kill -9 of a rank in the optimizer step", "kill@update:1:7", says=_KILLED)
+_add_fault("A5", "kill -9 of rank 0 only", "kill@forward:0:7", says=("rank 0", "signal 9"))
+_add_fault("A7", "kill -9 of a data worker process", "kill@data:-1:20", *_IN_PROCESSES, code=REFUSED, says=("worker",))
+_add_fault("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_add_fault("B10", "a rank sleeps forever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_add_fault("B10b", "a rank holds the GIL forever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
+_add_fault(
+    "B12", "a rank raises an exception", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "faulty.py")
 )
-_add_harm("A9", "SIGSTOP of a rank: frozen, not dead", "stop@forward:1:7", code=STUCK, says=_IN_THE_TASK)
-_add_harm("B10", "a rank sleeps for ever in user code", "sleep@forward:1:7", code=STUCK, says=_IN_THE_TASK)
-_add_harm("B10b", "a rank holds the interpreter's lock for ever", "gil@forward:1:7", code=STUCK, says=_IN_THE_TASK)
-_add_harm("B12", "a rank raises", "raise@forward:1:7", code=1, says=("rank 1", "the sky fell", "harmed.py"))
-_add_harm("B13", "a rank ends with exit code 0, too early", "exit@forward:1:7", says=("rank 1", "exit code 0"))
+_add_fault("B13", "a rank exits early with code 0", "exit@forward:1:7", says=("rank 1", "exit code 0"))
 
 
 @scenario("A6", "kill -9 of the launcher only")
 def _launcher(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job(misbehave=HELD) as run:
+    with sandbox.job(fault=HELD) as run:
         run.wait_for_hold()
         began = send_signal(run.process.pid)
         done = run.finish()
@@ -61,11 +61,11 @@ def _launcher(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("B11", "a rank is slow from some step on: named, not killed")
+@scenario("B11", "a rank becomes slow: reported, not killed")
 def _slow(sandbox: Sandbox) -> Outcome:
     words = ("train.steps=80",)  # it must be slow for two windows of twenty steps
     before = sandbox.reference_digests(*words)
-    with sandbox.job(*words, misbehave="slow@forward:1:7") as run:
+    with sandbox.job(*words, fault="slow@forward:1:7") as run:
         done = run.finish()
         outcome = Outcome(message=next((line for line in done.output.splitlines() if "holds up" in line), ""))
         outcome.check(done.code == 0, f"it ended with {done.code}: {done.output[-1500:]}")

@@ -31,7 +31,7 @@ def _write_evil_task(folder: Path, touched: Path) -> Path:
     """Write a task into the assets of a run that leaves a file when it is imported."""
     evil = folder / "assets" / "evil.py"
     evil.parent.mkdir(exist_ok=True)
-    evil.write_text(f"from pathlib import Path\nPath({str(touched)!r}).touch()\nfrom harmed import Small\n")
+    evil.write_text(f"from pathlib import Path\nPath({str(touched)!r}).touch()\nfrom faulty import Small\n")
     return evil
 
 
@@ -44,7 +44,7 @@ def _run_verb(sandbox: Sandbox, *words: str, answers: bool = False) -> JobResult
         return running.finish(120)
 
 
-@scenario("S7", "a store whose run.json brings a Python file, and whose config.yaml names it as the task")
+@scenario("S7", "a restored run whose config.yaml names a Python file from the store")
 def _restored_code(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     url = f"checkpoint.upload.url=file://{sandbox.folder}/store"
@@ -68,7 +68,7 @@ def _restored_code(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S7b", "a run whose config.yaml names a Python file of its own, given to evaluate, replay and data audit")
+@scenario("S7b", "evaluate, replay and data audit of a run that brings its own Python file")
 def _foreign_run(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     run = job.train_to_end(sandbox).parents[1]
@@ -88,7 +88,7 @@ def _foreign_run(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S7c", "a config.json whose auto_map names Python files, and a pipe that says yes to every question")
+@scenario("S7c", "a config.json with auto_map to Python files, and `yes` piped to every prompt")
 def _auto_map(sandbox: Sandbox) -> Outcome:
     try:
         import transformers  # noqa: F401
@@ -110,7 +110,7 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S9", "a fault that a left-over variable arms, and a terminal's escape sequences in a run's events")
+@scenario("S9", "a leftover fault variable, and terminal escape sequences in a run's events")
 def _left_overs(sandbox: Sandbox) -> Outcome:
     before, outcome = sandbox.reference_digests(), Outcome()
     with sandbox.job(variables={fault_injection.VARIABLE: "rank=0,step=2,phase=compute,act=die"}) as run:
@@ -128,7 +128,7 @@ def _left_overs(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S13", "code that runs in the process that reads a pickle: a key of the home, the launcher's variables")
+@scenario("S13", "code running in the process that reads a pickle: private keys, the launcher's variables")
 def _pickle_process(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     (sandbox.folder / "key").write_text("secret")
@@ -180,7 +180,7 @@ def _try_to_escape(sandbox: Sandbox, weights: Path, *, enter: bool) -> tuple[lis
     return missing, can
 
 
-@scenario("S11", "a configuration whose references double, and a manifest of 9 GB")
+@scenario("S11", "a configuration with exponential references, and a 9 GB manifest")
 def _bombs(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
@@ -198,7 +198,7 @@ def _bombs(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S12", "an asset of a run that was changed after its checkpoint was written")
+@scenario("S12", "a run asset changed after its checkpoint was written")
 def _changed_asset(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
@@ -215,7 +215,9 @@ def _changed_asset(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S14", "files that lead elsewhere: a link in assets, a pipe in a checkpoint, a split named ../, an HDF5 link")
+@scenario(
+    "S14", "files that point elsewhere: a symlink in assets, a pipe in a checkpoint, a split named ../, an HDF5 link"
+)
 def _paths_elsewhere(sandbox: Sandbox) -> Outcome:
     outcome, folder = Outcome(), sandbox.folder / "theirs"
     newest = job.train_to_end(sandbox)
@@ -270,7 +272,7 @@ def _write_description(store: Path, files: Mapping[str, bytes]) -> None:
     (store / "run.json").write_text(json.dumps(description))
 
 
-@scenario("S10", "a checkpoint that was moved to an archive, with a link left in its place")
+@scenario("S10", "a checkpoint moved to an archive, with a symlink in its place")
 def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     words = ("checkpoint.keep=1",)
     before, outcome = sandbox.reference_digests(*words), Outcome()
@@ -286,5 +288,5 @@ def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     outcome.check((archive / "manifest.json").is_file(), "the archive was removed")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
     outcome.check(bool(outcome.exact), "it ended differently")
-    outcome.message = "the link goes when it is due, the archive stays, and every later save is made"
+    outcome.message = "the symlink is removed when it is due; the archive stays; later saves succeed"
     return outcome

@@ -12,11 +12,11 @@ from unisono.faults.matrix import Outcome, Sandbox, scenario
 REFUSED, DESYNC = 2, 8
 
 
-@scenario("B14", "rows that do not divide by the ranks, with a tail shorter than a batch")
+@scenario("B14", "row count not divisible by the ranks, last batch short")
 def _uneven_rows(sandbox: Sandbox) -> Outcome:
     words = ("train.steps=null", "train.epochs=2", "task.rows=37", "train.precision=fp64")
     alone, many = (sandbox.reference_digests(*words, world=world) for world in (1, 2))
-    outcome = Outcome(message="every process makes the same number of passes")
+    outcome = Outcome(message="all processes run the same number of passes")
     steps = {name.partition(",")[0] for name in many if name.startswith("step ")}
     outcome.check(len(steps) == 10, f"{len(steps)} steps, not 10")  # 74 rows in batches of 8
     outcome.check(alone["step"] == many["step"], "a different number of steps on one process")
@@ -26,33 +26,33 @@ def _uneven_rows(sandbox: Sandbox) -> Outcome:
 def _add_desync(key: str, text: str, act: str, *says: str, quick: bool = False) -> None:
     @scenario(key, text, quick=quick)
     def _show(sandbox: Sandbox) -> Outcome:
-        outcome = sandbox.run_harmed(f"{act}@forward:1:7", code=DESYNC, says=("harmed.py:", *says), within=30.0)
+        outcome = sandbox.run_with_fault(f"{act}@forward:1:7", code=DESYNC, says=("faulty.py:", *says), within=30.0)
         outcome.check(
             outcome.lost_steps is None or job.last_step(sandbox.folder / "runs" / job.RUN) >= job.STEPS, "not resumed"
         )
         return outcome
 
 
-_add_desync("B15", "a branch of one rank leaves a collective out", "skip", "rank 1")
-_add_desync("B16", "collectives of the same shape in another order", "swap", "all_reduce", quick=True)
-_add_desync("B17", "another ReduceOp", "op", "MAX", "SUM")
-_add_desync("B17b", "another dtype, as many bytes", "dtype", "float64", "float32")
-_add_desync("B17c", "another shape", "shape", "all_reduce")
+_add_desync("B15", "one rank skips a collective", "skip", "rank 1")
+_add_desync("B16", "collectives of equal shape in a different order", "swap", "all_reduce", quick=True)
+_add_desync("B17", "a different ReduceOp", "op", "MAX", "SUM")
+_add_desync("B17b", "a different dtype with the same number of bytes", "dtype", "float64", "float32")
+_add_desync("B17c", "a different shape", "shape", "all_reduce")
 
 
-@scenario("B18", "a parameter that one rank alone does not use")
+@scenario("B18", "a parameter unused on one rank only")
 def _unused_parameter(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed("unused@forward:1:7", code=REFUSED, says=("0.weight", "rank 1"), within=30.0)
+    return sandbox.run_with_fault("unused@forward:1:7", code=REFUSED, says=("0.weight", "rank 1"), within=30.0)
 
 
-@scenario("B19", "a collective in what only rank 0 does: evaluation, a log line")
+@scenario("B19", "a collective in code that only rank 0 runs: evaluation, logging")
 def _lonely(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed(
-        "lonely@evaluate:0:12", code=DESYNC, says=("harmed.py:", "rank 0"), within=30.0, resumes=False
+    return sandbox.run_with_fault(
+        "lonely@evaluate:0:12", code=DESYNC, says=("faulty.py:", "rank 0"), within=30.0, resumes=False
     )
 
 
-def _add_two_node_desync(key: str, text: str, misbehave: str, *says: str) -> None:
+def _add_two_node_desync(key: str, text: str, fault: str, *says: str) -> None:
     """A node cannot read the ring buffers of another node; the nodes compare them through the run's folder."""
 
     @scenario(key, text)
@@ -63,7 +63,7 @@ def _add_two_node_desync(key: str, text: str, misbehave: str, *says: str) -> Non
         with ExitStack() as stack:
             jobs = [
                 stack.enter_context(
-                    Job(sandbox.folder, *words, f"launch.node_rank={n}", misbehave=misbehave, output=f"node-{n}.txt")
+                    Job(sandbox.folder, *words, f"launch.node_rank={n}", fault=fault, output=f"node-{n}.txt")
                 )
                 for n in range(2)
             ]
@@ -75,7 +75,7 @@ def _add_two_node_desync(key: str, text: str, misbehave: str, *says: str) -> Non
             outcome.lost_steps = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
         for number, done in enumerate(ends):
             outcome.check(done.code == DESYNC, f"node {number}: {done.code}: {done.output[-1000:]}")
-            for word in ("harmed.py:", "rank 0", "rank 1", *says):
+            for word in ("faulty.py:", "rank 0", "rank 1", *says):
                 outcome.check(
                     word in done.message, f"node {number}: '{word}' is missing from the output: {done.output[-1000:]}"
                 )
@@ -85,6 +85,6 @@ def _add_two_node_desync(key: str, text: str, misbehave: str, *says: str) -> Non
         return outcome
 
 
-_add_two_node_desync("B15b", "a branch leaves a collective out, and the two ranks are on two hosts", "skip@forward:1:7")
-_add_two_node_desync("B17d", "another shape, on two hosts", "shape@forward:1:7", "[3]", "[5]")
-_add_two_node_desync("B19b", "a collective in what only rank 0 does, on two hosts", "lonely@evaluate:0:12")
+_add_two_node_desync("B15b", "one rank skips a collective, on two hosts", "skip@forward:1:7")
+_add_two_node_desync("B17d", "a different shape, on two hosts", "shape@forward:1:7", "[3]", "[5]")
+_add_two_node_desync("B19b", "a collective in code that only rank 0 runs, on two hosts", "lonely@evaluate:0:12")

@@ -27,7 +27,7 @@ for _key in ("A5", "A9", "B10", "B12", "B13", "F42", "C20", "C24", "C27"):
     _add(_key)
 
 
-@scenario("F42k", "JAX: a firewall that lets processes of two hosts meet, and drops what comes to JAX's coordinator")
+@scenario("F42k", "JAX: a firewall that blocks JAX's coordinator between two hosts")
 def _coordinator(sandbox: Sandbox) -> Outcome:
     outcome, port = Outcome(), str(free_port())
     with network.make_hosts(network.IPV4) as names:

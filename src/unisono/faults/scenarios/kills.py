@@ -28,11 +28,11 @@ TOTAL, EVERY = 100, 2
 # A network of some megabytes: a save takes about as long as the steps between two of them.
 BIG = ("task.width=60000", "task.sleep=0.02", f"train.steps={TOTAL}", f"checkpoint.every={EVERY}", "checkpoint.keep=2")
 _PHASE_TEXTS = {
-    "start": "between the command and its first step",
-    "join": "while ranks met, loaded and warmed up",
-    "steps": "in steps and between them",
-    "save": "once a save had begun",
-    "end": "about the last step",
+    "start": "before the first step",
+    "join": "while ranks connected, loaded and warmed up",
+    "steps": "in or between steps",
+    "save": "during a save",
+    "end": "around the last step",
 }
 # When the ten kills of a run are.
 _PHASES_OF_ALL = ("start", "join", "save", "steps", "save", "start", "steps", "join", "save", "end")
@@ -44,13 +44,13 @@ def kill_count() -> int:
     return int(os.environ.get(KILLS, "200"))
 
 
-@scenario("A4", "kill -9 of everything at random instants, of all phases")
+@scenario("A4", "kill -9 of all processes at random instants of every phase")
 def _anywhere(sandbox: Sandbox) -> Outcome:
     with RankServer() as server:
         return _run_chains(sandbox, kill_count(), _PHASES_OF_ALL, server)
 
 
-@scenario("A4b", "kill -9 of one rank at random instants, of all phases")
+@scenario("A4b", "kill -9 of one rank at random instants of every phase")
 def _one_anywhere(sandbox: Sandbox) -> Outcome:
     return _run_chains(sandbox, kill_count() // 4, _PHASES_OF_ONE)
 
@@ -189,7 +189,7 @@ def _format_kills(kills: list[_Kill]) -> str:
     count = Counter(kill.moment for kill in kills)
     phases = ", ".join(f"{count[when]} {text}" for when, text in _PHASE_TEXTS.items() if count[when])
     interrupted = sum(kill.interrupted_save for kill in kills)
-    return f"{len(kills)} kills: {phases}; {interrupted} of them left half a checkpoint behind"
+    return f"{len(kills)} kills: {phases}; {interrupted} of them left an unfinished checkpoint"
 
 
 def _add_mid_save_kill(key: str, text: str, where: str, numbers: tuple[int, ...]) -> None:
@@ -199,7 +199,7 @@ def _add_mid_save_kill(key: str, text: str, where: str, numbers: tuple[int, ...]
     def _act(sandbox: Sandbox) -> Outcome:
         total = Outcome(exact=True, lost_steps=0)
         for number in numbers:
-            found = sandbox.for_scenario(f"{key}-{number}").run_harmed(
+            found = sandbox.for_scenario(f"{key}-{number}").run_with_fault(
                 f"kill@{where}:0:{number}", code=DIED, says=("rank 0", "signal 9")
             )
             total.broken_promises += [f"call {number}: {problem}" for problem in found.broken_promises]
@@ -210,8 +210,8 @@ def _add_mid_save_kill(key: str, text: str, where: str, numbers: tuple[int, ...]
         return total
 
 
-_add_mid_save_kill("A4c", "kill -9 of rank 0 before what it wrote is flushed to the disk", "fsync", (2, 5, 8, 12))
-_add_mid_save_kill("A4d", "kill -9 of rank 0 just after a flush to the disk", "fsynced", (2, 5, 8, 12))
-_add_mid_save_kill("A4e", "kill -9 of rank 0 before a commit's rename", "rename", (0, 2, 3))
-_add_mid_save_kill("A4f", "kill -9 of rank 0 after a commit's rename", "renamed", (0, 2, 3))
-_add_mid_save_kill("A4g", "kill -9 of rank 0 while it deletes an old commit", "rmtree", (0,))
+_add_mid_save_kill("A4c", "kill -9 of rank 0 before a flush to disk", "fsync", (2, 5, 8, 12))
+_add_mid_save_kill("A4d", "kill -9 of rank 0 just after a flush to disk", "fsynced", (2, 5, 8, 12))
+_add_mid_save_kill("A4e", "kill -9 of rank 0 before the rename that publishes a checkpoint", "rename", (0, 2, 3))
+_add_mid_save_kill("A4f", "kill -9 of rank 0 after the rename that publishes a checkpoint", "renamed", (0, 2, 3))
+_add_mid_save_kill("A4g", "kill -9 of rank 0 while it deletes an old checkpoint", "rmtree", (0,))

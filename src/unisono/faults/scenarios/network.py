@@ -20,7 +20,7 @@ IPV4 = ("10.97.0.1", "10.97.0.2")
 IPV6 = ("fd00:97::1", "fd00:97::2")
 
 
-@scenario("F42", "an address where nobody is, a port that is taken")
+@scenario("F42", "an address that does not answer, a port in use")
 def _port(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
@@ -43,7 +43,7 @@ def _port(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F42b", "hosts that have IPv6 addresses alone: one, and two that meet")
+@scenario("F42b", "IPv6-only hosts: one, and two that connect")
 def _ipv6(sandbox: Sandbox) -> Outcome:
     """Not even the loopback has an IPv4 address. Both runs give the same result as one on this host, which has IPv4."""
     before, outcome = sandbox.reference_digests(), Outcome()
@@ -62,7 +62,7 @@ def _ipv6(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F42c", "a firewall that drops what comes to the port where nodes meet")
+@scenario("F42c", "a firewall that blocks the rendezvous port")
 def _firewall(sandbox: Sandbox) -> Outcome:
     outcome, timeout = Outcome(), 10.0
     with make_hosts(IPV4) as names:
@@ -82,7 +82,7 @@ def _firewall(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F42e", "a firewall that lets the nodes meet, and drops what comes to any other port of one")
+@scenario("F42e", "a firewall that allows only the rendezvous port")
 def _firewall_between(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     with make_hosts(IPV4) as names:
@@ -100,7 +100,7 @@ def _firewall_between(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F42d", "a port that others want between its choice and its use, and one that the environment names")
+@scenario("F42d", "a port that another process wants before it is used; MASTER_PORT already in use")
 def _contested_port(sandbox: Sandbox) -> Outcome:
     """A run on one host chooses a free port itself, and reserves it until rank 0 listens."""
     before, outcome = sandbox.reference_digests(), Outcome()
@@ -119,7 +119,7 @@ def _contested_port(sandbox: Sandbox) -> Outcome:
                     got = True
                 outcome.check(not run.step(), "steps had been run")
                 done = run.finish()
-    outcome.message = f"the port {named} of the environment is left alone; the one that was chosen is nobody else's"
+    outcome.message = f"the port {named} of MASTER_PORT is left alone; the port the run chose is reserved for it"
     outcome.check(place[1] != named, f"port {named} of the environment was taken, and the run wanted it")
     outcome.check(not got, f"another process could have the port {place[1]} before rank 0")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
@@ -137,7 +137,7 @@ def _read_address(run: Job) -> tuple[str, int]:
     return host, int(port)
 
 
-@scenario("A8", "a node is cut off from the network, with launch.timeout=8")
+@scenario("A8", "a node loses its network (launch.timeout=8)")
 def _disconnected_node(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=200")
     before = sandbox.reference_digests(*words)

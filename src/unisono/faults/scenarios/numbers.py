@@ -8,43 +8,43 @@ from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 NOT_FINITE, GUARD = 3, 4
 
 
-@scenario("D32", "a loss that is not a number, on one rank")
+@scenario("D32", "a NaN loss on one rank")
 def _loss(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed("nan@loss:1:7", code=NOT_FINITE, says=("step 8", "rows"))
+    return sandbox.run_with_fault("nan@loss:1:7", code=NOT_FINITE, says=("step 8", "rows"))
 
 
-@scenario("D33", "a gradient that is not a number, on one rank")
+@scenario("D33", "a NaN gradient on one rank")
 def _gradient(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed("nan@backward:1:7", code=NOT_FINITE, says=("step 8",))
+    return sandbox.run_with_fault("nan@backward:1:7", code=NOT_FINITE, says=("step 8",))
 
 
-@scenario("D33b", "an overflow on one rank, and the scale of the loss in fp16")
+@scenario("D33b", "an overflow on one rank with fp16 loss scaling")
 def _scale(sandbox: Sandbox) -> Outcome:
-    raise AbstainError("there is no fp16 here, and so no scale: bf16 has the range of fp32")
+    raise AbstainError("no fp16 on this device: bf16 has the range of fp32 and needs no loss scaling")
 
 
-@scenario("D34", "a replica that leaves the others by 1e-6")
+@scenario("D34", "a replica that drifts from the others by 1e-6")
 def _drift(sandbox: Sandbox) -> Outcome:
-    return sandbox.run_harmed(
+    return sandbox.run_with_fault(
         "drift@update:1:4", "train.guard_every=6", code=GUARD, says=("rank", "0.weight"), within=30.0
     )
 
 
-@scenario("D34b", "the same just before a checkpoint, between two checks of replicas: it is not saved")
+@scenario("D34b", "the same just before a save, between two replica checks: not saved")
 def _drift_before_a_save(sandbox: Sandbox) -> Outcome:
     return _run_not_saved(sandbox, "drift@update:1:4", "'0.weight'")
 
 
-@scenario("D34c", "a moment of one replica's optimizer leaves the others, and the parameters are still the same")
+@scenario("D34c", "one replica's optimizer moment drifts while its parameters still agree")
 def _moment(sandbox: Sandbox) -> Outcome:
     return _run_not_saved(sandbox, "drift@updated:1:5", "'optimizer/0.weight/exp_avg'")
 
 
-def _run_not_saved(sandbox: Sandbox, misbehave: str, name: str) -> Outcome:
+def _run_not_saved(sandbox: Sandbox, fault: str, name: str) -> Outcome:
     """A fault in steps 4 to 6 is detected when the checkpoint of step 6 is due; that of step 3 stays the newest."""
     words = (f"train.guard_every={10**6}",)
-    outcome = sandbox.run_harmed(
-        misbehave, *words, code=GUARD, says=("step 6", "rank", name), within=30.0, resumes=False
+    outcome = sandbox.run_with_fault(
+        fault, *words, code=GUARD, says=("step 6", "rank", name), within=30.0, resumes=False
     )
     newest = job.newest_step(sandbox.folder / "runs" / job.RUN)
     outcome.check(newest == job.EVERY, f"the newest checkpoint is that of step {newest}")
@@ -52,12 +52,12 @@ def _run_not_saved(sandbox: Sandbox, misbehave: str, name: str) -> Outcome:
     return outcome
 
 
-@scenario("D35", "a gradient of one rank is wrong before the reduction: a replay finds the step")
+@scenario("D35", "a corrupt gradient on one rank before the reduction: replay finds the step")
 def _corrupt_gradient(sandbox: Sandbox) -> Outcome:
     """Every rank receives the same wrong sum, so comparing ranks cannot detect it; the run ends with wrong numbers."""
     words = ("checkpoint.keep=9",)
     before = sandbox.reference_digests(*words)
-    with sandbox.job(*words, misbehave="flip@backward:1:7") as run:
+    with sandbox.job(*words, fault="flip@backward:1:7") as run:
         done = run.finish()
         outcome = Outcome()
         outcome.check(

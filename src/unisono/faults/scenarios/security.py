@@ -30,7 +30,7 @@ class _Payload:
         return os.system, (f"touch {self.touched}",)
 
 
-@scenario("S1", "a checkpoint with a pickle payload in place of each of its files")
+@scenario("S1", "a checkpoint with each file replaced by a pickle payload")
 def _payload(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     pickle.loads(pickle.dumps(_Payload(touched)))
@@ -51,7 +51,7 @@ def _payload(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S2", "names in a manifest that lead out of its folder")
+@scenario("S2", "a manifest with names outside its folder")
 def _escape(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
@@ -71,7 +71,7 @@ def _escape(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S3", "a link in a checkpoint that leads out of its folder")
+@scenario("S3", "a checkpoint with a symlink out of its folder")
 def _link(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     newest = job.train_to_end(sandbox)
@@ -88,7 +88,7 @@ def _link(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S4", "YAML with object tags, aliases without end, and `_target_`")
+@scenario("S4", "YAML with object tags, an alias bomb, and `_target_`")
 def _yaml(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     configs = {
@@ -96,7 +96,7 @@ def _yaml(sandbox: Sandbox) -> Outcome:
         "bomb": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
             f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(12)
         ),
-        "target": f"recipe: harmed.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
+        "target": f"recipe: faulty.py:Small\nrun:\n  _target_: os.system\n  command: touch {touched}\n",
     }  # fmt: skip
     for name, text in configs.items():
         folder = sandbox.folder / name
@@ -123,7 +123,7 @@ def _secret(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S5b", "a configuration that reads a password from a variable of the environment")
+@scenario("S5b", "a configuration that reads a password from the environment")
 def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     canary = "Q7x" * 11
     with sandbox.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
@@ -136,9 +136,7 @@ def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario(
-    "S6", "a stranger at every port that a run opens, with words that are nobody's and an object that runs a command"
-)
+@scenario("S6", "a stranger sends garbage and a malicious pickle to every open port")
 def _stranger(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.05", "train.steps=60")
     before, outcome, touched = sandbox.reference_digests(*words), Outcome(), sandbox.folder / "touched"
@@ -158,11 +156,11 @@ def _stranger(sandbox: Sandbox) -> Outcome:
     outcome.check(not touched.exists(), "something was unpickled")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
     outcome.check(bool(outcome.exact), "it ended differently")
-    outcome.message = f"{len(ports)} ports, all of them of this host alone; the run goes on"
+    outcome.message = f"{len(ports)} ports, all local to this host; the run continues"
     return outcome
 
 
-@scenario("S6b", "strangers where nodes meet: with words that are nobody's, with another token, with none")
+@scenario("S6b", "strangers at the rendezvous port: garbage, a wrong token, no token")
 def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
     port = job.free_port()
     words = ("layout.world_size=2", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}", "launch.start_timeout=90")
@@ -193,7 +191,7 @@ def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S8", "where nodes meet: words that break a parser, and somebody who answers in the place of node 0")
+@scenario("S8", "rendezvous: input that breaks parsers, and an impostor of node 0")
 def _rendezvous(sandbox: Sandbox) -> Outcome:
     words = ("layout.world_size=2", "launch.nodes=2", "launch.start_timeout=60")
     before, outcome, port = sandbox.reference_digests(), Outcome(), job.free_port()
@@ -232,7 +230,7 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("S8b", "another user of the host who speaks to the store by which processes meet: 240 MB for keys of his own")
+@scenario("S8b", "another user of the host floods the rendezvous store with 240 MB")
 def _store(sandbox: Sandbox) -> Outcome:
     words = ("task.sleep=0.1", "train.steps=100")
     before, outcome = sandbox.reference_digests(*words), Outcome()
@@ -258,7 +256,7 @@ def _store(sandbox: Sandbox) -> Outcome:
     outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.output[-1000:]}")
     outcome.exact = done.code == 0 and job.read_digests(run.run) == before
     outcome.check(bool(outcome.exact), "it ended differently")
-    outcome.message = "processes of one host meet by a file of this user alone; no port takes a key"
+    outcome.message = "processes of one host connect through a file that only this user can read; no port accepts keys"
     return outcome
 
 

@@ -56,19 +56,19 @@ def _check_refused(outcome: Outcome, ends: Sequence[job.JobResult], *says: str) 
     return outcome
 
 
-@scenario("E36", "another learning rate on one rank")
+@scenario("E36", "a different learning rate on one rank")
 def _config(sandbox: Sandbox) -> Outcome:
     commands = [job.train_command(f"optim.lr={lr}") for lr in (1e-2, 2e-2)]
     return _check_refused(Outcome(), run_by_hand([sandbox.folder] * 2, commands), "optim.lr")
 
 
-@scenario("E36b", "another environment on one rank")
+@scenario("E36b", "a different environment on one rank")
 def _environment(sandbox: Sandbox) -> Outcome:
     ends = run_by_hand([sandbox.folder] * 2, [job.train_command()] * 2, [{}, {"OMP_NUM_THREADS": "2"}])
     return _check_refused(Outcome(), ends, "OMP_NUM_THREADS")
 
 
-@scenario("E37", "other code of the task on one rank")
+@scenario("E37", "different task code on one rank")
 def _code(sandbox: Sandbox) -> Outcome:
     text = Path(task.__file__).read_text(encoding="utf-8")
     folders = []
@@ -82,7 +82,7 @@ def _code(sandbox: Sandbox) -> Outcome:
     return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "mine.py")
 
 
-@scenario("E37b", "another version of a library on one rank")
+@scenario("E37b", "a different library version on one rank")
 def _library(sandbox: Sandbox) -> Outcome:
     """The metadata of another version, first on the path of rank 1, is what Python reports as installed there."""
     metadata = sandbox.folder / "other" / "numpy-9.9.9.dist-info" / "METADATA"
@@ -93,14 +93,14 @@ def _library(sandbox: Sandbox) -> Outcome:
     return _check_refused(Outcome(), ends, f"numpy is '{version('numpy')}' on rank 0 and '9.9.9' on rank 1")
 
 
-@scenario("E38", "other data than the commit was made from")
+@scenario("E38", "resumed on different data")
 def _data(sandbox: Sandbox) -> Outcome:
     job.train_to_end(sandbox)
     with sandbox.job("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]") as run:
         return _check_refused(Outcome(), [run.finish()], "rows")
 
 
-@scenario("E38b", "other data on one rank, under the same name")
+@scenario("E38b", "different data on one rank under the same name")
 def _data_of_a_rank(sandbox: Sandbox) -> Outcome:
     folders = [sandbox.folder / f"host-{rank}" for rank in range(2)]
     for rank, folder in enumerate(folders):
@@ -117,11 +117,11 @@ def _data_of_a_rank(sandbox: Sandbox) -> Outcome:
     return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "the data", "rank 0 and rank 1")
 
 
-@scenario("E39", "resumed on another number of processes and another strategy")
+@scenario("E39", "resumed on a different number of processes with a different strategy")
 def _another_world(sandbox: Sandbox) -> Outcome:
     words = ("train.precision=fp64", "optim=sgd", "optim.lr=1e-2", "layout.micro_batch=2")
     before = sandbox.reference_arrays(*words)
-    outcome = sandbox.run_harmed("kill@forward:1:7", *words, code=DIED, resumes=False)
+    outcome = sandbox.run_with_fault("kill@forward:1:7", *words, code=DIED, resumes=False)
     for world, layout in ((4, "fsdp"), (1, "single")):
         with sandbox.copy().job(*words, f"layout.strategy={layout}", world=world) as run:
             done = run.finish()
@@ -136,7 +136,7 @@ def _another_world(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("E40", "resumed with another learning rate")
+@scenario("E40", "resumed with a different learning rate")
 def _changed_setting(sandbox: Sandbox) -> Outcome:
     job.train_to_end(sandbox)
     with sandbox.job("optim.lr=2e-2", "train.steps=14") as run:
@@ -147,7 +147,7 @@ def _changed_setting(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("E41", "a commit of another format, or with an array too few or too many")
+@scenario("E41", "a checkpoint in another format, or with a missing or extra array")
 def _another_format(sandbox: Sandbox) -> Outcome:
     outcome, newest = Outcome(), job.train_to_end(sandbox)
     text = (newest / "manifest.json").read_text()
@@ -167,10 +167,10 @@ def _another_format(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F43", "the kernel ends a rank that takes too much memory")
+@scenario("F43", "the OOM killer ends a rank")
 def _memory(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with _memory_limited(100) as admit, sandbox.job(misbehave="eat@forward:1:7") as run:
+    with _memory_limited(100) as admit, sandbox.job(fault="eat@forward:1:7") as run:
         admit(run.wait_for_hold()[1])
         run.release()
         done = run.finish()
@@ -199,7 +199,7 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
             group.rmdir()
 
 
-@scenario("F43b", "an accelerator runs out of memory on one rank")
+@scenario("F43b", "an accelerator out of memory on one rank")
 def _device_memory(sandbox: Sandbox) -> Outcome:
     raise AbstainError("needs an accelerator; tests/engines/torch/test_oom.py raises the same error in a step")
 
@@ -214,7 +214,7 @@ def _sigterm_twice(sandbox: Sandbox) -> Outcome:
     return _run_preempted(sandbox, signal.SIGTERM, 2)
 
 
-@scenario("F44c", "SIGUSR1, as Slurm sends it before it takes the machine")
+@scenario("F44c", "SIGUSR1, as Slurm sends before it reclaims the node")
 def _sigusr1(sandbox: Sandbox) -> Outcome:
     return _run_preempted(sandbox, signal.SIGUSR1, 1)
 
@@ -240,7 +240,7 @@ def _sigterm_saving(sandbox: Sandbox) -> Outcome:
     """A flush of rank 0 takes two seconds during a save, and the signal arrives in it."""
     words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=6")
     before, mark = sandbox.reference_digests(*words), sandbox.folder / task_fault.MARK
-    with sandbox.job(*words, misbehave="pause@fsync:0:5") as run:
+    with sandbox.job(*words, fault="pause@fsync:0:5") as run:
         job.wait_for(mark.exists, 120.0, "a save")
         outcome = Outcome()
         outcome.check(job.is_saving(run.run), "no save was in progress")
@@ -254,12 +254,12 @@ def _sigterm_saving(sandbox: Sandbox) -> Outcome:
     return ended
 
 
-@scenario("F44h", "SIGTERM with a deadline too short for a save: the message names the newest checkpoint")
+@scenario("F44h", "SIGTERM with too little time to save: the message names the newest checkpoint")
 def _sigterm_short(sandbox: Sandbox) -> Outcome:
     """The only save so far took two additional seconds, so the next is expected to take as long."""
     words = ("task.sleep=0.05", "train.steps=100", "checkpoint.every=40", "launch.preempt_deadline=2")
     before = sandbox.reference_digests(*words)
-    with sandbox.job(*words, misbehave="pause@fsync:0:5") as run:
+    with sandbox.job(*words, fault="pause@fsync:0:5") as run:
         job.wait_for(lambda: job.newest_step(run.run) > 0 and not job.is_saving(run.run), 120.0, "a checkpoint")
         run.wait_for_step(run.step() + 1)
         began = send_signal(run.process.pid, signal.SIGTERM)
@@ -272,7 +272,7 @@ def _sigterm_short(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("F44g", "SIGTERM while the model is compiled")
+@scenario("F44g", "SIGTERM while the model compiles")
 def _sigterm_compiling(sandbox: Sandbox) -> Outcome:
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise AbstainError("compiling for a CPU needs a C++ compiler")
@@ -298,7 +298,7 @@ def _write_number(path: Path, number: int) -> None:
 
 def _run_preempted(sandbox: Sandbox, number: int, times: int, rank: int | None = None) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job(misbehave=HELD) as run:
+    with sandbox.job(fault=HELD) as run:
         ranks = run.wait_for_hold()
         target = run.process.pid if rank is None else ranks[rank]
         began = send_signal(target, number)

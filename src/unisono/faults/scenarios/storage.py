@@ -46,12 +46,12 @@ def fill_disk(folder: Path, leaving: int) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-@scenario("C20", "the disk is full when a shard is written", quick=True)
+@scenario("C20", "disk full while a shard is written", quick=True)
 def _full(sandbox: Sandbox) -> Outcome:
     return _run_without_room(sandbox, 200_000)
 
 
-@scenario("C20c", "the disk is full to the last byte, so that no record of a step can be written either")
+@scenario("C20c", "disk full to the last byte: step records cannot be written either")
 def _full_to_the_last_byte(sandbox: Sandbox) -> Outcome:
     return _run_without_room(sandbox, 0)
 
@@ -61,7 +61,7 @@ def _run_without_room(sandbox: Sandbox, leaving: int) -> Outcome:
     words = ("train.steps=20", "task.width=60000", "checkpoint.every=5")
     before = sandbox.reference_digests(*words)
     with mount_small_disk(sandbox.folder / "runs", 120):
-        with sandbox.job(*words, misbehave="hold@forward:1:11") as run:
+        with sandbox.job(*words, fault="hold@forward:1:11") as run:
             run.wait_for_hold()
             job.wait_for(lambda: not job.is_saving(run.run), 60.0, "the checkpoint of step 10")
             began = time.monotonic()
@@ -78,7 +78,7 @@ def _run_without_room(sandbox: Sandbox, leaving: int) -> Outcome:
     return outcome
 
 
-@scenario("C20b", "a disk without room for the next checkpoints: reported before the first step")
+@scenario("C20b", "too little disk space for the next checkpoints: reported before the first step")
 def _too_small(sandbox: Sandbox) -> Outcome:
     with mount_small_disk(sandbox.folder / "runs", 12), sandbox.job("task.width=400000") as run:
         done = run.finish()
@@ -89,7 +89,7 @@ def _too_small(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C21", "a directory that cannot be written or is not there")
+@scenario("C21", "a run directory that is read-only or missing")
 def _read_only(sandbox: Sandbox) -> Outcome:
     with mount_small_disk(sandbox.folder / "runs", 20):
         subprocess.run(["mount", "-o", "remount,ro", str(sandbox.folder / "runs")], check=True)
@@ -100,14 +100,14 @@ def _read_only(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C22", "a disk without room for a while; training continues if that is requested")
+@scenario("C22", "disk full for a while; training continues if checkpoint.on_failure=continue")
 def _for_a_while(sandbox: Sandbox) -> Outcome:
     words = (
         "train.steps=60", "task.width=60000", "checkpoint.every=5", "task.sleep=0.1",
         "checkpoint.on_failure=continue", "observe.log_every=1", "observe.progress=true",
     )  # fmt: skip
     before = sandbox.reference_digests(*words)
-    with mount_small_disk(sandbox.folder / "runs", 120), sandbox.job(*words, misbehave="hold@forward:1:11") as run:
+    with mount_small_disk(sandbox.folder / "runs", 120), sandbox.job(*words, fault="hold@forward:1:11") as run:
         run.wait_for_hold()
         with fill_disk(sandbox.folder / "runs", 200_000):
             run.release()
@@ -120,10 +120,10 @@ def _for_a_while(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C22b", "a disk error when a shard is flushed: retried, with a warning")
+@scenario("C22b", "a disk error while a shard is flushed: retried, with a warning")
 def _transient_disk_error(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job(misbehave="eio@fsync:0:5") as run:
+    with sandbox.job(fault="eio@fsync:0:5") as run:
         done = run.finish()
         outcome = Outcome(message=next((line for line in done.output.splitlines() if "Retrying in" in line), ""))
         outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
@@ -134,18 +134,18 @@ def _transient_disk_error(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C22c", "errors of the disk that do not go away")
+@scenario("C22c", "a persistent disk error")
 def _persistent_disk_error(sandbox: Sandbox) -> Outcome:
     """Errors from the second checkpoint on; saving is retried for three seconds."""
     says = ("rank 0", "Input/output error", "3 attempts")
-    return sandbox.run_harmed("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
+    return sandbox.run_with_fault("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
 
 def _read_output(run: job.Job) -> str:
     return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 
 
-def _run_damaged(sandbox: Sandbox, harm: object, *, bites: int = 1) -> Outcome:
+def _run_damaged(sandbox: Sandbox, damage: object) -> Outcome:
     """Damage the newest checkpoint of a finished run in several ways, one after the other; each must be refused."""
     outcome = Outcome()
     words = ("train.steps=6",)
@@ -155,7 +155,7 @@ def _run_damaged(sandbox: Sandbox, harm: object, *, bites: int = 1) -> Outcome:
     older, newest = sorted((run.run / "checkpoints").glob("step-*"))[-2:]
     backup = sandbox.folder / "backup"
     shutil.copytree(run.run, backup)
-    for name, expected in harm(newest, older):  # type: ignore[operator]
+    for name, expected in damage(newest, older):  # type: ignore[operator]
         with sandbox.job(*words, "run.resume=exact") as resumed:
             done = resumed.finish()
         outcome.check(done.code == REFUSED, f"{name}: exit code {done.code}: {done.output[-800:]}")
@@ -163,15 +163,15 @@ def _run_damaged(sandbox: Sandbox, harm: object, *, bites: int = 1) -> Outcome:
         outcome.message = outcome.message or done.message
         shutil.rmtree(run.run)
         shutil.copytree(backup, run.run)
-    last = list(harm(newest, older))[-1:]  # type: ignore[operator]
+    last = list(damage(newest, older))[-1:]  # type: ignore[operator]
     outcome.check(bool(last), "nothing was damaged")
     sandbox.check_resume(outcome, before, *words)  # falls back to the one before, with a warning
     return outcome
 
 
-@scenario("C23", "one bit flipped in any file of a commit")
+@scenario("C23", "one bit flipped in any file of a checkpoint")
 def _flipped_bit(sandbox: Sandbox) -> Outcome:
-    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+    def damage(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         for file in sorted(path.name for path in newest.iterdir()):
             path = newest / file
             size = path.stat().st_size
@@ -181,24 +181,24 @@ def _flipped_bit(sandbox: Sandbox) -> Outcome:
                 path.write_bytes(content)
                 yield f"byte {at} of {file}", file
 
-    return _run_damaged(sandbox, harm)
+    return _run_damaged(sandbox, damage)
 
 
-@scenario("C24", "a shard that was cut off")
+@scenario("C24", "a truncated shard")
 def _truncated_shard(sandbox: Sandbox) -> Outcome:
-    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+    def damage(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[0]
         os.truncate(shard, shard.stat().st_size // 2)
         yield "half", shard.name
         os.truncate(shard, 0)
         yield "nothing", shard.name
 
-    return _run_damaged(sandbox, harm)
+    return _run_damaged(sandbox, damage)
 
 
-@scenario("C25", "a manifest that is torn, empty, or of another commit")
+@scenario("C25", "a manifest that is truncated, empty, or from another checkpoint")
 def _torn_manifest(sandbox: Sandbox) -> Outcome:
-    def harm(newest: Path, older: Path) -> Iterator[tuple[str, str]]:
+    def damage(newest: Path, older: Path) -> Iterator[tuple[str, str]]:
         manifest = newest / "manifest.json"
         os.truncate(manifest, manifest.stat().st_size // 2)
         yield "torn", manifest.name
@@ -210,20 +210,20 @@ def _torn_manifest(sandbox: Sandbox) -> Outcome:
             shutil.copy(shard, newest / shard.name)
         yield "shards of the commit before", ".safetensors"
 
-    return _run_damaged(sandbox, harm)
+    return _run_damaged(sandbox, damage)
 
 
-@scenario("C26", "one rank's shard is missing")
+@scenario("C26", "one rank's shard missing")
 def _missing_shard(sandbox: Sandbox) -> Outcome:
-    def harm(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
+    def damage(newest: Path, _: Path) -> Iterator[tuple[str, str]]:
         shard = sorted(newest.glob("*.safetensors"))[-1]
         shard.unlink()
         yield "gone", shard.name
 
-    return _run_damaged(sandbox, harm)
+    return _run_damaged(sandbox, damage)
 
 
-@scenario("C27", "the newest checkpoint is damaged: the run falls back to the one before, and says so")
+@scenario("C27", "the newest checkpoint is damaged: the run falls back to the previous one, with a warning")
 def _falls_back(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
     with sandbox.job() as run:
@@ -247,10 +247,10 @@ def _falls_back(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C28", "a second run on the same directory", quick=True)
+@scenario("C28", "a second run in the same directory", quick=True)
 def _second(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job(misbehave=HELD) as run:
+    with sandbox.job(fault=HELD) as run:
         run.wait_for_hold()
         other = subprocess.run(
             job.train_command("layout.world_size=2"), cwd=sandbox.folder, capture_output=True, text=True, timeout=120
@@ -265,14 +265,14 @@ def _second(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C28b", "an owner that was frozen while another took its run over does not write any more")
+@scenario("C28b", "a frozen owner whose run another process took over: writes nothing after it wakes")
 def _fenced_owner(sandbox: Sandbox) -> Outcome:
     """The other process is in its own PID namespace: neither sees whether the other lives, as on two hosts."""
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:
         raise AbstainError("simulating a second host by a PID namespace needs root and util-linux")
     before = sandbox.reference_digests()
-    with sandbox.job(misbehave=HELD) as run:
+    with sandbox.job(fault=HELD) as run:
         run.wait_for_hold()
         first = run.pids()
         for pid in first:
@@ -304,7 +304,7 @@ def _fenced_owner(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C29", "names with spaces, letters of any language, a leading dash, 255 bytes, a loop of links")
+@scenario("C29", "run names with spaces, any script, a leading dash, 255 bytes; a symlink loop")
 def _names(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     for name in ("two words", "ünïçødé-日本", "-dash", "x" * 255, "a\nb", "../outside"):
@@ -327,7 +327,7 @@ def _names(sandbox: Sandbox) -> Outcome:
     return outcome
 
 
-@scenario("C29b", "a file system that ignores upper and lower case: `Run` and `run`")
+@scenario("C29b", "a case-insensitive file system: `Run` and `run`")
 def _case_insensitive_names(sandbox: Sandbox) -> Outcome:
     """FAT, exFAT and NTFS are such file systems; they lack links and Unix permissions."""
     before, outcome = sandbox.reference_digests(), Outcome()
@@ -397,9 +397,7 @@ def _read_contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@scenario(
-    "C31", "a clock that is an hour off, jumps back, or is beyond 2038, where 32 bits do not count seconds any more"
-)
+@scenario("C31", "a clock that is an hour off, jumps back, or is past 2038 (the limit of 32-bit time)")
 def _clock(sandbox: Sandbox) -> Outcome:
     """The wall clock of every process jumps at random; commits are ordered by their steps, leases by counters."""
     before = sandbox.reference_digests()
@@ -411,8 +409,8 @@ def _clock(sandbox: Sandbox) -> Outcome:
         "time.time_ns = lambda: int(time.time() * 1e9)\n"
     )
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    outcome = Outcome(message="nothing is decided by the wall clock")
-    with sandbox.job(misbehave=HELD, variables={"PYTHONPATH": path}) as run:
+    outcome = Outcome(message="no decision depends on the wall clock")
+    with sandbox.job(fault=HELD, variables={"PYTHONPATH": path}) as run:
         run.wait_for_hold()
         send_signal(run.process.pid, signal.SIGKILL)
         run.finish()

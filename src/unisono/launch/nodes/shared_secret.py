@@ -53,7 +53,7 @@ def read_secret(path: Path) -> dict[str, Any] | None:
         list(path.parent.iterdir())  # makes a network file system refresh its directory cache
         with safe_paths.open_inside(path.parent, path.name) as file:
             if _is_private(os.fstat(file.fileno())):
-                found = safe_paths.parse_json(safe_paths.bounded(file, str(path), _MAX_BYTES))
+                found = safe_paths.parse_json(safe_paths.read_limited(file, str(path), _MAX_BYTES))
                 return found if isinstance(found, dict) else None
     return None
 

@@ -17,7 +17,7 @@ from jax import Array
 from unisono import Batch, Callback, ConfigError, Context, DataError, Loss, SampleContext, Source, Task, read_asset
 from unisono.audio import CENTRE, Window
 from unisono.recipes.birdsong import settings
-from unisono.recipes.birdsong.data.augment import augmented, mask_order, views
+from unisono.recipes.birdsong.data.augment import augment_clip, mask_order, views
 from unisono.recipes.birdsong.data.library import Library, open_library
 from unisono.recipes.birdsong.export import load_encoder
 from unisono.recipes.birdsong.model.encoder import Encoder
@@ -118,7 +118,7 @@ class Birdsong(Task):
             hidden = masked_patches(self.model_config, config.pixio)
             batch["order"] = np.stack([mask_order(self.model_config.grid, hidden, rng) for rng in rngs if rng])
         if augment is not None:
-            made = np.stack([augmented(clip, rng, augment) for clip, rng in zip(made, rngs, strict=True) if rng])
+            made = np.stack([augment_clip(clip, rng, augment) for clip, rng in zip(made, rngs, strict=True) if rng])
         return {**batch, "clip": made}
 
     def _targets(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
@@ -186,14 +186,14 @@ class Birdsong(Task):
         if not context.training and self.config.objective != "supervised" and "clip" in batch:
             embeddings = jax.vmap(model.encoder.embedding)(batch["clip"])[:, None]
         if "logits" in rows:
-            rows |= self._scored("classes", rows.pop("logits")[:, None], batch)
+            rows |= self._probe_terms("classes", rows.pop("logits")[:, None], batch)
         rows["embedding"] = embeddings[:, 0]
         if model.probe is not None:
             logits = jax.vmap(jax.vmap(model.probe))(jax.lax.stop_gradient(embeddings))
-            rows |= self._scored("probe", logits, batch)
+            rows |= self._probe_terms("probe", logits, batch)
         return rows
 
-    def _scored(self, name: str, logits: Array, batch: Batch) -> dict[str, Array]:
+    def _probe_terms(self, name: str, logits: Array, batch: Batch) -> dict[str, Array]:
         """Loss and top-1 accuracy of each row, the mean over its looks; 0 where no label is known.
 
         Args:

@@ -81,10 +81,10 @@ def register_grouped() -> None:
     """Make the grouped product known to transformers."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(GROUPED, _grouped)
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, _multiply_grouped)
 
 
-def _grouped(stack: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def _multiply_grouped(stack: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """The grouped product of transformers, in the precision of autocast where that is on.
 
     torch does not cast for it (pytorch/pytorch#174763), and transformers would multiply in the precision of the

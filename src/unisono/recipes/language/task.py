@@ -131,7 +131,7 @@ class Language(Task):
         model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
         if self._is_packed:
             packed.check_isolation(model, flash=self._kernels.attention == "flash")
-        self._chunked = models.head_is_linear(model)
+        self._uses_chunks = models.head_is_linear(model)
         self._kernels.use(model)
         return model
 
@@ -142,7 +142,8 @@ class Language(Task):
         Positions keep the documents of a packed row apart.
         """
         head = model.get_output_embeddings()
-        whole = not self._chunked or hasattr(head, "base_layer")  # a head with an adapter does more than multiply, too
+        # A head with an adapter is more than one matrix product, too.
+        whole = not self._uses_chunks or hasattr(head, "base_layer")
         inputs = {"input_ids": batch["inputs"], "use_cache": False}
         if "positions" in batch:
             from unisono.recipes.language import packed
@@ -292,7 +293,7 @@ class Language(Task):
 
     def load_assets(self, directory: Path) -> None:
         """The tokenizer, and the configuration of a model whose directory may no longer exist."""
-        self.tokenizer, self._assets = Tokenizer.saved(directory), directory
+        self.tokenizer, self._assets = Tokenizer.load(directory), directory
 
     def shrunk(self, limit: int) -> Language | None:
         """The same documents, read by the same tokenizer, and a small model of the same architecture."""
@@ -342,7 +343,7 @@ class Language(Task):
         return kernels.select_kernels(self.model_config, self._skeleton, "cpu", "fp32")
 
     @cached_property
-    def _chunked(self) -> bool:
+    def _uses_chunks(self) -> bool:
         """Whether the head can be applied in chunks; `build` has already checked it."""
         from unisono.recipes.language import model as models
 

@@ -82,12 +82,12 @@ class Tokenizer:
         return str(_engine(self.path).decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, from which `saved` reads it on any machine."""
+        """Write it into a folder, from which `load` reads it on any machine."""
         write_whole(folder / FILE, _engine(self.path).to_str())
         write_whole(folder / SPECIAL, json.dumps({"first": self.first, "last": self.last}))
 
     @classmethod
-    def saved(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path) -> Tokenizer:
         """Load what `save` has written; the folder need not be trusted.
 
         Raises:
@@ -141,7 +141,7 @@ def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path |
         (folder / SPECIAL).write_text(json.dumps({"first": end, "last": end}), encoding="utf-8")
 
     stamps = [[name, texts.stamp] for name, texts in sorted(corpora.items())]
-    return compute_once("tokenizers", [vocab_size, stamps], train, Tokenizer.saved, cache=cache)
+    return compute_once("tokenizers", [vocab_size, stamps], train, Tokenizer.load, cache=cache)
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -90,7 +90,7 @@ class TokenStore:
         self.folder = folder
         self.shards = prepare.Shards(folder)
         self.manifest = self.shards.manifest
-        self.tokenizer = Tokenizer.saved(folder)
+        self.tokenizer = Tokenizer.load(folder)
         if self.manifest["of"].get("tokenizer") != self.tokenizer.describe:
             raise DataError(
                 f"{folder}: its documents were tokenised with a different tokenizer; copy the folder again "

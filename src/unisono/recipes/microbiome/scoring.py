@@ -58,7 +58,7 @@ def read_shares(library: Library) -> Array:
 
     The number of reads depends on the sequencing, and affects the shares of all rare taxa.
     """
-    counts = library.rarefied.counts.toarray()
+    counts = library.rarefied_table.counts.toarray()
     return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
 
 

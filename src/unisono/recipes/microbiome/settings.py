@@ -187,7 +187,7 @@ class LossWeights(Settings):
     target: NonNegativeFloat = Field(0.0, description="weight of the loss of the column data.target")
 
     @model_validator(mode="after")
-    def _something(self) -> LossWeights:
+    def _check_weights(self) -> LossWeights:
         if not any(self.model_dump().values()):
             raise ValueError(
                 f"task.weights are all 0, so nothing would be learnt; set one of {', '.join(type(self).model_fields)}"

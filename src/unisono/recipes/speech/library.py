@@ -147,8 +147,8 @@ class Library:
 
     def _held_out_references(self) -> int:
         """Held-out recordings that the data name as references of training samples."""
-        targets = {str(clip.path) for sample in _of(self.held_out()) for clip in _targets(sample) if clip.path}
-        heard = {str(clip.path) for sample in _of(self.training()) for clip in _references(sample)}
+        targets = {str(clip.path) for sample in _samples_of(self.held_out()) for clip in _targets(sample) if clip.path}
+        heard = {str(clip.path) for sample in _samples_of(self.training()) for clip in _references(sample)}
         return len(targets & heard)
 
     def _candidates(self, sample: Utterance, training: bool) -> list[Utterance]:
@@ -306,7 +306,7 @@ def _split(config: SpeechData, rows: Sequence[Sample]) -> NDArray[np.bool_]:
     )
 
 
-def _of(rows: Subset | None) -> list[Sample]:
+def _samples_of(rows: Subset | None) -> list[Sample]:
     return [] if rows is None else [rows[number] for number in range(len(rows))]
 
 

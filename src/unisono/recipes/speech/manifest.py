@@ -105,13 +105,13 @@ def _message(message: Any, number: int, config: Manifest, name: str, audios: lis
                     raise FaultError(f"audios: there are more places {_PLACE} in the messages than files")
                 parts.append(_clip(audios.pop(0), config, name, "audios"))
             if said.strip():
-                parts.append(_checked(said, message["role"], field))
+                parts.append(_check_text(said, message["role"], field))
     if not parts:
         raise FaultError(f"{field}.content: is empty")
     return Message(message["role"], tuple(parts))
 
 
-def _checked(text: str, role: str, field: str) -> str:
+def _check_text(text: str, role: str, field: str) -> str:
     plain = text
     if role == "system":
         for token in _SCENE:

@@ -102,11 +102,11 @@ def build(config: ModelGroup, settings: Any, text_head: bool, saved: Path | None
         ConfigError: for weights that cannot be read, or do not fit.
     """
     if isinstance(config, Pretrained) and (saved is None or config.path.is_dir()):
-        return _pretrained(config, settings, text_head)
-    return untrained(config, settings, text_head)
+        return _load_pretrained(config, settings, text_head)
+    return build_untrained(config, settings, text_head)
 
 
-def untrained(config: ModelGroup, settings: Any, text_head: bool) -> nn.Module:
+def build_untrained(config: ModelGroup, settings: Any, text_head: bool) -> nn.Module:
     """The model with weights of torch's generator, on the current default device; arguments as of `build`.
 
     Raises:
@@ -124,7 +124,7 @@ def untrained(config: ModelGroup, settings: Any, text_head: bool) -> nn.Module:
     return model
 
 
-def _pretrained(config: Pretrained, settings: Any, text_head: bool) -> nn.Module:
+def _load_pretrained(config: Pretrained, settings: Any, text_head: bool) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import HiggsAudioV2ForConditionalGeneration
 

@@ -212,7 +212,7 @@ class Speech(Task):
         from unisono import count_parameters
         from unisono.recipes.speech import model
 
-        size = count_parameters(lambda: model.untrained(self.model_config, self.settings, self.text_head))
+        size = count_parameters(lambda: model.build_untrained(self.model_config, self.settings, self.text_head))
         if size <= limit or isinstance(self.model_config, settings.Pretrained):
             return None  # a pretrained model's tokenizer belongs to its vocabulary
         narrow = {

@@ -34,7 +34,7 @@ class MovingAverage:
     def __init__(self, config: Ema, model: nn.Module) -> None:
         self._config = config
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._weights = {name: trained[name] for name in ema.averaged(config, list(trained))}
+        self._weights = {name: trained[name] for name in ema.averaged_names(config, list(trained))}
         self.tensors: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @property

@@ -37,7 +37,7 @@ def _checkpoint_contexts(
     found: list[tuple[Tensor, Tensor]] = []  # buffers, and what they were
 
     @contextmanager
-    def passing() -> Iterator[None]:
+    def first_pass() -> Iterator[None]:
         buffers = list(block.buffers()) if torch.is_grad_enabled() else []  # else there is no replay
         before = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
         yield
@@ -46,7 +46,7 @@ def _checkpoint_contexts(
             found.extend((buffer, was) for buffer, was, _ in before)
 
     @contextmanager
-    def replaying() -> Iterator[None]:
+    def recomputation() -> Iterator[None]:
         now = [buffer.clone() for buffer, _ in found]
         for buffer, was in found:
             buffer.copy_(was)
@@ -57,4 +57,4 @@ def _checkpoint_contexts(
             for (buffer, _), value in zip(found, now, strict=True):
                 buffer.copy_(value)
 
-    return passing(), replaying()
+    return first_pass(), recomputation()

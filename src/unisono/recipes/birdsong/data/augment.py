@@ -11,7 +11,7 @@ from unisono.recipes.birdsong.settings import Augment
 Array = NDArray[np.float32]
 
 
-def augmented(clip: Array, rng: np.random.Generator, augment: Augment) -> Array:
+def augment_clip(clip: Array, rng: np.random.Generator, augment: Augment) -> Array:
     """A clip, louder or softer, with noise, and with stretches of time and bands hidden.
 
     Args:
@@ -49,7 +49,7 @@ def views(clip: Array, rng: np.random.Generator, count: int, length: int, augmen
     for _ in range(count):
         first = int(rng.integers(len(clip) - length + 1))
         view = clip[first : first + length]
-        cut.append(view if augment is None else augmented(view, rng, augment))
+        cut.append(view if augment is None else augment_clip(view, rng, augment))
     return np.stack(cut)
 
 

@@ -88,7 +88,7 @@ def _names_in_column(source: Recordings, column: str, labels: Sequence[Labels] |
     return [known.get(number, f"class {number}") for number in range(max(known, default=-1) + 1)]
 
 
-def numbered(labels: Sequence[Labels]) -> list[str]:
+def number_classes(labels: Sequence[Labels]) -> list[str]:
     """Names of classes of which nothing but the number is known."""
     largest = max((number for label in labels for number in label or ()), default=-1)
     return [f"class {number}" for number in range(largest + 1)]

@@ -25,7 +25,7 @@ from unisono import (
     open_recordings,
 )
 from unisono.recipes.birdsong.data.events import read_events
-from unisono.recipes.birdsong.data.labels import Labels, class_names, classes_of, numbered
+from unisono.recipes.birdsong.data.labels import Labels, class_names, classes_of, number_classes
 from unisono.recipes.birdsong.settings import RecordingsData
 
 LABELS = ("ebird_code", "ebird_code_multilabel", "label", "labels")
@@ -176,7 +176,7 @@ def _open(config: RecordingsData, path: str | list[str], leave_out: Any, key: st
     labels = labels or [None] * len(source)
     if config.window_seconds is not None:
         return _windows(config, source, labels, groups, names)
-    return LabelledRecordings(source, labels, groups, names or numbered(labels), starts)
+    return LabelledRecordings(source, labels, groups, names or number_classes(labels), starts)
 
 
 def _windows(
@@ -209,7 +209,7 @@ def _windows(
                 f"of the windows of {config.window_seconds:g} s; lower data.overlap, or lengthen data.window_seconds"
             )
         names = names or [f"class {number}" for number in range(events.classes)]
-    return LabelledRecordings(windows, own, [groups[row] for row in rows], names or numbered(own))
+    return LabelledRecordings(windows, own, [groups[row] for row in rows], names or number_classes(own))
 
 
 def _label_column(config: RecordingsData, source: Recordings, key: str) -> str | None:

@@ -17,6 +17,8 @@ from unisono.audio import CENTRE
 from unisono.recipes.birdsong.data.library import LabelledSource
 from unisono.recipes.birdsong.model.encoder import Encoder
 
+_THREADS = 2  # that decode
+
 
 @dataclass(frozen=True)
 class Embedded:
@@ -33,9 +35,7 @@ class Embedded:
     groups: list[str]
 
 
-def embed(
-    encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, threads: int = 2, most: int | None = None
-) -> Embedded:
+def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, most: int | None = None) -> Embedded:
     """Embed the rows of a source whose classes are known: a window as it is, the centre of a recording that has none.
 
     Rows are computed one by one and are independent of each other, so no size of micro-batches changes them.
@@ -44,7 +44,6 @@ def embed(
         encoder: frozen.
         source: of recordings.
         micro_batch: rows that are computed at the same time.
-        threads: that decode.
         most: of the first rows of the source are looked at; None for all.
 
     Raises:
@@ -57,7 +56,7 @@ def embed(
         windows = [row.get("window", CENTRE) for row in rows]
         try:
             batch = pipeline(
-                [row["audio"] for row in rows], windows, names=[row["name"] for row in rows], threads=threads
+                [row["audio"] for row in rows], windows, names=[row["name"] for row in rows], threads=_THREADS
             )
         except BadSamplesError as error:
             raise BadSamplesError({rows[row]["row"]: reason for row, reason in error.reasons.items()}) from error

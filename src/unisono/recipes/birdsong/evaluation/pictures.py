@@ -110,7 +110,7 @@ def plot_reconstruction(axes: Sequence[Any], model: BirdsongModel, clip: NDArray
     hidden = masked_patches(settings, model.objective.settings)
     order = mask_order(settings.grid, hidden, np.random.default_rng(0))
     encoded = model.encoder(jnp.asarray(clip), jnp.asarray(order[:-hidden]))
-    told = np.asarray(model.objective.decoded(settings, encoded, jnp.asarray(order)))
+    told = np.asarray(model.objective.decode(settings, encoded, jnp.asarray(order)))
     patches = np.asarray(patches_of(jnp.asarray(clip), settings.patch))
     mean, deviation = patches.mean(1, keepdims=True), patches.std(1, keepdims=True)
     shown, filled = patches.copy(), patches.copy()

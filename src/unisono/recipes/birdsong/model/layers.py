@@ -78,11 +78,11 @@ class Attention(eqx.Module):
             query, key = jax.vmap(jax.vmap(self.query_norm))(query), jax.vmap(jax.vmap(self.key_norm))(key)
         if turns is not None:
             query, key = turns(query), turns(key)
-        mixed = _attended(query, key, value)
+        mixed = _attend(query, key, value)
         return jax.vmap(self.output)(mixed.reshape(len(x), -1))
 
 
-def _attended(query: Array, key: Array, value: Array) -> Array:
+def _attend(query: Array, key: Array, value: Array) -> Array:
     """Scaled dot product attention, (tokens, heads, features of a head) each; scores are in fp32 at least.
 
     `jax.nn.dot_product_attention` has them in fp32 even where all else is in fp64.

@@ -57,13 +57,13 @@ class Masked(eqx.Module):
             visible, hidden = jnp.split(order, [len(order) - masked_patches(encoder.settings, self.settings)])
             encoded = encoder(clip, visible)
             truth = targets(patches_of(clip, encoder.settings.patch)[hidden])
-            predicted = self.decoded(encoder.settings, encoded, order)[hidden].astype(truth.dtype)
+            predicted = self.decode(encoder.settings, encoded, order)[hidden].astype(truth.dtype)
             return jnp.square(predicted - truth).mean(), pooled(encoded)
 
         errors, embeddings = jax.vmap(one)(batch["clip"], batch["order"])
         return Seen({"reconstruction": errors}, embeddings[:, None])
 
-    def decoded(self, encoder: EncoderSettings, encoded: Encoded, order: Array) -> Array:
+    def decode(self, encoder: EncoderSettings, encoded: Encoded, order: Array) -> Array:
         """What the decoder tells of every patch of one clip, (patches, numbers of a patch).
 
         Args:

@@ -106,7 +106,7 @@ def _keep_taxa(config: Study, table: CountTable, filter_: _StudyFilter) -> tuple
     """The taxa that are kept, and the sequences of those that are."""
     names, kept = table.taxa, np.ones(len(table.taxa), dtype=bool)
     if "not_in_tree" in config.leave_out and config.tree is not None:  # else it is read when it is needed
-        absent = set(Tree(config.tree).missing(names))
+        absent = set(Tree(config.tree).find_missing(names))
         why = f"are not among the tips of {config.tree}"
         kept = filter_.keep(kept, [name in absent for name in names], names, "not_in_tree", "taxa", why)
     known = None if config.fasta is None else sequences_.read_fasta(config.fasta)

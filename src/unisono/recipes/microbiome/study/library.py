@@ -187,7 +187,7 @@ class Library:
         return CountTable(self.samples, self.taxa, self.counts)
 
     @cached_property
-    def rarefied(self) -> CountTable:
+    def rarefied_table(self) -> CountTable:
         """`data.rarefy` reads of each sample, always the same ones; all reads if it is null."""
         depth = self.config.rarefy
         return self._table if depth is None else diversity.rarefy_once(self._table, depth)
@@ -195,7 +195,7 @@ class Library:
     @property
     def _distance_table(self) -> CountTable:
         """The table that distances are computed of."""
-        return self.rarefied if self.config.distances_of == "rarefied" else self._table
+        return self.rarefied_table if self.config.distances_of == "rarefied" else self._table
 
     @cached_property
     def _distances(self) -> dict[str, NDArray[np.float64]]:
@@ -205,7 +205,7 @@ class Library:
 
     def check(self) -> None:
         """Refuse a tree or given distances that do not match, before anything is computed."""
-        if self.tree is not None and (absent := self.tree.missing(self.taxa)):
+        if self.tree is not None and (absent := self.tree.find_missing(self.taxa)):
             raise DataError(format_missing(self.tree.path, absent, len(self.taxa)))
         if self._matrix is not None:
             self.distances()

@@ -52,7 +52,7 @@ class Tree:
         self._refuse(root)
         return root
 
-    def missing(self, taxa: Sequence[str]) -> list[str]:
+    def find_missing(self, taxa: Sequence[str]) -> list[str]:
         """The taxa that are not among the tips."""
         return [taxon for taxon in taxa if taxon not in self._tips]
 
@@ -62,7 +62,7 @@ class Tree:
         Raises:
             DataError: where some are not in it.
         """
-        if absent := self.missing(taxa):
+        if absent := self.find_missing(taxa):
             raise DataError(format_missing(self.path, absent, len(taxa)))
         return self.root.shear(taxa, prune=False) if len(self._tips) > len(taxa) else self.root
 
