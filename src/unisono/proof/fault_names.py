@@ -79,7 +79,7 @@ REMEDIES = {
     "The master weights have the wrong dtype": "keep parameters in the dtype in which they are updated",
     # after it
     "Replicas drift apart": "make the same update on all ranks",
-    "Buffers are those of one process": "synchronise batch statistics over ranks, or use a norm without them",
+    "Buffers are those of one process": "reduce over ranks what is made of rows: statistics, averages, a queue",
     "The buffers depend on the layout": "look at what is written into buffers: rows of one micro-batch, or calls",
     "The moving average drifts": "update it once per update, after the optimizer, and equally on every rank",
     "The moving average was lost": "save it with the checkpoint beside the weights, and load both",

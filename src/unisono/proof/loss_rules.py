@@ -218,6 +218,9 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
     if not pattern.parts and (places := _of_kind(pattern, "places")):
         detail = f"{places} of the same rows in another order is another: rows count by their places in a micro-batch"
         return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and pattern.world_size > 1:
+        detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"
+        return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts:
         return build_diagnosis(
             "The loss depends on the micro-batch",

@@ -115,6 +115,11 @@ def format_verdicts(verdicts: list[Verdict], alone: list[Verdict], full: bool = 
     for one in abstentions(judged):
         reasons.setdefault((one.quantity, one.why), []).append(one.case)
     result += [f"{_format_cases(cases)}: ABSTAIN {what}: {why}" for (what, why), cases in reasons.items()]
+    notes: dict[str, list[str]] = {}
+    for verdict in judged:
+        for note in verdict.notes:
+            notes.setdefault(note, []).append(verdict.case)
+    result += [f"{_format_cases(cases)}: {note}" for note, cases in notes.items()]
     told: set[Diagnosis] = set()
     for verdict in judged:
         result += _explain_verdict(verdict, told)
@@ -159,13 +164,12 @@ def _format_size(size: float) -> str:
 
 
 def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
-    """Its notes and its failure; of a diagnosis that was told before, its name alone."""
-    result = [f"{verdict.case}: {note}" for note in verdict.notes]
+    """Its failure; of a diagnosis that was told before, its name alone."""
     first = verdict.first
     if first is None and not verdict.fault:
-        return result
+        return []
     where = _format_difference(first.worst) if first else verdict.fault
-    result.append(f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}")
+    result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]
     diagnosis = verdict.diagnosis
     if diagnosis in told:
         result.append(f"  likely: {diagnosis.fault}, as above")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from unisono.data.loading.draws import find_drawing_lines, restore_global_genera
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.probes.state import TORCH, describe_state, find_kept, repeat_call
-from unisono.proof.recording.output_digest import build_sketches, mixed_rows, row_differs, sketch_distance
+from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
 from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names
@@ -30,8 +30,8 @@ class ModelProbe:
 
     Attributes:
         unrepeatable: why the pass cannot be repeated, empty if it can.
-        unstable: the same where it is more than rounding, and no buffer that the pass reads and changes; or what the
-            model keeps of an earlier pass.
+        unstable: the same where it is more than rounding; or what the model keeps of an earlier pass.
+        carried: the buffers that a pass reads and changes, if passes that begin with the same ones are the same.
         neighbours: whether a row depends on those beside it.
         beside: which of those, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
@@ -39,6 +39,7 @@ class ModelProbe:
 
     unrepeatable: str = ""
     unstable: str = ""
+    carried: tuple[str, ...] = ()
     neighbours: bool = False
     beside: str = ""
     mixed: str = ""
@@ -56,6 +57,31 @@ def probe_model(
         scalars: of the first step.
         floor: relative difference that is rounding.
     """
+    with view.without_side_effects(), restore_global_generators():
+        carried = _find_carried(view, micro, scalars, floor)
+    found = _try_passes(with_same_buffers(view) if carried else view, task, micro, scalars, floor)
+    return replace(found, carried=carried)
+
+
+def with_same_buffers(view: ModelView) -> ModelView:
+    """A view all of whose passes begin with the buffers that the model has now."""
+
+    def restoring(call: Callable[..., Any]) -> Callable[..., Any]:
+        def restored(*arguments: Any, **named: Any) -> Any:
+            with view.without_side_effects():
+                return call(*arguments, **named)
+
+        return restored
+
+    result = copy.copy(view)
+    for name in ("outputs", "sums", "draws"):
+        setattr(result, name, restoring(getattr(view, name)))
+    return result
+
+
+def _try_passes(
+    view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> ModelProbe:
     count = micro.size
 
     def outputs(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Array]:
@@ -76,8 +102,6 @@ def probe_model(
             after, call = ", after one of other rows,", partial(outputs, copies(0))
         if size > floor:
             said = f"a second forward pass{after} with the same weights, rows and seeds gave another {name}"
-            if buffers := _changed_buffers(view, outputs):
-                return ModelProbe(f"{said}: it reads a buffer that it changes ({', '.join(buffers[:3])})")
             said = f"{said}; {describe_state(task, call, micro.arrays, model=getattr(view, 'module', None))}"
             return ModelProbe(said, said if size > _ROUNDING else "")
         neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
@@ -146,16 +170,27 @@ def _is_tensor_by_row(value: Any, count: int) -> bool:
     return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
 
 
-def _changed_buffers(view: ModelView, outputs: Any) -> list[str]:
-    """The buffers that a pass changes, if passes that begin with the same ones are the same."""
+def _find_carried(
+    view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> tuple[str, ...]:
+    """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same."""
+
+    def sketch() -> dict[str, Sketch]:
+        given = replace(micro, arrays=copy.deepcopy(micro.arrays))
+        return build_sketches(view.flatten(view.outputs(given, scalars)))
+
     with view.without_side_effects():
         before = {name: buffer.copy() for name, buffer in view.whole("buffers").items()}
-        once = build_sketches(outputs())
+        once = sketch()
         after = view.whole("buffers")
         changed = [name for name in after if not np.array_equal(before[name], after[name])]
+        reads = bool(changed) and sketch_distance(once, sketch())[0] > floor
+    if not reads:
+        return ()
     with view.without_side_effects():
-        again = build_sketches(outputs())
-    return changed if sketch_distance(once, again)[0] == 0 else []
+        repeats = sketch_distance(once, sketch())[0] <= floor
+    shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
+    return tuple(shared or changed) if repeats else ()
 
 
 def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:

@@ -119,6 +119,7 @@ class RunFacts:
         lower: what computes in a lower precision inside than the run has: `module: dtype`.
         attention: whether it used one of torch's fused kernels for scaled dot product attention.
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
+        carried: buffers that a forward pass reads and changes, so that it begins with what the one before it left.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         beside: which of them, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
@@ -164,6 +165,7 @@ class RunFacts:
     lower: list[str] = field(default_factory=list)
     attention: bool = False
     unrepeatable: str = ""
+    carried: list[str] = field(default_factory=list)
     neighbours: bool = False
     beside: str = ""
     mixed: str = ""
