@@ -15,6 +15,7 @@ from unisono.runtime.text import join_names
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
+_UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in the last place, relative
 _MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 
 
@@ -121,6 +122,7 @@ def _judge_case(
     elif not found.fault:
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else shared.tolerance(case)
         found.compared = comparison.compare_traces(mine, reference, allowed, shared.adaptive and not case.bitwise)
+        found.compared = [_excuse_rounding(one, case, first) for one in found.compared]
         if why := _excuse(case, mine, reference, first):
             found.compared = [_excuse_difference(one, why) for one in found.compared]
         # What the reference fails on by itself is reported of the reference.
@@ -157,12 +159,28 @@ def _excuse(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
             "what the model computes for a row depends on the rows beside it, and it reads buffers that it changes "
             f"({carried}): no run on one process has the same rows together and as many passes"
         )
-    if mine.facts.random and not first.facts.neighbours:
+    if mine.facts.random:
+        why = f"it reads buffers that it changes ({carried})" if carried else "batch statistics are those of all rows"
         return (
-            "the forward pass draws random numbers, which belong to the micro-batch, and it reads buffers that it "
-            f"changes ({carried}): no run on one process has the same micro-batches and as many passes"
+            f"the forward pass draws random numbers, which belong to the micro-batch, and {why}: no run on one process "
+            "has the same micro-batches and as many passes"
         )
     return ""
+
+
+def _excuse_rounding(one: comparison.ComparedQuantity, case: Case, first: Trace) -> comparison.ComparedQuantity:
+    """A difference of an evaluation that rounding inside may come to: it is measured in training passes alone."""
+    used = {entry.rpartition(": ")[2] for entry in first.facts.lower}
+    types = [name for name in _UNIT if name in used]
+    if one.mark != "FAIL" or one.quantity not in ("metrics", "evaluation") or case.precision == "fp64" or not types:
+        return one
+    if one.worst.size > 64 * max(_UNIT[name] for name in types):
+        return one
+    why = (
+        f"'{one.worst.name}' differs by {one.worst.size:.1g}, which rounding may come to: the run computes partly in "
+        f"{' and '.join(types)} ({join_names(first.facts.lower)})"
+    )
+    return replace(one, mark="ABSTAIN", why=why)
 
 
 def _excuse_difference(one: comparison.ComparedQuantity, why: str) -> comparison.ComparedQuantity:
@@ -211,7 +229,7 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
             "batch statistics are those of the rows that processes compute at the same time, and with several "
             "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
         )
-    if case.other_micro_batch and mine.facts.random:
+    if case.other_micro_batch and mine.facts.random and not first.facts.reseeded:
         return "the forward pass draws random numbers, which belong to the micro-batch"
     return ""
 
@@ -219,8 +237,8 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
 def _carried_reason_to_abstain(case: Case, first: Trace) -> str:
     """Why a case says nothing of a model that reads buffers that it changes: passes are not as many on both sides."""
     said = (
-        f"a forward pass reads buffers that it changes ({join_names(first.facts.carried)}), so that it begins with what "
-        "the one before it left"
+        f"a forward pass reads buffers that it changes ({join_names(first.facts.carried)}), so that it begins with "
+        "what the one before it left"
     )
     if case.other_micro_batch:
         return f"{said}: different micro-batches are a different computation"
@@ -257,6 +275,8 @@ def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]
     """
     exact = {"sample ids": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
     floor = FLOOR.get(case.precision, 16 * EPSILON[case.precision])
+    if case.precision != "fp64" and case.name in traces and (dtype := traces[case.name].facts.autocast) in _UNIT:
+        floor = max(floor, 16 * _UNIT[dtype])
     result = {**dict.fromkeys(QUANTITIES, floor), **exact}
     first = _root_reference(case, every)
     perturbed = next((c for c in every if c.perturbed and c.precision == case.precision and c.name in traces), None)
@@ -318,6 +338,11 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
             f"a forward pass reads buffers that it changes ({join_names(trace.facts.carried)}), so every process makes "
             "one micro-batch, and one process the whole global batch in one"
         )
+    found.notes += [
+        f"{' and '.join(names)} are several parameters in the same memory, so that the optimizer changes it several "
+        "times per update, and sharding parts them; tie weights by assigning the parameter itself"
+        for names in trace.facts.overlapping
+    ]
     if zeros := _describe_zeros(trace.facts):
         found.notes.append(zeros)
     if trace.facts.overwritten:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +15,7 @@ import numpy as np
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
+from unisono.proof.predictions import is_equal
 from unisono.proof.probes.state import TORCH, describe_state, find_kept, repeat_call
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
@@ -20,6 +23,7 @@ from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names
 from unisono.task import Task
 
+_KINDS = re.compile("BatchNorm|InstanceNorm|Dropout")  # of modules that compute otherwise in training
 _FEW = 16  # rows, each of which a pass is made for where they are mixed
 _ROUNDING = 1e-4  # what kernels that add in another order each time stay below
 
@@ -31,6 +35,7 @@ class ModelProbe:
     Attributes:
         unrepeatable: why the pass cannot be repeated, empty if it can.
         unstable: the same where it is more than rounding; or what the model keeps of an earlier pass.
+        reseeded: whether something in a pass seeds the generator that was seeded for it anew, and draws from that.
         carried: the buffers that a pass reads and changes, if passes that begin with the same ones are the same.
         neighbours: whether a row depends on those beside it.
         beside: which of those, where it is not all of them, in words; empty otherwise.
@@ -39,6 +44,7 @@ class ModelProbe:
 
     unrepeatable: str = ""
     unstable: str = ""
+    reseeded: bool = False
     carried: tuple[str, ...] = ()
     neighbours: bool = False
     beside: str = ""
@@ -59,8 +65,9 @@ def probe_model(
     """
     with view.without_side_effects(), restore_global_generators():
         carried = _find_carried(view, micro, scalars, floor)
-    found = _try_passes(with_same_buffers(view) if carried else view, task, micro, scalars, floor)
-    return replace(found, carried=carried)
+        fixed = with_same_buffers(view) if carried else view
+        reseeded = _is_reseeded(fixed, micro, scalars, floor)
+    return replace(_try_passes(fixed, task, micro, scalars, floor), carried=carried, reseeded=reseeded)
 
 
 def with_same_buffers(view: ModelView) -> ModelView:
@@ -170,9 +177,24 @@ def _is_tensor_by_row(value: Any, count: int) -> bool:
     return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
 
 
-def _find_carried(
-    view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> tuple[str, ...]:
+def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> bool:
+    """Whether passes with two seeds draw the same: they end in one random state, and give the same."""
+    if not view.draws(micro, scalars):
+        return False
+    found = []
+    for number in (micro.number, micro.number + 1):
+        given = replace(micro, arrays=copy.deepcopy(micro.arrays), number=number)
+        made = build_sketches(view.flatten(view.outputs(given, scalars)))
+        sums = view.sums(given, scalars)
+        found.append((made, sums, view.random_digest()))
+    (made, sums, state), (others, other_sums, other_state) = found
+    alike = sketch_distance(made, others)[0] <= floor and all(
+        is_equal(v, other_sums[n], floor) for n, v in sums.items()
+    )
+    return state != 0 and state == other_state and alike
+
+
+def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> tuple[str, ...]:
     """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same."""
 
     def sketch() -> dict[str, Sketch]:
@@ -200,3 +222,29 @@ def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, f
             return ""
         line = find_drawing_lines(lambda: view.draws(micro, scalars, training=False)).get(TORCH, "")
     return f"outputs() or loss() draws in evaluation{f' ({line})' if line else ''}"
+
+
+def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
+    """The normalisations and dropouts that a pass in evaluation puts into training mode, in words; empty for none."""
+    model = getattr(view, "module", None)
+    if "torch" not in sys.modules or not hasattr(model, "named_modules"):
+        return ""
+    before = {name: module.training for name, module in model.named_modules()}
+    switched: list[str] = []
+
+    def see(module: Any, *_: Any) -> None:
+        if module.training and getattr(module, "p", 1) > 0:
+            switched.extend(name for name, part in model.named_modules() if part is module)
+
+    parts = [part for _, part in model.named_modules() if _KINDS.search(type(part).__name__)]
+    handles = [part.register_forward_pre_hook(see) for part in parts]
+    try:
+        with view.without_side_effects(), restore_global_generators():
+            view.draws(micro, scalars, training=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, module in model.named_modules():
+            module.training = before[name]
+    names = join_names(dict.fromkeys(repr(name) for name in switched))
+    return f"outputs() or loss() computes with {names} in training mode" if names else ""

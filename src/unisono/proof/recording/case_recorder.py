@@ -24,11 +24,11 @@ from unisono.optim import schedules
 from unisono.proof import engines
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
-from unisono.proof.probes.build_probe import probe_build
+from unisono.proof.probes.build_probe import find_overlapping, probe_build
 from unisono.proof.probes.model_probe import probe_model, with_same_buffers
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
-from unisono.proof.probes.state import restore_attributes
+from unisono.proof.probes.state import restore_attributes, restore_model
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import INITIAL_BUFFERS, RunFacts, StepFacts, Trace, trace_folder, write_facts
 from unisono.proof.user_errors import format_user_error
@@ -168,7 +168,7 @@ class _CaseRun:
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
-            with restore_attributes(self.task):
+            with restore_attributes(self.task), restore_model(getattr(view, "module", None)):
                 self._probe(first[0], facts, of_terms)
 
     def _probe(self, micro: MicroBatch, facts: RunFacts, of_terms: bool) -> None:
@@ -178,7 +178,7 @@ class _CaseRun:
         before = digest_parameters(view) if of_terms else {}
         found = probe_model(view, self.task, micro, scalars, floor)
         facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
-        facts.carried = list(found.carried)
+        facts.carried, facts.reseeded = list(found.carried), found.reseeded
         if found.unstable and on_cpu:  # an accelerator's kernels may add as they like
             facts.unstable_forward = found.unstable
         facts.unrepeatable = facts.unrepeatable or found.unrepeatable
@@ -220,6 +220,8 @@ class _CaseRun:
         self.recorder.write(INITIAL_BUFFERS, None, view.whole("buffers"))
         self.recorder.write("initial parameters", None, view.whole("parameters"))
         facts.initial_buffers = view.find_differing_buffers()
+        if self.config.layout.engine == "torch":
+            facts.overlapping = find_overlapping(view.module)
         facts.crosses = cross_sample_mode(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
@@ -241,6 +243,8 @@ class _CaseRun:
                 self.open(facts)
                 self._load(case.name, updates)
                 batches = self.loader.steps(updates)
+        count = len(self.source) if hasattr(self.source, "__len__") else -1
+        facts.source_rows = [rows for rows in communicator.gather(count, "the rows of the data") if rows >= 0]
         facts.first_samples = communicator.gather(self.digests, "digests of the first samples")
         facts.random = any(communicator.gather(self.engine.random, "whether random numbers were drawn"))
         reasons = communicator.gather(facts.unrepeatable, "whether the data can be read again")
@@ -269,7 +273,8 @@ class _CaseRun:
         if any(self.communicator.gather(needed > free, "whether there is room for the traces")):
             raise ConfigError(
                 f"proving a model with {count:,} parameters needs about {needed / 1e9:.1f} GB in {self.root} for "
-                f"{self.cases_left} cases, which has {free / 1e9:.1f} GB free; prove a smaller model (overrides, or Task.shrunk), or set TMPDIR"
+                f"{self.cases_left} cases, which has {free / 1e9:.1f} GB free; prove a smaller model "
+                "(overrides, or Task.shrunk), or set TMPDIR"
             )
 
     def _load(self, case: str, updates: int) -> None:

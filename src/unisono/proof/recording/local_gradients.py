@@ -23,7 +23,12 @@ class LocalGradients:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._passes: list[dict[str, Array]] = [{}]
-        self._unwatched = {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
+        self._unwatched: dict[str, Tensor] = {}
+        self.add(parameters)
+
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Watch these as well."""
+        self._unwatched |= {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
         self.watch()
 
     def watch(self) -> None:

@@ -101,7 +101,9 @@ class ScriptWatch:
         self.has_callback = False
         self._evaluation: dict[str, float] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._members: set[int] = set()  # modules that hold trained parameters
+        self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
+        self._trained: set[int] = set()
+        self._kept: list[nn.Module] = []  # whose ids they are, which must not be given to others
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
@@ -206,9 +208,24 @@ class ScriptWatch:
         """The records, which begin where they are asked for first."""
         if self.records is None:
             model = _find_model(optimizers)
-            self._members = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+            self._add_members(model)
             self.records = Records(self._world, model, None)
         return self.records
+
+    def _follow_new(self, module: nn.Module) -> None:
+        """Record the models of optimizers that came later, if a module that is in none of the known ones is theirs."""
+        own = {id(parameter) for parameter in module.parameters()} - self._trained
+        optimizers = [one for reference in self._optimizers if own and (one := reference()) is not None]
+        later = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
+        if later and self.records is not None:
+            model = _find_model(later)
+            self._add_members(model)
+            self.records.follow(model)
+
+    def _add_members(self, model: nn.Module) -> None:
+        self._kept.append(model)
+        self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+        self._trained |= {id(parameter) for parameter in model.parameters()}
 
     # passes ----------------------------------------------------------------------------------------------------------
 
@@ -222,6 +239,8 @@ class ScriptWatch:
                 trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
                 if any(id(parameter) in trained for parameter in module.parameters()):
                     self._begin(optimizers)
+            elif id(module) not in self._members:
+                self._follow_new(module)
             records = self.records
             if records is None or id(module) not in self._members:
                 return original(module, *args, **named)

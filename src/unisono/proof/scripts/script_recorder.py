@@ -33,6 +33,7 @@ from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
@@ -114,12 +115,23 @@ class Records:
         self._random = False
         self._generators: list[int] = []
         self._begin(_by_plain_name(model.named_parameters()))
+        self._write("initial parameters", None, _by_plain_name(model.named_parameters()))
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(self._before_step)
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(_by_plain_name(model.named_parameters()))
         self._left = LeftGradients(model.parameters())
+
+    def follow(self, model: nn.Module) -> None:
+        """Record another model as well, from now on, which may begin with what was trained before."""
+        self._model = FollowedModels(self._model, model)
+        known = {*self._facts.trainable, *self._facts.frozen}
+        named = _by_plain_name(self._model.named_parameters())
+        new = {name: parameter for name, parameter in named.items() if name not in known}
+        self._begin(new)
+        self._local.add(new)
+        self._left.add(new.values())
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
@@ -242,7 +254,6 @@ class Records:
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
             self._facts.per_process = sorted(_local_statistics(self._model))
-        self._write("initial parameters", None, parameters)
         self.seen.initial = _digest_plain(parameters)
 
     # what torch calls --------------------------------------------------------------------------------------------
@@ -289,6 +300,9 @@ class Records:
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
         self._local.watch()
+        for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
+            if torch.is_autocast_enabled(device):
+                self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         if self._model.training:
             self._generators = _generator_digests()
 

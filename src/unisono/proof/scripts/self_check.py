@@ -170,7 +170,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         if begun:
             note(BEGIN, step, f"not with those of {join_names(begun, 3)}")
         if unequal:
-            everywhere = len(unequal) == len({name for rank in reduced for name in rank})
+            sharded = {*trace.tensors("raw gradients", step)}  # with those of which every rank has a piece
+            everywhere = len(unequal) == len(sharded.union(*reduced))
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
