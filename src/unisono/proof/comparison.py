@@ -102,7 +102,10 @@ def compare_traces(
         worst = max(earliest or found, key=lambda difference: difference.size)
         why = _explain_local_statistics(quantity, over, mine, reference)
         if not over and tolerance[quantity] > _MAX_TOLERANCE:
-            why = f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}"
+            why = (
+                f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}: so far apart are two "
+                "runs on one process whose initial weights differ in their last bit"
+            )
         mark: Mark = "ABSTAIN" if why else "FAIL" if over else "PASS"
         result.append(
             ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown if moved and not why else ())
@@ -339,7 +342,7 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         shown = f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}"
         result.append(_build_invariant("evaluation repeats", facts.evaluation == facts.evaluation_again, shown))
     if facts.evaluation_left is not None:
-        left = ", ".join(facts.evaluation_left)
+        left = ", ".join(filter(None, [*facts.evaluation_left, facts.evaluation_remembered]))
         result.append(_build_invariant("evaluation leaves things as they were", not left, left))
     if facts.evaluation_draws:
         why = f"{facts.evaluation_draws}; if it means to, set draws_in_evaluation = True in the task"

@@ -297,12 +297,15 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
     whole = pattern.mine.tensors("raw gradients", pattern.number)
     shown = f"{worst.mine:.9g} instead of {worst.reference:.9g}"
     exact = _norm_of(whole)
+    if pattern.abstains("raw gradients") or (exact and predictions.is_equal(worst.mine, exact, 1e-9)):
+        detail = f"the norm is {shown}, and that of the run's own gradients is {exact:.9g}: it is they that differ"
+        return build_diagnosis("The gradients depend on the layout", detail)
     parts = {f"the shards of rank {rank}": _norm_of(_shard(whole, rank, size)) for rank in range(size)}
     parts |= {
         f"{size} copies of it": exact * math.sqrt(size),
         f"an N-th of its squares, N = {size}": exact / math.sqrt(size),
     }
-    for name, norm in parts.items():
+    for name, norm in parts.items() if size > 1 else ():
         if predictions.is_equal(worst.mine, norm, max(pattern.rounding, 1e-6)):
             return build_diagnosis("The norm is that of a part of the gradient", f"{shown}, the norm of {name}")
     for name, bits in predictions.LOWER.items():
@@ -318,6 +321,9 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
 def diagnose_clipped(pattern: Pattern) -> Diagnosis:
     """Of clipped gradients, where raw ones and their norm agree."""
     number, size = pattern.number, pattern.world_size
+    if pattern.abstains("raw gradients"):
+        detail = "clipped gradients differ; whether those before it do is not known, since they were not compared"
+        return build_diagnosis("The gradients depend on the layout", detail)
     raw, clipped = (pattern.mine.tensors(f"{kind} gradients", number) for kind in ("raw", "clipped"))
     limit = _norm_of(pattern.reference.tensors("clipped gradients", number))
     factors, known = [], True

@@ -109,7 +109,8 @@ class TorchModelView:
         if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
             return {}
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
-        return {name: float(value) for name, value in loss.sums.items()}
+        with torch.no_grad():
+            return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""

@@ -226,7 +226,7 @@ def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, f
 
 def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
     """The normalisations and dropouts that a pass in evaluation puts into training mode, in words; empty for none."""
-    model = getattr(view, "module", None)
+    model: Any = getattr(view, "module", None)
     if "torch" not in sys.modules or not hasattr(model, "named_modules"):
         return ""
     before = {name: module.training for name, module in model.named_modules()}
@@ -248,3 +248,30 @@ def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
             module.training = before[name]
     names = join_names(dict.fromkeys(repr(name) for name in switched))
     return f"outputs() or loss() computes with {names} in training mode" if names else ""
+
+
+def find_remembered_by_evaluation(
+    view: ModelView, task: Task, micro: MicroBatch, held: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> str:
+    """How a training pass is another after an evaluation, in words; empty if it is the same."""
+
+    def train() -> tuple[dict[str, Sketch], dict[str, float]]:
+        with view.without_side_effects():
+            given = replace(micro, arrays=copy.deepcopy(micro.arrays))
+            return build_sketches(view.flatten(view.outputs(given, scalars))), view.sums(given, scalars)
+
+    def evaluate() -> None:
+        with view.without_side_effects():
+            view.draws(held, scalars, training=False)
+
+    with restore_global_generators():
+        once, sums = train()
+        evaluate()
+        again, sums_again = train()
+        size, name = sketch_distance(once, again)
+        changed = next((n for n, value in sums.items() if not is_equal(value, sums_again[n], floor)), "")
+        if size <= floor and not changed:
+            return ""
+        evaluate()
+        why = describe_state(task, evaluate, {}, model=getattr(view, "module", None))
+    return f"a training pass after an evaluation gives another {name if size > floor else changed}; {why}"

@@ -139,6 +139,7 @@ class RunFacts:
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
         evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
         evaluation_switched: which modules compute in an evaluation as in training, in words; empty for none.
+        evaluation_remembered: how an evaluation changes the training pass that follows, in words; empty if not.
         first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
             the generator that it was given.
         source_rows: by rank, how many rows the task's data have, where that is known.
@@ -190,6 +191,7 @@ class RunFacts:
     overwritten: str = ""
     evaluation_draws: str = ""
     evaluation_switched: str = ""
+    evaluation_remembered: str = ""
     first_samples: list[list[list[int]]] = field(default_factory=list)
     source_rows: list[int] = field(default_factory=list)
     probed: bool = False

@@ -161,8 +161,9 @@ class Records:
                 "micro-batch: `if accelerator.sync_gradients`), and give world.records() the optimizer "
                 "that makes the updates"
             )
+        given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
         mine = [
-            [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
+            [int(row) for row in torch.as_tensor(given).flatten().tolist()],
             self._rates,
             None if loss is None else float(loss),
             None if metrics is None else {name: float(value) for name, value in metrics.items()},
@@ -293,6 +294,8 @@ class Records:
         if clips:
             self._write_gradients("clipped gradients", now, parameters)
         self.seen.clipped = _digest_plain(now)
+        modules = self._model.named_modules()
+        self.seen.evaluating = [_WRAPPERS.sub("", name) for name, module in modules if not module.training]
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
@@ -445,7 +448,3 @@ def _generator_digests() -> list[int]:
     if torch.accelerator.is_available():
         states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
     return [replicas.digest(state) for state in states]
-
-
-def _as_list(rows: Iterable[int] | Tensor) -> Any:
-    return rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)
