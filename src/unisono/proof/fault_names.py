@@ -27,7 +27,7 @@ REMEDIES = {
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
-    "The forward pass depends on the call": "keep no state in the model but buffers, and draw from torch's generator",
+    "The forward pass depends on the call": "keep no state but buffers, count by context.step, draw by torch's seeds",
     "The forward pass changes parameters": "clamp copies, keep state in buffers, and average after the update",
     "Padding changes the loss": "mask the padding wherever positions are averaged, normalised or counted",
     "Rows of a micro-batch are mixed": "keep rows and views as two axes; undo every sort, roll and shift of the rows",
@@ -36,14 +36,14 @@ REMEDIES = {
     "A second resume drifts": "save totals: what is counted from the last start begins at zero with every start",
     # loss
     "A mean of means": "add up sums and counts over micro-batches and ranks, and divide once",
-    "The loss across samples depends on the layout": "hold local rows against everyone's, and divide by all pairs",
-    "A statistic of the batch is taken of its parts": "take it of all data once, or of the batch: cross_sample='whole'",
+    "The loss across samples depends on the layout": "count rows from global_batch.first on, and divide by all pairs",
+    "A statistic of the batch is taken of its parts": "use counts(), all the data, or cross_sample='whole'",
     "A term is added once per micro-batch": "multiply it by the count of its term, or leave it to weight decay",
     "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
     "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
     "The loss depends on the micro-batch": "compute each row's part of the loss alone, and count what it is divided by",
     "The loss depends on the process": "look for rank and world size, and for state, in what loss() reads",
-    "The loss depends on the call": "keep no state in loss(): what it needs later goes into a buffer or a carry",
+    "The loss depends on the call": "keep no state in loss(): count by context.step, keep what rows need in a carry",
     "The loss depends on the layout": "look at what loss() and counts() read beside their arguments",
     "The reported loss depends on the layout": "look at how the number is made that is reported",
     # gradients
@@ -85,7 +85,7 @@ REMEDIES = {
     "The moving average was lost": "save it with the checkpoint beside the weights, and load both",
     "A metric is not summed over ranks": "report sums and counts, reduced over ranks",
     "A metric depends on the layout": "look at what the metric is divided by, and at what it reads beside its rows",
-    "The evaluation depends on the layout": "look for batch statistics, padding and draws in the evaluation",
+    "The evaluation depends on the layout": "look for batch statistics, padding, draws and state in the evaluation",
     "Evaluation changes the training": "restore modes, buffers and generators",
     "Evaluation draws at random": "switch to evaluation mode, and key what it draws",
     # of a run alone
