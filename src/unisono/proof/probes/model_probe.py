@@ -150,20 +150,20 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
     """
     count = micro.size
     order = [*range(1, count), 0]
-    kept = {n: k for n, k in find_kept(getattr(view, "module", None)).items() if _is_tensor_by_row(k[2], count)}
+    kept = _find_tensors_by_row(getattr(view, "module", None), count)
     if count < 2 or not kept:
         return ""
     turned = {n: a[order] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
     wanted = build_sketches({n: a[order] if is_per_row(a, count) else a for n, a in once.items()})
     if sketch_distance(build_sketches(outputs(turned)), wanted)[0] <= floor:
         return ""
-    for module, name, value in kept.values():
-        module.__dict__[name] = value[order]
+    for holder, key, value in kept.values():
+        holder[key] = value[order]
     try:
         again = build_sketches(outputs(turned))
     finally:
-        for module, name, value in kept.values():
-            module.__dict__[name] = value
+        for holder, key, value in kept.values():
+            holder[key] = value
     if sketch_distance(again, wanted)[0] > floor:
         return ""
     return (
@@ -172,9 +172,20 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
     )
 
 
-def _is_tensor_by_row(value: Any, count: int) -> bool:
-    """Whether it is a plain tensor with a row for each of the micro-batch."""
-    return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
+def _find_tensors_by_row(model: Any, count: int) -> dict[str, tuple[dict[Any, Any], Any, Any]]:
+    """Plain tensors that a model keeps, in dictionaries too, with a row for each of the micro-batch, and where."""
+
+    def is_by_row(value: Any) -> bool:
+        return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
+
+    found: dict[str, tuple[dict[Any, Any], Any, Any]] = {}
+    for name, (module, attribute, value) in find_kept(model).items():
+        if is_by_row(value):
+            found[name] = vars(module), attribute, value
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            if is_by_row(inner):
+                found[f"{name}[{key!r}]"] = value, key, inner
+    return found
 
 
 def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> bool:
@@ -265,13 +276,23 @@ def find_remembered_by_evaluation(
             view.draws(held, scalars, training=False)
 
     with restore_global_generators():
-        once, sums = train()
+        once, repeated = train(), train()
         evaluate()
-        again, sums_again = train()
-        size, name = sketch_distance(once, again)
-        changed = next((n for n, value in sums.items() if not is_equal(value, sums_again[n], floor)), "")
-        if size <= floor and not changed:
+        again = train()
+        changed = _find_other(once, again, floor)
+        if not changed or _find_other(once, repeated, floor):  # then it is no matter of the evaluation
             return ""
-        evaluate()
         why = describe_state(task, evaluate, {}, model=getattr(view, "module", None))
-    return f"a training pass after an evaluation gives another {name if size > floor else changed}; {why}"
+    return f"a training pass after an evaluation gives another {changed}; {why}"
+
+
+def _find_other(
+    once: tuple[Mapping[str, Sketch], Mapping[str, float]],
+    again: tuple[Mapping[str, Sketch], Mapping[str, float]],
+    floor: float,
+) -> str:
+    """The first output, or the first sum of the loss, that is another the second time; empty for none."""
+    size, name = sketch_distance(once[0], again[0])
+    if size > floor:
+        return name
+    return next((f"'{n}'" for n, value in once[1].items() if not is_equal(value, again[1][n], floor)), "")
