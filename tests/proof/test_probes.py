@@ -149,6 +149,9 @@ class Model(View):
     def whole(self, kind: str) -> dict[str, Any]:
         return {}
 
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        return False
+
 
 def passed(forward: Callable[[Any], Any]) -> ModelProbe:
     micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
@@ -184,6 +187,78 @@ def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None
 
     passed(forward)
     assert "after one of other rows" in passed(forward).unstable
+
+
+class Carrying(Model):
+    """Whose pass reads a buffer, and writes into it."""
+
+    local_buffers = ("other",)
+
+    def __init__(self, forward: Callable[[Any, dict[str, Any]], Any]) -> None:
+        super().__init__(lambda x: forward(x, self.buffers))
+        self.buffers = {"codes": np.zeros(4)}
+
+    @contextmanager
+    def without_side_effects(self) -> Iterator[None]:
+        before = {name: value.copy() for name, value in self.buffers.items()}
+        yield
+        self.buffers.update(before)
+
+    def whole(self, kind: str) -> dict[str, Any]:
+        return {name: value.copy() for name, value in self.buffers.items()}
+
+
+def kept(forward: Callable[[Any, dict[str, Any]], Any]) -> ModelProbe:
+    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
+    view: Any = Carrying(forward)
+    return probe_model(view, Rows(), micro, {}, 1e-9)
+
+
+def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with_the_same_ones() -> None:
+    def add_up(x: Any, buffers: dict[str, Any]) -> Any:
+        made = x + buffers["codes"][0]
+        buffers["codes"][0] += x.sum()
+        return made
+
+    def count(x: Any, buffers: dict[str, Any]) -> Any:
+        buffers["codes"][0] += 1
+        return x * 2
+
+    def use_first(x: Any, buffers: dict[str, Any]) -> Any:
+        buffers["codes"][0] += x.sum()
+        return x + buffers["codes"][0]
+
+    assert kept(add_up) == ModelProbe(carried=("codes",))
+    assert kept(count) == ModelProbe()
+    assert kept(use_first) == ModelProbe(carried=("codes",), neighbours=True)
+
+
+class Seeded(Model):
+    """Draws one number per row from a generator that is seeded by the micro-batch; or seeds it anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__(lambda x: x)
+        self._anew, self._generator = anew, np.random.default_rng(0)
+
+    def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
+        self._generator = np.random.default_rng(0 if self._anew else micro.number)
+        return micro.arrays["x"] + self._generator.normal(size=len(micro.arrays["x"]))
+
+    def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
+        return True
+
+    def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
+    def random_digest(self) -> int:
+        return hash(str(self._generator.bit_generator.state))
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_pass_that_seeds_its_generator_anew_is_found(anew: bool) -> None:
+    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
+    view: Any = Seeded(anew)
+    assert probe_model(view, Rows(), micro, {}, 1e-9).reseeded == anew
 
 
 # samples and batches --------------------------------------------------------------------------------------------------

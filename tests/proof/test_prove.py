@@ -321,6 +321,28 @@ def test_a_task_that_hangs_is_ended_early_with_the_line_of_every_rank(folder: Pa
     shutil.rmtree(kept.parent)
 
 
+EDITED = """
+import other
+from task import Good
+
+class Task(Good):
+    def build(self):
+        with open(other.__file__, "a") as file:
+            print("# an edit", file=file)
+        return super().build()
+"""
+
+
+@pytest.mark.slow
+def test_code_that_is_edited_meanwhile_ends_the_proof_before_the_next_case(folder: Path) -> None:
+    (folder / "edited.py").write_text(EDITED)
+    (folder / "other.py").write_text("")
+    done = prove(folder, "edited.py:Task", *ONE_CASE)
+    assert done.returncode == 1
+    assert "the code changed during the proof: other.py has changed. Start the proof again" in done.stderr
+    assert "(1 of " in done.stderr and "(2 of " not in done.stderr
+
+
 def frames(told: str) -> list[str]:
     """File and function of every frame that is shown."""
     found = re.findall(r'File "(.*)", line \d+, in (\w+)', told)

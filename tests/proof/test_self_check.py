@@ -107,6 +107,7 @@ def test_a_gradient_beyond_its_limit_fails(tmp_path: Path) -> None:
     ("change", "check", "fault"),
     [
         (lambda rank: rank.initial.update(a=6), self_check.BEGIN, "Initialisation depends on the rank"),
+        (lambda rank: rank.evaluating.append("drop"), self_check.MODES, "Evaluation changes the training"),
         (lambda rank: rank.buffers.update(n=4), self_check.BUFFERS, "Buffers are those of one process"),
         (
             lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]),

@@ -66,10 +66,28 @@ def test_the_table_has_a_line_for_every_run_and_fits_a_terminal() -> None:
 
 
 def test_a_figure_that_was_not_judged_is_not_beside_a_pass() -> None:
-    unknown = ComparedQuantity("raw gradients", "ABSTAIN", Difference(3e-2, 1, "w"), why="other padding")
+    unknown = ComparedQuantity("outputs", "ABSTAIN", Difference(3e-2, 1, "w"), why="other padding")
     told = "\n".join(format_verdicts([replace(GOOD, compared=[*GOOD.compared, unknown])], []))
     assert "3e-16 loss, in part" in told
     assert "3e-02" not in told
+
+
+def test_a_run_whose_gradients_were_not_compared_does_not_pass() -> None:
+    unknown = ComparedQuantity("raw gradients", "ABSTAIN", why="other padding")
+    assert replace(GOOD, compared=[*GOOD.compared, unknown]).mark == "ABSTAIN"
+    nothing = replace(unknown, why="there is none")
+    assert replace(GOOD, compared=[*GOOD.compared, nothing]).mark == "PASS"
+
+
+def test_quantities_that_abstain_for_one_reason_stand_side_by_side() -> None:
+    unknown = [ComparedQuantity(name, "ABSTAIN", why="other padding") for name in ("outputs", "metrics")]
+    told = format_verdicts([replace(GOOD, compared=[*GOOD.compared, *unknown])], [])
+    assert "ddp:2 fp64: ABSTAIN outputs, metrics: other padding" in told
+
+
+def test_a_note_of_several_runs_is_told_once() -> None:
+    noted = [replace(GOOD, case=case, notes=["0 in every step"]) for case in ("a", "b")]
+    assert "a and 1 more case: 0 in every step" in format_verdicts(noted, [])
 
 
 def test_one_reason_of_several_runs_is_told_once() -> None:

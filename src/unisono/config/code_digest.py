@@ -30,6 +30,11 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
         recipe: As named in a configuration; its task must have been imported, which extends `sys.path`.
         engine: `layout.engine`, which selects among the tasks of a recipe.
     """
+    return _unisono_digests() | digest_task_sources(recipe, engine)
+
+
+def digest_task_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
+    """Return the SHA-256 of the files of the task and of what it imports alone; see `digest_sources`."""
     files: dict[str, Path] = {}
     place = (references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe).rpartition(
         ":"
@@ -41,7 +46,7 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
         files |= _project_files(references.find_package(path)[1] or path.stem, path)
     elif place:  # empty for a recipe without a file, as callers of `unisono.training.loop` may have
         files |= _project_files(place, None)
-    return _unisono_digests() | {name: _file_digest(path) for name, path in files.items()}
+    return {name: _file_digest(path) for name, path in files.items()}
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from unisono.config import code_digest
+from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.launch import layout as layouts
@@ -75,15 +78,29 @@ class Progress:
         return f"  {name}: {seconds:.1f} s ({done} of {self.total}{rest})"
 
 
-def write_cases(folder: Path, cases: list[Case], proof: ProofSettings, progress: Progress) -> None:
-    """Write what the processes have to run, all cases on as many."""
+def write_cases(
+    folder: Path, cases: list[Case], proof: ProofSettings, progress: Progress, digests: Mapping[str, str]
+) -> None:
+    """Write what the processes have to run, all cases on as many, and the digests of the code that is proved."""
     described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases], "progress": asdict(progress)}
+    described |= {"code": dict(digests)}
     (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def is_recorded(root: Path, case: str) -> bool:
     """Whether a case was run to its end."""
     return (trace_folder(root, case) / "facts.json").is_file()
+
+
+def needs_whole_batches(folder: Path, first: Case, config: RunConfig) -> bool:
+    """Whether the first case has shown that a forward pass reads buffers that it changes.
+
+    Then every layout has to make as many passes as one process does: one micro-batch each. Not where rows of a global
+    batch may not be in one micro-batch, nor in JAX, whose probes change no buffers.
+    """
+    if first.whole or not is_recorded(folder, first.name) or rows_of_sources(config, config.train.global_batch):
+        return False
+    return bool(Trace(trace_folder(folder, first.name)).facts.carried)
 
 
 def _has_failed(root: Path, case: str) -> bool:
@@ -101,6 +118,12 @@ def deadline(case: Case, seconds: float | None) -> float:
     if seconds is None:
         return _LONGEST
     return min(_LONGEST, (20 + 10 * seconds) * (5 if case.layout.get("compile") else 1))
+
+
+def _has_changed(before: Mapping[str, str], config: RunConfig) -> bool:
+    """Whether the task's code is no longer what it was."""
+    now = code_digest.digest_task_sources(config.recipe, config.layout.engine)
+    return any(before.get(name) != digest for name, digest in now.items())
 
 
 def main(folder: Path, task: str) -> NoReturn:
@@ -125,14 +148,19 @@ def main(folder: Path, task: str) -> NoReturn:
         watch = HangWatch(folder, place.rank)
         progress = Progress(**described["progress"])
         for number, case in enumerate(cases, start=1):
+            if any(group.gather(_has_changed(described["code"], config), "whether the code has changed")):
+                break  # it is told by the process that started this one
             if any(_has_failed(folder, other) for other in (case.reference, case.starts_from, case.weights_from)):
                 continue
             began = time.perf_counter()
             settled = build_case_config(config, case, proof, place)
             with watch.limit(deadline(case, progress.seconds)):
-                case_recorder.record_case(build_task(settled), settled, place, group, case, proof, folder)
+                left = progress.total - progress.done - number + 1
+                case_recorder.record_case(build_task(settled), settled, place, group, case, proof, folder, left)
             if place.is_first:
                 say(progress.format_case(case.name, time.perf_counter() - began, number, time.time()), error=True)
+            if progress.done == 0 and number == 1 and needs_whole_batches(folder, case, config):
+                break  # other cases take the place of the rest
         rank_process.leave_group(group)
 
     rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")

@@ -18,6 +18,7 @@ from unisono.runtime.errors import ConfigError
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
+MAX_PARAMETERS = 5_000_000  # of a model that is proved as it is; every run writes a few copies of it per step
 ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
 _LAYOUT = re.compile(r"(ddp|fsdp):(\d+)(?:x(\d+))?|(hsdp):(\d+)x(\d+)|(dp)")
 
@@ -98,7 +99,9 @@ class Case:
         other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
             by the rows of one differs.
         weights_from: the case with whose first weights it begins; empty for those of its own task.
-        synchronised: whether rows of several processes share batch statistics, and are not the whole global batch.
+        synchronised: whether rows of several processes share batch statistics, or passes begin with buffers that the
+            ones before have changed, and what is computed at one time is not the whole global batch.
+        whole: whether the whole global batch is computed at one time: one micro-batch of every process.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Case:
     perturbed: float = 0.0
     other_micro_batch: bool = False
     synchronised: bool = False
+    whole: bool = False
     weights_from: str = ""
 
     @property
@@ -166,8 +170,13 @@ def parse_layout(text: str) -> tuple[int, dict[str, Any]]:
     return int(found[2]), {"strategy": found[1], **({"devices": int(found[3])} if found[3] else {})}
 
 
-def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
+def build_cases(proof: ProofSettings, config: RunConfig, carried: bool = False) -> list[Case]:
     """Every run of the proof, references first.
+
+    Args:
+        proof: its settings.
+        config: of the run to be proved.
+        carried: whether a forward pass reads buffers that it changes, so that passes have to be as many everywhere.
 
     Raises:
         ConfigError: for a layout that is none, or a global batch or number of steps that they cannot be shown with.
@@ -191,6 +200,7 @@ def build_cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
         raise ConfigError("vary=[ordered] does not work with layout.sync_batch_norm=true; leave out one of the two")
     # Rows that are normalised together are more than one.
     least = next((n for n in range(2, largest) if largest % n == 0), 1) if together else 1
+    together = together or carried
     micros = sorted({largest, least} if "accumulate" in proof.vary else {largest}, reverse=True)
     wanted = dict.fromkeys(proof.precisions or ["fp64", "fp32", config.train.precision])
     result: list[Case] = []
@@ -232,19 +242,20 @@ def _layout_cases(
         micro: rows of a micro-batch.
         largest: the run on one process with the largest micro-batch, if this is not that one.
         whole: rows of a global batch of which every layout makes one micro-batch per process; 0 for `micro`.
-        together: whether batch statistics are those of all processes.
+        together: whether batch statistics are those of all processes, or buffers are carried from pass to pass.
     """
     rows = whole or micro
-    alone = Case(f"single m{rows} {precision}", 1, {"strategy": "single", "micro_batch": rows}, precision)
+    layout = {"strategy": "single", "micro_batch": rows}
+    alone = Case(f"single m{rows} {precision}", 1, layout, precision, whole=bool(whole))
     if largest is None:
         yield alone
         yield replace(alone, name=_case_name(alone, "perturbed"), perturbed=EPSILON[precision])
     else:
         yield replace(alone, reference=largest.name, other_micro_batch=True)
-    for layout, (world, keys) in layouts.items():
+    for name, (world, keys) in layouts.items():
         rows = whole // world or micro
-        plain = Case(f"{layout} m{rows} {precision}", world, {**keys, "micro_batch": rows}, precision, alone.name)
-        yield replace(plain, synchronised=together and not whole)
+        plain = Case(f"{name} m{rows} {precision}", world, {**keys, "micro_batch": rows}, precision, alone.name)
+        yield replace(plain, synchronised=together and not whole, whole=bool(whole))
 
 
 def _variation_cases(

@@ -16,6 +16,7 @@ from unisono.runtime.text import join_names
 
 Mark = Literal["PASS", "FAIL", "ABSTAIN"]
 _ROUNDING = 1e-7  # a gradient so much smaller than all of them together may be rounding, and move nothing
+_MAX_FLOOR = 1e-3  # of gradients: where rounding seems to come to more, it says nothing about zeros
 _SMALL_TENSOR = 1e-3  # a tensor much smaller than all of them together is measured against those
 # What has to be the same, for the same arguments.
 REPEATED = (
@@ -25,6 +26,7 @@ REPEATED = (
     "the loss repeats",
     "the gradient repeats",
 )
+SWITCHED = "an evaluation is computed in evaluation mode"
 GRADIENT = "there is a gradient"
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
@@ -84,7 +86,7 @@ def compare_traces(
         adaptive: whether the optimizer divides by the size of gradients.
     """
     result = []
-    floor = tolerance["raw gradients"] or 1e-12
+    floor = min(tolerance["raw gradients"] or 1e-12, _MAX_FLOOR)
     names = find_zero_gradients(reference, floor) if adaptive else frozenset()
     parts = find_zero_gradient_elements(mine, reference, floor, names) if adaptive else {}
     shown = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
@@ -100,7 +102,10 @@ def compare_traces(
         worst = max(earliest or found, key=lambda difference: difference.size)
         why = _explain_local_statistics(quantity, over, mine, reference)
         if not over and tolerance[quantity] > _MAX_TOLERANCE:
-            why = f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}"
+            why = (
+                f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}: so far apart are two "
+                "runs on one process whose initial weights differ in their last bit"
+            )
         mark: Mark = "ABSTAIN" if why else "FAIL" if over else "PASS"
         result.append(
             ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown if moved and not why else ())
@@ -229,7 +234,9 @@ def _differences(
                 yield Difference(math.inf if m.replicas else 0.0, number + 1, join_names(m.replicas))
         case "loss":
             for number, m, r in pairs:
-                yield from _scalar_differences(number + 1, _loss_values(m), _loss_values(r))
+                losses = _loss_values(r)
+                least = _SMALL_TENSOR * max((abs(v) for v in losses.values() if math.isfinite(v)), default=0.0)
+                yield from _scalar_differences(number + 1, _loss_values(m), losses, least)
         case "gradient norm":
             for number, m, r in pairs:
                 if m.grad_norm is not None and r.grad_norm is not None:
@@ -293,16 +300,19 @@ def _loss_values(step: StepFacts) -> dict[str, float]:
     return step.terms if step.loss is None else {"loss": step.loss, **step.terms}
 
 
-def _scalar_differences(step: int, mine: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Difference]:
+def _scalar_differences(
+    step: int, mine: Mapping[str, float], reference: Mapping[str, float], least: float = 0.0
+) -> Iterator[Difference]:
     for name in {**reference, **mine}:
         a, b = mine.get(name), reference.get(name)
-        yield Difference(_relative_difference(a, b), step, name, a, b)
+        yield Difference(_relative_difference(a, b, least), step, name, a, b)
 
 
-def _relative_difference(a: float | None, b: float | None) -> float:
+def _relative_difference(a: float | None, b: float | None, least: float = 0.0) -> float:
+    """Of two numbers; those that are smaller than `least` are measured against it."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
-    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), least)
 
 
 def _norm(values: Any) -> float:
@@ -332,11 +342,13 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         shown = f"{facts.evaluation[:1]} and then {facts.evaluation_again[:1]}"
         result.append(_build_invariant("evaluation repeats", facts.evaluation == facts.evaluation_again, shown))
     if facts.evaluation_left is not None:
-        left = ", ".join(facts.evaluation_left)
+        left = ", ".join(filter(None, [*facts.evaluation_left, facts.evaluation_remembered]))
         result.append(_build_invariant("evaluation leaves things as they were", not left, left))
     if facts.evaluation_draws:
         why = f"{facts.evaluation_draws}; if it means to, set draws_in_evaluation = True in the task"
         result.append(ComparedQuantity("evaluation draws nothing", "ABSTAIN", why=why))
+    if facts.evaluation_switched:
+        result.append(_build_invariant(SWITCHED, False, facts.evaluation_switched))
     if facts.mixed:
         result.append(_build_invariant("rows keep their places", False, facts.mixed))
     if any(len(step.by_rank) > 1 and step.rows for step in steps):
@@ -381,7 +393,7 @@ def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
     else:
         yield ComparedQuantity(name, "PASS")
     moved = {n for n in begun if n in last and not np.array_equal(begun[n], last[n])}
-    still = [n for n in facts.trainable if n in with_gradient and n not in moved]
+    still = [n for n in facts.trainable if n in with_gradient and n in begun and n not in moved]
     yield _build_invariant("trained parameters moved", not still, f"did not: {join_names(still)}")
     thawed = [n for n in facts.frozen if n in moved]
     yield _build_invariant("frozen parameters did not move", not thawed, f"did: {join_names(thawed)}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import GRADIENT, ComparedQuantity, first_failure
+from unisono.proof.comparison import GRADIENT, SWITCHED, ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
@@ -107,6 +107,10 @@ _ERRORS = {  # of torch and gloo, by what is always in them
 
 
 def _diagnose_sample_ids(pattern: Pattern) -> Diagnosis:
+    theirs_of_data = pattern.reference.facts.source_rows[:1]
+    if theirs_of_data and (others := [n for n in pattern.mine.facts.source_rows if n != theirs_of_data[0]]):
+        detail = f"data() has {others[0]} rows, and {theirs_of_data[0]} on one process"
+        return build_diagnosis("The samples depend on the process", detail)
     ours, theirs, number = pattern.mine.facts.steps, pattern.reference.facts.steps, pattern.number
     if number >= min(len(ours), len(theirs)):
         return build_diagnosis(
@@ -215,9 +219,25 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     return build_diagnosis("The learning rate depends on the world size", detail + begins)
 
 
+def _describe_parted(pattern: Pattern) -> str:
+    """In words, whether what differs has its own memory now, and has that of another parameter on one process."""
+    name = pattern.worst.name.removeprefix("optimizer/")
+    parted = [g for g in pattern.root.overlapping if g not in pattern.mine.facts.overlapping]
+    group = next((g for g in parted if any(name == one or name.startswith(f"{one}/") for one in g)), [])
+    return f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here" * bool(
+        group
+    )
+
+
 def _diagnose_update(pattern: Pattern) -> Diagnosis:
+    if parted := _describe_parted(pattern):
+        return build_diagnosis("Tied weights were untied", parted)
     if pattern.worst.name in pattern.mine.facts.frozen:
         return build_diagnosis("A frozen parameter is trained", pattern.worst.name)
+    if pattern.first.quantity != "update" and pattern.abstains("raw gradients", "clipped gradients"):
+        detail = f"'{pattern.worst.name}' differs; whether the gradients do is not known, since they were not compared"
+        fault = "The state was not carried on" if pattern.is_resumed else "The gradients depend on the layout"
+        return build_diagnosis(fault, detail)
     detail = f"'{pattern.worst.name}' differs, and gradients and learning rate agree"
     return build_diagnosis(
         "The state of the optimizer was lost" if pattern.is_resumed else "The update is computed otherwise", detail
@@ -226,12 +246,16 @@ def _diagnose_update(pattern: Pattern) -> Diagnosis:
 
 def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
     name = pattern.worst.name
+    if parted := _describe_parted(pattern):
+        return build_diagnosis("Tied weights were untied", parted)
     if name in pattern.mine.facts.frozen:
         return build_diagnosis("A frozen parameter is trained", name)
     if any(c.quantity == "update" and c.mark == "FAIL" for c in pattern.compared):
         return build_diagnosis(
             "The update is computed otherwise", f"'{name}' differs, after an update from equal gradients too"
         )
+    if pattern.abstains("raw gradients", "clipped gradients"):
+        return _diagnose_update(pattern)
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
         return build_diagnosis("The gradients depend on the layout", detail)
@@ -320,6 +344,8 @@ _OF_PASSES = ("outputs", "loss", "raw gradients", "gradient norm", "clipped grad
 
 # What differs where passes change parameters themselves, and a name of its own would be that of an effect.
 _OF_PARAMETERS = (
+    "the forward pass repeats",
+    "the loss repeats",
     "initial parameters",
     "update",
     "parameters",
@@ -339,6 +365,7 @@ _INVARIANTS = {
     "the gradient repeats": "The gradients depend on the call",
     "evaluation repeats": "Evaluation draws at random",
     "evaluation leaves things as they were": "Evaluation changes the training",
+    SWITCHED: "The evaluation depends on the layout",
     "rows keep their places": "Rows of a micro-batch are mixed",
     "ranks computed different rows": "Every rank reads the same rows",
     "trained parameters moved": "Parameters do not train",

@@ -7,7 +7,7 @@ any, say which fault it is; a fault whose weights, or whose rounding, reproduce 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.loss_rules import find_means
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import Reduction
-from unisono.proof.recording.trace import Array
+from unisono.proof.recording.trace import Array, Part
+from unisono.runtime.text import join_names
 
 _BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
 _CLIPPED = 1e-4  # a norm comes so near to its limit, to which some add 1e-6 before they divide
@@ -58,6 +59,8 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     weights = _weights(pattern)
     if weights is not None:
         return _diagnose_weights(pattern, weights)
+    if diagnosis := _diagnose_regrouped(pattern):
+        return diagnosis
     if pattern.mine.facts.crosses == "rows" and pattern.worst.size > _BF16_ROUNDING and not pattern.failed("loss"):
         detail = "the loss crosses samples and agrees, the gradients differ in direction, tensor by tensor"
         return build_diagnosis("The gradients across samples depend on the layout", detail)
@@ -87,8 +90,8 @@ def _wrong_tensors(pattern: Pattern) -> list[str]:
 def _not_synchronised_alone(pattern: Pattern) -> str:
     """Whether some tensors are a rank's own and all others are right."""
     wrong = _wrong_tensors(pattern)
-    if not wrong or len(wrong) == len(pattern.gradient):
-        return ""
+    if not wrong or len(wrong) == len(pattern.gradient) or pattern.agrees("replicas"):
+        return ""  # where replicas agree, gradients were reduced
     rank = _rank_whose_gradient(pattern, {name: pattern.gradient[name] for name in wrong})
     return "" if rank is None else f"{', '.join(wrong[:3])} are those of rank {rank} alone, all others agree"
 
@@ -179,14 +182,95 @@ def _diagnose_weights(pattern: Pattern, weights: list[float]) -> Diagnosis:
     return build_diagnosis("The gradients depend on the layout", detail)
 
 
+def _diagnose_regrouped(pattern: Pattern) -> Diagnosis | None:
+    """Of one process with other micro-batches: what those inside of one of the reference add, beside what that adds.
+
+    Where the difference is one and the same gradient for every further micro-batch, it does not come from rows.
+    """
+    sides = [
+        (trace.facts.steps[pattern.number].parts, trace.tensors("term gradients", pattern.number))
+        for trace in (pattern.mine, pattern.reference)
+    ]
+    if pattern.root.kept_by_task:  # a state may have any effect
+        return None
+    extra = find_extra_gradients(sides[0], sides[1], pattern.fitting)
+    if extra is None:
+        return None
+    term, constant, names = extra
+    if constant:
+        detail = (
+            f"every micro-batch adds the same to the gradient of {join_names(names)}, whatever its rows, by '{term}'"
+        )
+        return build_diagnosis("A term is added once per micro-batch", detail)
+    detail = (
+        f"the gradient of '{term}' for {join_names(names)} is, of rows together, not the sum of what they have "
+        "in smaller micro-batches, and their loss is: a hook or a backward function computes something of several rows"
+    )
+    return build_diagnosis("The gradients depend on the layout", detail)
+
+
+def find_extra_gradients(
+    mine: tuple[Sequence[Part], Mapping[str, Array]],
+    reference: tuple[Sequence[Part], Mapping[str, Array]],
+    limit: float,
+) -> tuple[str, bool, list[str]] | None:
+    """How the gradients of smaller micro-batches do not add up to that of the larger ones that they are parts of.
+
+    Args:
+        mine: the smaller micro-batches, in order, and their gradients as `term/number/parameter`.
+        reference: the larger ones.
+        limit: relative difference that is rounding.
+
+    Returns:
+        A term, whether every micro-batch adds one and the same gradient to it once, and the parameters in question;
+        None where they add up, or where micro-batches do not fit into one another.
+    """
+    smaller, larger = mine[0], reference[0]
+    groups, left = [], list(smaller)
+    for whole in larger:
+        group: list[Part] = []
+        while left and sum(part.rows for part in group) < whole.rows:
+            group.append(left.pop(0))
+        if sum(part.rows for part in group) != whole.rows:
+            return None
+        groups.append(group)
+    if not larger or len(smaller) == len(larger) or not (mine[1] and reference[1]):
+        return None
+    names = dict.fromkeys(tuple(key.split("/", 2)[::2]) for key in (*reference[1], *mine[1]))
+    found: dict[str, dict[str, bool]] = {}
+    for term, name in names:
+        once = []  # what every further micro-batch adds, by larger one
+        sizes = [1e-300]
+        for whole, group in zip(larger, groups, strict=True):
+            true = reference[1].get(f"{term}/{whole.number}/{name}")
+            parts = [mine[1][key] for part in group if (key := f"{term}/{part.number}/{name}") in mine[1]]
+            if true is None or not parts:
+                return None
+            once.append((np.sum(parts, axis=0) - true) / max(1, len(group) - 1))
+            sizes += [float(np.linalg.norm(true)), *(float(np.linalg.norm(part)) for part in parts)]
+        if max(float(np.linalg.norm(one)) for one in once) > limit * max(sizes):
+            same = all(float(np.linalg.norm(one - once[0])) <= limit * max(sizes) for one in once)
+            found.setdefault(term, {})[name] = same and len(once) > 1
+    for term, of_names in found.items():
+        return term, all(of_names.values()), list(of_names)
+    return None
+
+
 def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> Diagnosis:
+    if pattern.is_resumed:
+        detail = "rows, weights and loss agree, the gradients do not"
+        return build_diagnosis("The state was not carried on", detail)
     wrong = [
         n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(_norm_of({n: b[n]}), 1e-300)
     ]
-    only = f"only {', '.join(wrong[:3])} differ" if wrong and len(wrong) <= len(b) // 2 else "they differ"
+    only = (
+        f"only {', '.join(wrong[:3])} differ{_describe_zero(a, wrong)}"
+        if wrong and len(wrong) <= len(b) // 2
+        else "they differ"
+    )
     pair = {n: a[n] for n in wrong}, {n: b[n] for n in wrong}
     factor = predictions.common_factor(*pair, pattern.rounding) if wrong else None
-    if factor is not None and only != "they differ":
+    if factor is not None and len(wrong) <= len(b) // 2:
         size = pattern.world_size
         known = " (the number of processes: are they reduced twice?)" * (abs(factor - size) <= pattern.rounding * size)
         detail = f"{only}, {factor:.6g} times what they should be{known}"
@@ -200,6 +284,10 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
     return build_diagnosis("The gradients depend on the layout", f"{only}, by no common factor; {known}{loss}")
 
 
+def _describe_zero(gradients: Mapping[str, Array], names: Sequence[str]) -> str:
+    return " and are exactly 0" if all(not gradients[name].any() for name in names) else ""
+
+
 # norm and clipping ----------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +297,15 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
     whole = pattern.mine.tensors("raw gradients", pattern.number)
     shown = f"{worst.mine:.9g} instead of {worst.reference:.9g}"
     exact = _norm_of(whole)
+    if pattern.abstains("raw gradients") or (exact and predictions.is_equal(worst.mine, exact, 1e-9)):
+        detail = f"the norm is {shown}, and that of the run's own gradients is {exact:.9g}: it is they that differ"
+        return build_diagnosis("The gradients depend on the layout", detail)
     parts = {f"the shards of rank {rank}": _norm_of(_shard(whole, rank, size)) for rank in range(size)}
     parts |= {
         f"{size} copies of it": exact * math.sqrt(size),
         f"an N-th of its squares, N = {size}": exact / math.sqrt(size),
     }
-    for name, norm in parts.items():
+    for name, norm in parts.items() if size > 1 else ():
         if predictions.is_equal(worst.mine, norm, max(pattern.rounding, 1e-6)):
             return build_diagnosis("The norm is that of a part of the gradient", f"{shown}, the norm of {name}")
     for name, bits in predictions.LOWER.items():
@@ -230,6 +321,9 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
 def diagnose_clipped(pattern: Pattern) -> Diagnosis:
     """Of clipped gradients, where raw ones and their norm agree."""
     number, size = pattern.number, pattern.world_size
+    if pattern.abstains("raw gradients"):
+        detail = "clipped gradients differ; whether those before it do is not known, since they were not compared"
+        return build_diagnosis("The gradients depend on the layout", detail)
     raw, clipped = (pattern.mine.tensors(f"{kind} gradients", number) for kind in ("raw", "clipped"))
     limit = _norm_of(pattern.reference.tensors("clipped gradients", number))
     factors, known = [], True

@@ -8,12 +8,14 @@ from dataclasses import replace
 from unisono.launch.processes import local_processes
 from unisono.proof import comparison, diagnosis, engines
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.recording.trace import QUANTITIES, Trace
+from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import ConfigError, KernelError
+from unisono.runtime.text import join_names
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
+_UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in the last place, relative
 _MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 
 
@@ -120,6 +122,9 @@ def _judge_case(
     elif not found.fault:
         allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else shared.tolerance(case)
         found.compared = comparison.compare_traces(mine, reference, allowed, shared.adaptive and not case.bitwise)
+        found.compared = [_excuse_rounding(one, case, first) for one in found.compared]
+        if why := _excuse(case, mine, reference, first):
+            found.compared = [_excuse_difference(one, why) for one in found.compared]
         # What the reference fails on by itself is reported of the reference.
         failed, alone = shared.failed_invariants(case.reference), comparison.check_invariants(mine)
         if any(c.quantity == comparison.GRADIENT and c.mark == "FAIL" and c.quantity in failed for c in alone):
@@ -136,6 +141,54 @@ def _judge_case(
         first,
     )
     return found
+
+
+# What follows from a forward pass.
+_OF_PASSES = frozenset(QUANTITIES) - {
+    "initial parameters", "sample ids", "samples", "learning rate", "update", "replicas"
+}  # fmt: skip
+
+
+def _excuse(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
+    """Why a difference of passes says nothing, where one process computes at once what several compute in parts."""
+    if not case.whole or case.bitwise or not _is_cut_otherwise(mine, reference):
+        return ""
+    carried = join_names(first.facts.carried)
+    if first.facts.carried and first.facts.neighbours:
+        return (
+            "what the model computes for a row depends on the rows beside it, and it reads buffers that it changes "
+            f"({carried}): no run on one process has the same rows together and as many passes"
+        )
+    if mine.facts.random:
+        why = f"it reads buffers that it changes ({carried})" if carried else "batch statistics are those of all rows"
+        return (
+            f"the forward pass draws random numbers, which belong to the micro-batch, and {why}: no run on one process "
+            "has the same micro-batches and as many passes"
+        )
+    return ""
+
+
+def _excuse_rounding(one: comparison.ComparedQuantity, case: Case, first: Trace) -> comparison.ComparedQuantity:
+    """A difference of an evaluation that rounding inside may come to: it is measured in training passes alone."""
+    used = {entry.rpartition(": ")[2] for entry in first.facts.lower}
+    types = [name for name in _UNIT if name in used]
+    if one.mark != "FAIL" or one.quantity not in ("metrics", "evaluation") or case.precision == "fp64" or not types:
+        return one
+    if one.worst.size > 64 * max(_UNIT[name] for name in types):
+        return one
+    why = (
+        f"'{one.worst.name}' differs by {one.worst.size:.1g}, which rounding may come to: the run computes partly in "
+        f"{' and '.join(types)} ({join_names(first.facts.lower)})"
+    )
+    return replace(one, mark="ABSTAIN", why=why)
+
+
+def _excuse_difference(one: comparison.ComparedQuantity, why: str) -> comparison.ComparedQuantity:
+    """What agrees is shown all the same, and buffers that ranks have with other bits are a fault in any case."""
+    by_rank = one.quantity == "buffers" and one.worst.mine is None and one.worst.reference is None
+    if one.mark != "FAIL" or one.quantity not in _OF_PASSES or by_rank:
+        return one
+    return replace(one, mark="ABSTAIN", why=why)
 
 
 def _root_reference(case: Case, every: list[Case]) -> Case:
@@ -169,14 +222,32 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
             "experts with a capacity, attention along the axis of the rows), so different micro-batches are a "
             "different computation"
         )
+    if first.facts.carried and not (case.whole or case.bitwise):
+        return _carried_reason_to_abstain(case, first)
     if case.synchronised and first.facts.neighbours:
         return (
             "batch statistics are those of the rows that processes compute at the same time, and with several "
             "micro-batches per process no run on one process has these rows together (layout.sync_batch_norm)"
         )
-    if case.other_micro_batch and mine.facts.random:
+    if case.other_micro_batch and mine.facts.random and not first.facts.reseeded:
         return "the forward pass draws random numbers, which belong to the micro-batch"
     return ""
+
+
+def _carried_reason_to_abstain(case: Case, first: Trace) -> str:
+    """Why a case says nothing of a model that reads buffers that it changes: passes are not as many on both sides."""
+    said = (
+        f"a forward pass reads buffers that it changes ({join_names(first.facts.carried)}), so that it begins with "
+        "what the one before it left"
+    )
+    if case.other_micro_batch:
+        return f"{said}: different micro-batches are a different computation"
+    return f"{said}, and no run on one process makes as many passes as each of several does with several micro-batches"
+
+
+def _is_cut_otherwise(mine: Trace, reference: Trace) -> bool:
+    """Whether the rows of a step are in other micro-batches than those of the reference."""
+    return any(len(a.samples) != len(b.samples) for a, b in zip(mine.facts.steps, reference.facts.steps, strict=False))
 
 
 def _dp_reason_to_abstain(mine: Trace, first: Trace) -> str:
@@ -185,6 +256,8 @@ def _dp_reason_to_abstain(mine: Trace, first: Trace) -> str:
         return "this host has fewer than two accelerators, so dp ran on one device, with nothing to split"
     if mine.facts.random or first.facts.random:
         return "the forward pass draws random numbers (dropout), and under dp every device draws for its own rows"
+    if first.facts.carried:
+        return f"under dp every device changes a copy of the buffers: {join_names(first.facts.carried)}"
     if first.facts.neighbours:
         return (
             "what the model computes for a row depends on the rows beside it (batch statistics, experts with a "
@@ -202,6 +275,8 @@ def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]
     """
     exact = {"sample ids": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
     floor = FLOOR.get(case.precision, 16 * EPSILON[case.precision])
+    if case.precision != "fp64" and case.name in traces and (dtype := traces[case.name].facts.autocast) in _UNIT:
+        floor = max(floor, 16 * _UNIT[dtype])
     result = {**dict.fromkeys(QUANTITIES, floor), **exact}
     first = _root_reference(case, every)
     perturbed = next((c for c in every if c.perturbed and c.precision == case.precision and c.name in traces), None)
@@ -258,6 +333,18 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         found.invariants = comparison.check_invariants(trace)
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
+    if trace.facts.carried:
+        found.notes.append(
+            f"a forward pass reads buffers that it changes ({join_names(trace.facts.carried)}), so every process makes "
+            "one micro-batch, and one process the whole global batch in one"
+        )
+    found.notes += [
+        f"{' and '.join(names)} are several parameters in the same memory, so that the optimizer changes it several "
+        "times per update, and sharding parts them; tie weights by assigning the parameter itself"
+        for names in trace.facts.overlapping
+    ]
+    if zeros := _describe_zeros(trace.facts):
+        found.notes.append(zeros)
     if trace.facts.overwritten:
         found.notes.append(f"outputs() or loss() changes '{trace.facts.overwritten}' of its batch in place")
     if trace.facts.lower:
@@ -266,6 +353,23 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         )
     found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found
+
+
+def _describe_zeros(facts: RunFacts) -> str:
+    """Which numbers are 0 all the time: they agree on every layout, whatever is wrong with them."""
+    steps = [step for step in facts.steps if step.computed]
+    told: dict[str, list[dict[str, float]]] = {
+        "loss term": [step.terms for step in steps],
+        "metric": [values for step in steps for values in step.metrics],
+        "evaluated": facts.evaluation,
+    }
+    zeros = [
+        f"{kind} '{name}'"
+        for kind, values in told.items()
+        for name in dict.fromkeys(name for each in values for name in each)
+        if all(each.get(name, 0.0) == 0 for each in values)
+    ]
+    return f"0 in every step, so that nothing can differ there: {join_names(zeros)}" if zeros else ""
 
 
 def lacks_kernel(trace: Trace) -> bool:

@@ -30,7 +30,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     if pattern.agrees("raw gradients"):
         if why := pattern.root.unstable_loss:
             return build_diagnosis("The loss depends on the call", why)
-        return _diagnose_report(pattern)
+        if pattern.parts:
+            return _diagnose_report(pattern)
     if pattern.failed("replicas") and not pattern.parts:
         return build_diagnosis(
             "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
@@ -40,6 +41,12 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The loss is scaled by N", detail)
     if scaled := _scaled_terms(pattern):
         return build_diagnosis("The loss is scaled by N", scaled)
+    if pattern.root.reseeded and not pattern.parts:
+        detail = (
+            "a forward pass draws the same whatever it was seeded with: something in it seeds torch's generator anew "
+            "(torch.manual_seed), so that what a row is given depends on its place in the micro-batch"
+        )
+        return build_diagnosis("The loss depends on the micro-batch", detail)
     if means := find_means(pattern):
         return build_diagnosis("A mean of means", means)
     if pattern.mine.facts.crosses and (terms := _differing_terms(pattern)):
@@ -218,6 +225,9 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
     if not pattern.parts and (places := _of_kind(pattern, "places")):
         detail = f"{places} of the same rows in another order is another: rows count by their places in a micro-batch"
         return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and pattern.world_size > 1:
+        detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"
+        return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts:
         return build_diagnosis(
             "The loss depends on the micro-batch",
@@ -261,6 +271,12 @@ def _wrong_parts(pattern: Pattern) -> list[Part]:
 
 
 def _diagnose_report(pattern: Pattern) -> Diagnosis:
+    if wrong := _wrong_parts(pattern):
+        detail = (
+            f"the gradients agree, and micro-batches {[p.number for p in wrong][:8]} have other sums or counts than "
+            "the same rows have on one process: what differs has no gradient"
+        )
+        return build_diagnosis("The loss depends on the layout", detail)
     observed = _differing(pattern)
     ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
     if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):

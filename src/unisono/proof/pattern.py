@@ -85,6 +85,11 @@ class Pattern:
         """Whether it was recorded, which it need not be, and is the same up to this step."""
         return any(step > self.worst.step for step in self._steps(quantity))
 
+    def abstains(self, *quantities: str) -> bool:
+        """Whether one of them is there, and could not be compared."""
+        left = (c for c in self.compared if c.mark == "ABSTAIN" and c.why != "there is none")
+        return any(c.quantity in quantities for c in left)
+
     def distance_of(self, quantity: str) -> float:
         """The largest relative difference of it, allowed or not; zero where it was not compared."""
         return max((c.worst.size for c in self.compared if c.quantity == quantity), default=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from unisono.launch.processes import local_processes, preloading
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.task_objects import reference_to, with_engine
 from unisono.proof import case_process, certificate, engines, judgement, verdict
-from unisono.proof.cases import Case, ProofSettings, build_cases
+from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings, build_cases
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.trace_room import LOGS, trace_room
@@ -30,8 +30,6 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.task import Task
 from unisono.task_config import build_task, resolve_engine, validate_config
-
-_MAX_PARAMETERS = 5_000_000  # parameters, of which every run writes a few copies per step
 
 
 def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[Verdict], dict[str, Any]]:
@@ -48,28 +46,31 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         ConfigError: for layouts that cannot be, before any process starts.
     """
     every = engines.cases(proof, config) if proof.engines else build_cases(proof, config)
-    layouts = {
-        case.name: certificate.describe_case(case_process.build_case_config(config, case, proof, None), case)
-        for case in every
-    }
+    layouts = _describe_layouts(every, config, proof)
     digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
     with _open_fork_servers(config, every) as servers, trace_room() as folder:
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
         config, shrunk = _shrink_model(config, proof)
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
-        ended = _run_cases(every, config, proof, folder, servers)
+        ended = _run_cases(every, config, proof, folder, servers, digests)
+        if case_process.needs_whole_batches(folder, every[0], config):
+            every = build_cases(proof, asked, carried=True)
+            layouts = _describe_layouts(every, asked, proof)
+            ended = _run_cases(every, config, proof, folder, servers, digests)
         made = [case for case in every if case_process.is_recorded(folder, case.name)]
         traces = {case.name: Trace(trace_folder(folder, case.name)) for case in made}
         adaptive = not isinstance(config.optim, Sgd)
-        changed = code_digest.describe_changes(digests, code_digest.digest_sources(asked.recipe, asked.layout.engine))
-        if changed:
-            raise RunError(f"the code changed during the proof: {', '.join(changed)}. Start the proof again")
         return *judgement.judge_cases(every, traces, adaptive, ended, config.recipe), {
             **describe_proof(asked, proof, facts),
             **({"shrunk": shrunk} if shrunk else {}),
             "code": digests,
             "layouts": layouts,
         }
+
+
+def _describe_layouts(every: list[Case], config: RunConfig, proof: ProofSettings) -> dict[str, dict[str, Any]]:
+    settled = [(case, case_process.build_case_config(config, case, proof, None)) for case in every]
+    return {case.name: certificate.describe_case(concrete, case) for case, concrete in settled}
 
 
 _PRELOADED = ("unisono.proof.case_process", "unisono.proof.recording.case_recorder")
@@ -106,14 +107,20 @@ def _open_fork_servers(config: RunConfig, every: list[Case]) -> Iterator[_Server
 
 
 def _run_cases(
-    every: list[Case], config: RunConfig, proof: ProofSettings, folder: Path, servers: _Servers
+    every: list[Case],
+    config: RunConfig,
+    proof: ProofSettings,
+    folder: Path,
+    servers: _Servers,
+    digests: Mapping[str, str],
 ) -> dict[str, local_processes.WorkerError]:
     """Run every case on processes of its own layout; returns the errors that ended processes, by case.
 
     Raises:
-        RunError: if the task fails on one process.
+        RunError: if the task fails on one process, or if the code is no longer that of `digests`.
     """
     ended: dict[str, local_processes.WorkerError] = {}
+    engine = config.layout.engine
     progress = case_process.Progress(len(every))
     threads = threads_per_process(max(case.world_size for case in every))
     for phase in plan_phases(every):
@@ -123,7 +130,7 @@ def _run_cases(
             raise RunError(f"the task fails on one process, so there is nothing to compare:\n{first.facts.user_error}")
         if first:
             progress = replace(progress, seconds=first.facts.seconds)
-        case_process.write_cases(folder, phase, proof, progress)
+        case_process.write_cases(folder, phase, proof, progress, digests)
         progress = replace(progress, done=progress.done + len(phase))
         settled = case_process.build_case_config(config, one, proof, None)
         each = f" of {one.devices} devices" if one.devices > 1 else ""
@@ -137,6 +144,10 @@ def _run_cases(
             missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
             case = next(missing, phase[-1])  # the first that is missing was under way
             ended[case.name] = _keep_logs(folder, case, error)
+        if changed := code_digest.describe_changes(digests, code_digest.digest_sources(config.recipe, engine)):
+            raise RunError(f"the code changed during the proof: {', '.join(changed)}. Start the proof again")
+        if case_process.needs_whole_batches(folder, every[0], config):
+            break
     return ended
 
 
@@ -230,7 +241,7 @@ def _shrink_model(config: RunConfig, proof: ProofSettings) -> tuple[RunConfig, s
     """The configuration with a smaller model, if one is wanted and to be had, and what was made smaller."""
     if proof.shrink == "never":
         return config, ""
-    smaller = build_task(config).shrunk(_MAX_PARAMETERS if proof.shrink == "auto" else 0)
+    smaller = build_task(config).shrunk(MAX_PARAMETERS if proof.shrink == "auto" else 0)
     if smaller is None:
         return config, ""
     made = config.model_copy(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_failure
@@ -51,10 +51,12 @@ class Verdict:
 
     @property
     def mark(self) -> Mark:
-        """FAIL if anything failed, PASS if an equality passed, else ABSTAIN."""
+        """FAIL if anything failed, PASS if an equality passed, else ABSTAIN, and where gradients were not compared."""
         marks = [c.mark for c in (*self.compared, *self.invariants)]
         if self.fault or "FAIL" in marks:
             return "FAIL"
+        if any(c.quantity == "raw gradients" for c in self.abstained):
+            return "ABSTAIN"
         return "PASS" if any(c.mark == "PASS" for c in self.compared) else "ABSTAIN"
 
     @property
@@ -89,7 +91,7 @@ def format_outcome(verdicts: Sequence[Verdict]) -> str:
     cases: dict[str, list[str]] = {}
     for one in abstentions([v for v in verdicts if not v.reference or v.mark == "PASS"]):
         cases.setdefault(one.quantity, []).append(one.case)
-    partly = [f"{quantity} ({_format_cases(names)})" for quantity, names in cases.items()]
+    partly = [f"{what} ({names})" for what, names in _join_quantities(cases)]
     return f"PASS, except {'; '.join([*wholly, *partly])}" if wholly or partly else mark
 
 
@@ -111,10 +113,16 @@ def format_verdicts(verdicts: list[Verdict], alone: list[Verdict], full: bool = 
             ["", "verdict", "largest difference"], [[v.case, v.mark, _format_worst(v)] for v in verdicts]
         )
     judged = [*alone, *verdicts]
-    reasons: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for one in abstentions(judged):
-        reasons.setdefault((one.quantity, one.why), []).append(one.case)
-    result += [f"{_format_cases(cases)}: ABSTAIN {what}: {why}" for (what, why), cases in reasons.items()]
+        reasons.setdefault(one.why, {}).setdefault(one.quantity, []).append(one.case)
+    for why, quantities in reasons.items():
+        result += [f"{cases}: ABSTAIN {what}: {why}" for what, cases in _join_quantities(quantities)]
+    notes: dict[str, list[str]] = {}
+    for verdict in judged:
+        for note in verdict.notes:
+            notes.setdefault(note, []).append(verdict.case)
+    result += [f"{_format_cases(cases)}: {note}" for note, cases in notes.items()]
     told: set[Diagnosis] = set()
     for verdict in judged:
         result += _explain_verdict(verdict, told)
@@ -135,6 +143,14 @@ def _format_cases(names: Sequence[str]) -> str:
     """One case by its name, of several the first and how many more."""
     more = len(names) - 1
     return f"{names[0]} and {more} more case{'s' if more > 1 else ''}" if more else names[0]
+
+
+def _join_quantities(cases: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """Quantities that stand for the same cases side by side, each time with these cases."""
+    by_cases: dict[tuple[str, ...], list[str]] = {}
+    for quantity, names in cases.items():
+        by_cases.setdefault(tuple(names), []).append(quantity)
+    return [(", ".join(quantities), _format_cases(names)) for names, quantities in by_cases.items()]
 
 
 def _format_worst(verdict: Verdict) -> str:
@@ -159,13 +175,12 @@ def _format_size(size: float) -> str:
 
 
 def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
-    """Its notes and its failure; of a diagnosis that was told before, its name alone."""
-    result = [f"{verdict.case}: {note}" for note in verdict.notes]
+    """Its failure; of a diagnosis that was told before, its name alone."""
     first = verdict.first
     if first is None and not verdict.fault:
-        return result
+        return []
     where = _format_difference(first.worst) if first else verdict.fault
-    result.append(f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}")
+    result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]
     diagnosis = verdict.diagnosis
     if diagnosis in told:
         result.append(f"  likely: {diagnosis.fault}, as above")

@@ -96,7 +96,7 @@ class TorchModelView:
     def without_side_effects(self) -> Iterator[None]:
         """The context of passes without side effects; see `ModelView`."""
         mode = precision.promotion(self._job.config.train.precision)
-        with self._state.buffers.restore_on_exit(), self._random_state.restore_on_exit(), mode, torch.no_grad():
+        with self._state.buffers.restore_on_exit(), self._random_state.restore_on_exit(), mode:
             yield
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
@@ -109,7 +109,8 @@ class TorchModelView:
         if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
             return {}
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
-        return {name: float(value) for name, value in loss.sums.items()}
+        with torch.no_grad():
+            return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""
@@ -117,7 +118,8 @@ class TorchModelView:
         by_batch = not (protocols.cross_sample_mode(task) or protocols.needs_totals(task))
         self.module.train(training)
         try:
-            (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
+            with torch.set_grad_enabled(training):
+                (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
         finally:
             for module, mode in modes.items():
                 module.training = mode

@@ -36,6 +36,16 @@ def probe_build(facts: RunFacts, view: ModelView, task: Task, seed: int) -> None
         facts.changed_by_passes = f"the first pass alone, before any update, changes {join_names(changed)}"
 
 
+def find_overlapping(model: Any) -> list[list[str]]:
+    """Groups of parameters of a torch model that are several, and have the same memory: `b.data = a.data`."""
+    by_place: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        held = getattr(parameter, "_local_tensor", parameter)  # of this process, where it is sharded
+        if held.numel():
+            by_place.setdefault(held.data_ptr(), []).append(name)
+    return [names for names in by_place.values() if len(names) > 1]
+
+
 def _build(task: Task, seed: int) -> tuple[dict[str, Array], dict[str, Array]]:
     """Parameters and buffers of a new model, in its own dtype."""
     import torch

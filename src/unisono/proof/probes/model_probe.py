@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,13 +15,15 @@ import numpy as np
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
+from unisono.proof.predictions import is_equal
 from unisono.proof.probes.state import TORCH, describe_state, find_kept, repeat_call
-from unisono.proof.recording.output_digest import build_sketches, mixed_rows, row_differs, sketch_distance
+from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
 from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names
 from unisono.task import Task
 
+_KINDS = re.compile("BatchNorm|InstanceNorm|Dropout")  # of modules that compute otherwise in training
 _FEW = 16  # rows, each of which a pass is made for where they are mixed
 _ROUNDING = 1e-4  # what kernels that add in another order each time stay below
 
@@ -30,8 +34,9 @@ class ModelProbe:
 
     Attributes:
         unrepeatable: why the pass cannot be repeated, empty if it can.
-        unstable: the same where it is more than rounding, and no buffer that the pass reads and changes; or what the
-            model keeps of an earlier pass.
+        unstable: the same where it is more than rounding; or what the model keeps of an earlier pass.
+        reseeded: whether something in a pass seeds the generator that was seeded for it anew, and draws from that.
+        carried: the buffers that a pass reads and changes, if passes that begin with the same ones are the same.
         neighbours: whether a row depends on those beside it.
         beside: which of those, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
@@ -39,6 +44,8 @@ class ModelProbe:
 
     unrepeatable: str = ""
     unstable: str = ""
+    reseeded: bool = False
+    carried: tuple[str, ...] = ()
     neighbours: bool = False
     beside: str = ""
     mixed: str = ""
@@ -56,6 +63,32 @@ def probe_model(
         scalars: of the first step.
         floor: relative difference that is rounding.
     """
+    with view.without_side_effects(), restore_global_generators():
+        carried = _find_carried(view, micro, scalars, floor)
+        fixed = with_same_buffers(view) if carried else view
+        reseeded = _is_reseeded(fixed, micro, scalars, floor)
+    return replace(_try_passes(fixed, task, micro, scalars, floor), carried=carried, reseeded=reseeded)
+
+
+def with_same_buffers(view: ModelView) -> ModelView:
+    """A view all of whose passes begin with the buffers that the model has now."""
+
+    def restoring(call: Callable[..., Any]) -> Callable[..., Any]:
+        def restored(*arguments: Any, **named: Any) -> Any:
+            with view.without_side_effects():
+                return call(*arguments, **named)
+
+        return restored
+
+    result = copy.copy(view)
+    for name in ("outputs", "sums", "draws"):
+        setattr(result, name, restoring(getattr(view, name)))
+    return result
+
+
+def _try_passes(
+    view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> ModelProbe:
     count = micro.size
 
     def outputs(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Array]:
@@ -76,8 +109,6 @@ def probe_model(
             after, call = ", after one of other rows,", partial(outputs, copies(0))
         if size > floor:
             said = f"a second forward pass{after} with the same weights, rows and seeds gave another {name}"
-            if buffers := _changed_buffers(view, outputs):
-                return ModelProbe(f"{said}: it reads a buffer that it changes ({', '.join(buffers[:3])})")
             said = f"{said}; {describe_state(task, call, micro.arrays, model=getattr(view, 'module', None))}"
             return ModelProbe(said, said if size > _ROUNDING else "")
         neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
@@ -119,20 +150,20 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
     """
     count = micro.size
     order = [*range(1, count), 0]
-    kept = {n: k for n, k in find_kept(getattr(view, "module", None)).items() if _is_tensor_by_row(k[2], count)}
+    kept = _find_tensors_by_row(getattr(view, "module", None), count)
     if count < 2 or not kept:
         return ""
     turned = {n: a[order] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
     wanted = build_sketches({n: a[order] if is_per_row(a, count) else a for n, a in once.items()})
     if sketch_distance(build_sketches(outputs(turned)), wanted)[0] <= floor:
         return ""
-    for module, name, value in kept.values():
-        module.__dict__[name] = value[order]
+    for holder, key, value in kept.values():
+        holder[key] = value[order]
     try:
         again = build_sketches(outputs(turned))
     finally:
-        for module, name, value in kept.values():
-            module.__dict__[name] = value
+        for holder, key, value in kept.values():
+            holder[key] = value
     if sketch_distance(again, wanted)[0] > floor:
         return ""
     return (
@@ -141,21 +172,58 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
     )
 
 
-def _is_tensor_by_row(value: Any, count: int) -> bool:
-    """Whether it is a plain tensor with a row for each of the micro-batch."""
-    return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
+def _find_tensors_by_row(model: Any, count: int) -> dict[str, tuple[dict[Any, Any], Any, Any]]:
+    """Plain tensors that a model keeps, in dictionaries too, with a row for each of the micro-batch, and where."""
+
+    def is_by_row(value: Any) -> bool:
+        return hasattr(value, "untyped_storage") and value.ndim > 0 and len(value) == count
+
+    found: dict[str, tuple[dict[Any, Any], Any, Any]] = {}
+    for name, (module, attribute, value) in find_kept(model).items():
+        if is_by_row(value):
+            found[name] = vars(module), attribute, value
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            if is_by_row(inner):
+                found[f"{name}[{key!r}]"] = value, key, inner
+    return found
 
 
-def _changed_buffers(view: ModelView, outputs: Any) -> list[str]:
-    """The buffers that a pass changes, if passes that begin with the same ones are the same."""
+def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> bool:
+    """Whether passes with two seeds draw the same: they end in one random state, and give the same."""
+    if not view.draws(micro, scalars):
+        return False
+    found = []
+    for number in (micro.number, micro.number + 1):
+        given = replace(micro, arrays=copy.deepcopy(micro.arrays), number=number)
+        made = build_sketches(view.flatten(view.outputs(given, scalars)))
+        sums = view.sums(given, scalars)
+        found.append((made, sums, view.random_digest()))
+    (made, sums, state), (others, other_sums, other_state) = found
+    alike = sketch_distance(made, others)[0] <= floor and all(
+        is_equal(v, other_sums[n], floor) for n, v in sums.items()
+    )
+    return state != 0 and state == other_state and alike
+
+
+def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> tuple[str, ...]:
+    """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same."""
+
+    def sketch() -> dict[str, Sketch]:
+        given = replace(micro, arrays=copy.deepcopy(micro.arrays))
+        return build_sketches(view.flatten(view.outputs(given, scalars)))
+
     with view.without_side_effects():
         before = {name: buffer.copy() for name, buffer in view.whole("buffers").items()}
-        once = build_sketches(outputs())
+        once = sketch()
         after = view.whole("buffers")
         changed = [name for name in after if not np.array_equal(before[name], after[name])]
+        reads = bool(changed) and sketch_distance(once, sketch())[0] > floor
+    if not reads:
+        return ()
     with view.without_side_effects():
-        again = build_sketches(outputs())
-    return changed if sketch_distance(once, again)[0] == 0 else []
+        repeats = sketch_distance(once, sketch())[0] <= floor
+    shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
+    return tuple(shared or changed) if repeats else ()
 
 
 def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
@@ -165,3 +233,66 @@ def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, f
             return ""
         line = find_drawing_lines(lambda: view.draws(micro, scalars, training=False)).get(TORCH, "")
     return f"outputs() or loss() draws in evaluation{f' ({line})' if line else ''}"
+
+
+def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
+    """The normalisations and dropouts that a pass in evaluation puts into training mode, in words; empty for none."""
+    model: Any = getattr(view, "module", None)
+    if "torch" not in sys.modules or not hasattr(model, "named_modules"):
+        return ""
+    before = {name: module.training for name, module in model.named_modules()}
+    switched: list[str] = []
+
+    def see(module: Any, *_: Any) -> None:
+        if module.training and getattr(module, "p", 1) > 0:
+            switched.extend(name for name, part in model.named_modules() if part is module)
+
+    parts = [part for _, part in model.named_modules() if _KINDS.search(type(part).__name__)]
+    handles = [part.register_forward_pre_hook(see) for part in parts]
+    try:
+        with view.without_side_effects(), restore_global_generators():
+            view.draws(micro, scalars, training=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, module in model.named_modules():
+            module.training = before[name]
+    names = join_names(dict.fromkeys(repr(name) for name in switched))
+    return f"outputs() or loss() computes with {names} in training mode" if names else ""
+
+
+def find_remembered_by_evaluation(
+    view: ModelView, task: Task, micro: MicroBatch, held: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> str:
+    """How a training pass is another after an evaluation, in words; empty if it is the same."""
+
+    def train() -> tuple[dict[str, Sketch], dict[str, float]]:
+        with view.without_side_effects():
+            given = replace(micro, arrays=copy.deepcopy(micro.arrays))
+            return build_sketches(view.flatten(view.outputs(given, scalars))), view.sums(given, scalars)
+
+    def evaluate() -> None:
+        with view.without_side_effects():
+            view.draws(held, scalars, training=False)
+
+    with restore_global_generators():
+        once, repeated = train(), train()
+        evaluate()
+        again = train()
+        changed = _find_other(once, again, floor)
+        if not changed or _find_other(once, repeated, floor):  # then it is no matter of the evaluation
+            return ""
+        why = describe_state(task, evaluate, {}, model=getattr(view, "module", None))
+    return f"a training pass after an evaluation gives another {changed}; {why}"
+
+
+def _find_other(
+    once: tuple[Mapping[str, Sketch], Mapping[str, float]],
+    again: tuple[Mapping[str, Sketch], Mapping[str, float]],
+    floor: float,
+) -> str:
+    """The first output, or the first sum of the loss, that is another the second time; empty for none."""
+    size, name = sketch_distance(once[0], again[0])
+    if size > floor:
+        return name
+    return next((f"'{n}'" for n, value in once[1].items() if not is_equal(value, again[1][n], floor)), "")

@@ -9,7 +9,7 @@ from unisono.data.loading.checksum import checksum
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView, Observer
 from unisono.proof.predictions import reproduces
-from unisono.proof.probes.state import describe_state, digest_attributes
+from unisono.proof.probes.state import describe_state, digest_attributes, digest_plain
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.text import join_names
 from unisono.task import Loss, Task
@@ -34,7 +34,7 @@ class PassProbe(Observer):
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """See `Observer`."""
-        self._before, self._attributes = digest_parameters(self._view), digest_attributes(self._task)
+        self._before, self._attributes = digest_parameters(self._view), self._digest_kept()
         self._is_late = step > 0
 
     def on_forward(self, micro: MicroBatch, outputs: Any, loss: Loss | None) -> None:
@@ -54,10 +54,14 @@ class PassProbe(Observer):
     def on_gradients(self) -> None:
         """All passes of the step are over, and no update was made."""
         self._facts.changed_by_passes = changed_parameters(self._view, self._before, self._facts.changed_by_passes)
-        now = digest_attributes(self._task)
+        now = self._digest_kept()
         if self._is_late:  # what the first passes keep may be a cache, which is filled once
-            changed = [f"self.{name}" for name in now if now[name] != self._attributes.get(name)]
-            self._facts.kept_by_task = join_names(changed)
+            self._facts.kept_by_task = join_names(name for name in now if now[name] != self._attributes.get(name))
+
+    def _digest_kept(self) -> dict[str, int]:
+        by_task = {f"self.{name}": digest for name, digest in digest_attributes(self._task).items()}
+        by_model = digest_plain(getattr(self._view, "module", None))
+        return by_task | {f"'{name}' of the model": digest for name, digest in by_model.items()}
 
 
 def digest_parameters(view: ModelView) -> dict[str, int]:

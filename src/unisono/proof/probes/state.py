@@ -54,7 +54,8 @@ def describe_state(
     if kept := [name for name in changed if name not in own]:
         found.append(f"it changes self.{', self.'.join(kept[:3])}")
     if kept := [name for name, digest in _digest_model(model).items() if digest != kept_by_model.get(name)]:
-        found.append(f"it changes {join_names(kept)} of the model, no buffer")
+        quoted = join_names(f"'{name}'" for name in kept)
+        found.append(f"it changes {quoted} of the model, no buffer")
     if checksum(inputs) != before:
         found.append(f"it changes its inputs in place{_name_changed(inputs, call)}")
     return (
@@ -104,6 +105,25 @@ def restore_attributes(task: Task) -> Iterator[None]:
                 setattr(task, name, before[name])
             elif name not in before and isinstance(getattr(type(task), name, None), _PLAIN):
                 delattr(task, name)  # what began as an attribute of the class
+
+
+@contextmanager
+def restore_model(model: Any) -> Iterator[None]:
+    """The same for what a torch model keeps beside parameters and buffers: a counter of passes, a generator."""
+    found = find_kept(model)
+    before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, _digest_model(model)
+    try:
+        yield
+    finally:
+        now = _digest_model(model)
+        for name, (module, attribute, _) in found.items():
+            if now.get(name) != digests[name] and before[name] is not _NOT_COPIED:
+                module.__dict__[attribute] = before[name]
+
+
+def digest_plain(model: Any) -> dict[str, int]:
+    """A digest of the numbers and words among what a torch model keeps, by their whole name; not of what it caches."""
+    return {name: _digest(value) for name, (_, _, value) in find_kept(model).items() if isinstance(value, _PLAIN)}
 
 
 def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:

@@ -13,7 +13,7 @@ from unisono.data.order.plan import Plan
 from unisono.engines.observers import ModelView
 from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
-from unisono.proof.probes.model_probe import probe_evaluation
+from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.recording.trace import RunFacts
@@ -62,7 +62,10 @@ def probe_task(
     def evaluation() -> None:
         if held_out is not None and not task.draws_in_evaluation:
             with_rows = (one for batches in held_out.batches() for one in batches if not one.idle)
-            facts.evaluation_draws = probe_evaluation(view, next(with_rows), scalars)
+            held = next(with_rows)
+            facts.evaluation_draws = probe_evaluation(view, held, scalars)
+            facts.evaluation_switched = find_switched(view, held, scalars)
+            facts.evaluation_remembered = find_remembered_by_evaluation(view, task, micro, held, scalars, _FLOOR)
 
     def loss() -> None:
         found = probe_loss(view, task, micro, scalars, _FLOOR)

@@ -22,18 +22,19 @@ from unisono.engines.protocol import EngineJob
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim import schedules
 from unisono.proof import engines
-from unisono.proof.cases import Case, ProofSettings
+from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
-from unisono.proof.probes.build_probe import probe_build
-from unisono.proof.probes.model_probe import probe_model
+from unisono.proof.probes.build_probe import find_overlapping, probe_build
+from unisono.proof.probes.model_probe import probe_model, with_same_buffers
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
-from unisono.proof.probes.state import restore_attributes
+from unisono.proof.probes.state import restore_attributes, restore_model
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import INITIAL_BUFFERS, RunFacts, StepFacts, Trace, trace_folder, write_facts
 from unisono.proof.user_errors import format_user_error
 from unisono.protocols import cross_sample_mode
 from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
 from unisono.task import Task
 from unisono.training.parts import build_held_out
@@ -50,6 +51,7 @@ def record_case(
     case: Case,
     proof: ProofSettings,
     root: Path,
+    cases_left: int = 1,
 ) -> None:
     """Run a case and write its trace; an error of the run is part of it.
 
@@ -61,6 +63,7 @@ def record_case(
         case: to run.
         proof: its settings.
         root: a folder per case lies in it.
+        cases_left: of the proof, this one too: the disk has to have room for them all.
     """
     folder = trace_folder(root, case.name)
     if process.is_first:
@@ -68,7 +71,7 @@ def record_case(
     communicator.barrier("the folder of a trace")
     facts, began = RunFacts(), time.perf_counter()
     try:
-        run = _CaseRun(task, config, process, communicator, case, proof, root)
+        run = _CaseRun(task, config, process, communicator, case, proof, root, cases_left)
         with _attention_kernel(case.attention), closing(run):
             run.run(facts)
     except Exception as error:
@@ -101,7 +104,9 @@ class _CaseRun:
         case: Case,
         proof: ProofSettings,
         root: Path,
+        cases_left: int,
     ) -> None:
+        self.cases_left = cases_left
         self.task, self.config, self.process, self.communicator = task, config, process, communicator
         self.case, self.proof, self.root = case, proof, root
         self.fresh = copy.copy(task)
@@ -163,7 +168,7 @@ class _CaseRun:
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
-            with restore_attributes(self.task):
+            with restore_attributes(self.task), restore_model(getattr(view, "module", None)):
                 self._probe(first[0], facts, of_terms)
 
     def _probe(self, micro: MicroBatch, facts: RunFacts, of_terms: bool) -> None:
@@ -173,6 +178,7 @@ class _CaseRun:
         before = digest_parameters(view) if of_terms else {}
         found = probe_model(view, self.task, micro, scalars, floor)
         facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
+        facts.carried, facts.reseeded = list(found.carried), found.reseeded
         if found.unstable and on_cpu:  # an accelerator's kernels may add as they like
             facts.unstable_forward = found.unstable
         facts.unrepeatable = facts.unrepeatable or found.unrepeatable
@@ -183,8 +189,9 @@ class _CaseRun:
                 probe_build(facts, view, self.task, self.config.run.seed)
             if on_cpu:
                 self.engine.observe(PassProbe(view, self.task, facts))
+            fixed = with_same_buffers(view) if found.carried else view
             task_probes.probe_task(
-                facts, view, self.task, self.fresh, self.source, self.plan, micro, self.held_out, scalars, self.mask
+                facts, fixed, self.task, self.fresh, self.source, self.plan, micro, self.held_out, scalars, self.mask
             )
 
     def close(self) -> None:
@@ -213,6 +220,8 @@ class _CaseRun:
         self.recorder.write(INITIAL_BUFFERS, None, view.whole("buffers"))
         self.recorder.write("initial parameters", None, view.whole("parameters"))
         facts.initial_buffers = view.find_differing_buffers()
+        if self.config.layout.engine == "torch":
+            facts.overlapping = find_overlapping(view.module)
         facts.crosses = cross_sample_mode(self.task) or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
@@ -234,6 +243,8 @@ class _CaseRun:
                 self.open(facts)
                 self._load(case.name, updates)
                 batches = self.loader.steps(updates)
+        count = len(self.source) if hasattr(self.source, "__len__") else -1
+        facts.source_rows = [rows for rows in communicator.gather(count, "the rows of the data") if rows >= 0]
         facts.first_samples = communicator.gather(self.digests, "digests of the first samples")
         facts.random = any(communicator.gather(self.engine.random, "whether random numbers were drawn"))
         reasons = communicator.gather(facts.unrepeatable, "whether the data can be read again")
@@ -248,14 +259,22 @@ class _CaseRun:
 
     def _check_room(self) -> None:
         """Refuse a model whose traces the disk has no room for, on all ranks, before the first is written."""
-        count, averages = self.engine.view.size, self.config.ema.decay is not None
+        case, count, averages = self.case, self.engine.view.size, self.config.ema.decay is not None
         copies = (6 + averages) * self.proof.steps  # of a trace
-        copies += (3 + averages) * (len(self.proof.stops) + 1)  # and of its checkpoints
-        needed, free = 8 * count * copies, shutil.disk_usage(self.root).free
+        copies += (3 + averages) * len({*case.saves, *case.interrupted})  # and of its checkpoints
+        needed, free = 8 * count * copies * self.cases_left, shutil.disk_usage(self.root).free
+        alone = self.process.is_first and not (case.reference or case.perturbed)
+        if alone and self.proof.shrink == "auto" and count > MAX_PARAMETERS:
+            say(
+                f"a model with {count:,} parameters is proved as it is, slowly and on {needed / 1e9:.0f} GB of disk: "
+                "with Task.shrunk a smaller copy would be (docs/tasks.md)",
+                error=True,
+            )
         if any(self.communicator.gather(needed > free, "whether there is room for the traces")):
             raise ConfigError(
-                f"proving a model with {count:,} parameters needs about {needed / 1e9:.1f} GB in {self.root}, which "
-                f"has {free / 1e9:.1f} GB free; prove a smaller model (overrides, or Task.shrunk), or set TMPDIR"
+                f"proving a model with {count:,} parameters needs about {needed / 1e9:.1f} GB in {self.root} for "
+                f"{self.cases_left} cases, which has {free / 1e9:.1f} GB free; prove a smaller model "
+                "(overrides, or Task.shrunk), or set TMPDIR"
             )
 
     def _load(self, case: str, updates: int) -> None:

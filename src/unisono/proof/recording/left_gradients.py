@@ -25,6 +25,10 @@ class LeftGradients:
         self._used: set[int] = set()  # whose gradient made an update, and was not seen cleared since
         self._added: set[int] = set()  # of those, the ones that a backward pass has added to
         self._reached: set[int] = set()  # that a backward pass has reached since the update
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Watch these as well."""
         for parameter in parameters:
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_hook(partial(self._before_accumulation, parameter))

@@ -23,15 +23,25 @@ class LocalGradients:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._passes: list[dict[str, Array]] = [{}]
-        self._unwatched = {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
+        self._unwatched: dict[str, Tensor] = {}
+        self.add(parameters)
+
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Watch these as well."""
+        self._unwatched |= {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
         self.watch()
 
     def watch(self) -> None:
         """Watch what is trained by now; some parameters are frozen at first."""
         for name in [name for name, parameter in self._unwatched.items() if parameter.requires_grad]:
-            self._unwatched.pop(name).register_hook(partial(self._keep, name))
+            parameter = self._unwatched.pop(name)
+            parameter.register_hook(partial(self._keep, name, parameter))
 
-    def _keep(self, name: str, gradient: Tensor) -> None:
+    def _keep(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+        if parameter.grad is None:  # what passes before have made was cleared, and no update will be made of it
+            for one in self._passes:
+                one.pop(name, None)
+            self._passes = [one for one in self._passes if one] or [{}]
         if name in self._passes[-1]:  # every pass makes each gradient once
             self._passes.append({})
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()

@@ -117,8 +117,12 @@ class RunFacts:
         random: whether a forward pass draws random numbers.
         per_process: names of layers whose statistics are those of one process.
         lower: what computes in a lower precision inside than the run has: `module: dtype`.
+        autocast: the dtype of the autocast in which a script calls its model, empty for none.
         attention: whether it used one of torch's fused kernels for scaled dot product attention.
         unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
+        reseeded: whether something in a pass seeds anew the generator that was seeded for it, so that keys say nothing.
+        overlapping: groups of parameters that are several and have the same memory.
+        carried: buffers that a forward pass reads and changes, so that it begins with what the one before it left.
         neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
         beside: which of them, where it is not all of them, in words; empty otherwise.
         mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
@@ -128,13 +132,17 @@ class RunFacts:
         unstable_forward: why the forward pass does, by more than rounding.
         unstable_gradient: why the gradient of the same loss is another each time, empty if it is the same.
         changed_by_passes: the parameters that passes change without an update, in words; empty for none.
-        kept_by_task: attributes of the task that passes of a later step change, in words; empty for none.
+        kept_by_task: attributes of the task, and numbers that the model keeps, which passes of a later step change, in
+            words; empty for none.
         padding: how padding to the longest row of a micro-batch changes its loss, empty if it does not.
         collated: how `collate` gives a row other numbers beside others, empty if it does not.
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
         evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
+        evaluation_switched: which modules compute in an evaluation as in training, in words; empty for none.
+        evaluation_remembered: how an evaluation changes the training pass that follows, in words; empty if not.
         first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
             the generator that it was given.
+        source_rows: by rank, how many rows the task's data have, where that is known.
         probed: whether the task's functions were tried by themselves, which the next two say the results of.
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
@@ -162,8 +170,12 @@ class RunFacts:
     random: bool = False
     per_process: list[str] = field(default_factory=list)
     lower: list[str] = field(default_factory=list)
+    autocast: str = ""
     attention: bool = False
     unrepeatable: str = ""
+    reseeded: bool = False
+    overlapping: list[list[str]] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
     neighbours: bool = False
     beside: str = ""
     mixed: str = ""
@@ -178,7 +190,10 @@ class RunFacts:
     collated: str = ""
     overwritten: str = ""
     evaluation_draws: str = ""
+    evaluation_switched: str = ""
+    evaluation_remembered: str = ""
     first_samples: list[list[list[int]]] = field(default_factory=list)
+    source_rows: list[int] = field(default_factory=list)
     probed: bool = False
     unstable_loss: str = ""
     additivity: dict[str, str] = field(default_factory=dict)

@@ -21,6 +21,7 @@ class RankFacts:
         clipped: digests of the gradients of the update, by parameter.
         buffers: digests, by buffer.
         initial: digests of the parameters with which it began, by name; of the first step.
+        evaluating: modules that are in evaluation mode when the update is made.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -30,6 +31,7 @@ class RankFacts:
     clipped: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
+    evaluating: list[str] = field(default_factory=list)
 
 
 def read_rank_facts(folder: Path) -> list[list[RankFacts]]:

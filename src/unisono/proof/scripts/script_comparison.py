@@ -23,6 +23,7 @@ from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
+from unisono.proof.scripts.pass_counts import describe_skipped
 from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.verdict import Verdict
@@ -31,6 +32,7 @@ from unisono.runtime.errors import ConfigError
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 _MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
+LATE = "it did not finish within"  # how the error of a run begins that took too long
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
 
@@ -177,7 +179,9 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
             raise ConfigError(str(error)) from None
         if late := read_stacks(root, world):
             lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
-            told = f"it did not finish within {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
+            told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
+            if skipped := describe_skipped(trace, case.world_size):
+                raise local_processes.WorkerError(f"{told}; {skipped}", code, fault="Replicas drift apart") from None
             if case.world_size == 1:
                 raise local_processes.WorkerError(told, code) from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None

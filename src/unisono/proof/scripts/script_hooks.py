@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from unisono.proof.scripts.pass_counts import PassCounts
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
@@ -101,8 +102,11 @@ class ScriptWatch:
         self.has_callback = False
         self._evaluation: dict[str, float] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._members: set[int] = set()  # modules that hold trained parameters
+        self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
+        self._trained: set[int] = set()
+        self._kept: list[nn.Module] = []  # whose ids they are, which must not be given to others
         self._inside = False  # of a forward pass of the model
+        self._counts = PassCounts()
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
         self._rows: list[int] = []  # that the update is made of
@@ -173,6 +177,7 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._updates += 1
+        self._count(updates=1, updating=True)
         if self._updates > 1 or self.is_over():
             return None
         records = self._begin([optimizer])
@@ -194,6 +199,7 @@ class ScriptWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
+        self._count(updating=False)
         if self._updates or self.is_over():
             return
         assert self.records is not None
@@ -206,9 +212,31 @@ class ScriptWatch:
         """The records, which begin where they are asked for first."""
         if self.records is None:
             model = _find_model(optimizers)
-            self._members = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+            self._add_members(model)
             self.records = Records(self._world, model, None)
         return self.records
+
+    def _follow_new(self, module: nn.Module) -> None:
+        """Record the models of optimizers that came later, if a module that is in none of the known ones is theirs."""
+        own = {id(parameter) for parameter in module.parameters()} - self._trained
+        optimizers = [one for reference in self._optimizers if own and (one := reference()) is not None]
+        later = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
+        if later and self.records is not None:
+            model = _find_model(later)
+            self._add_members(model)
+            self.records.follow(model)
+
+    def _add_members(self, model: nn.Module) -> None:
+        self._kept.append(model)
+        self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
+        self._trained |= {id(parameter) for parameter in model.parameters()}
+
+    def _count(self, passes: int = 0, updates: int = 0, updating: bool | None = None) -> None:
+        counts = self._counts
+        counts.passes += passes
+        counts.updates += updates
+        counts.updating = counts.updating if updating is None else updating
+        counts.write(self._world.folder, self._world.rank)
 
     # passes ----------------------------------------------------------------------------------------------------------
 
@@ -222,6 +250,8 @@ class ScriptWatch:
                 trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
                 if any(id(parameter) in trained for parameter in module.parameters()):
                     self._begin(optimizers)
+            elif id(module) not in self._members:
+                self._follow_new(module)
             records = self.records
             if records is None or id(module) not in self._members:
                 return original(module, *args, **named)
@@ -243,6 +273,7 @@ class ScriptWatch:
         def backward(tensors: Any, *args: Any, **named: Any) -> Any:
             inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
             if not inside and self.records is not None:
+                self._count(passes=1)
                 given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
                 for batches in self._fetched.values():

@@ -20,7 +20,7 @@ from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts import self_check
+from unisono.proof.scripts import script_comparison, self_check
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
@@ -100,11 +100,12 @@ def prove_script(
     for precision in ladder:
         with trace_room() as root:
             run = ScriptRun(reference, precision, settings.timeout, "", steps=settings.steps)
-            report = _prove(ScriptRuns(run, worlds, root, quiet, words), lower=precision != ladder[-1])
+            report = _prove(runs := ScriptRuns(run, worlds, root, quiet, words), lower=precision != ladder[-1])
         if report is not None:
             break
         if not quiet:
-            say("the script does not run in fp64; comparing in fp32", error=True)
+            why = str(runs.ended[runs.cases[0].name]).strip().splitlines()[0]
+            say(f"the script does not run in fp64 ({why}); comparing in fp32", error=True)
     assert report is not None
     return report
 
@@ -114,8 +115,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     one, *others = runs.cases
     reference = runs.record(one)
     if reference is None:
-        fits = runs.ended[one.name].fault != "Single precision meets double"
-        return Report(*runs.judge(adaptive=False)) if fits or not lower else None
+        hung = script_comparison.LATE in str(runs.ended[one.name])
+        return None if lower and not hung else Report(*runs.judge(adaptive=False))
     for case in others:
         runs.record(case)
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}

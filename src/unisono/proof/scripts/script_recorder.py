@@ -33,6 +33,7 @@ from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
@@ -114,12 +115,23 @@ class Records:
         self._random = False
         self._generators: list[int] = []
         self._begin(_by_plain_name(model.named_parameters()))
+        self._write("initial parameters", None, _by_plain_name(model.named_parameters()))
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(self._before_step)
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(_by_plain_name(model.named_parameters()))
         self._left = LeftGradients(model.parameters())
+
+    def follow(self, model: nn.Module) -> None:
+        """Record another model as well, from now on, which may begin with what was trained before."""
+        self._model = FollowedModels(self._model, model)
+        known = {*self._facts.trainable, *self._facts.frozen}
+        named = _by_plain_name(self._model.named_parameters())
+        new = {name: parameter for name, parameter in named.items() if name not in known}
+        self._begin(new)
+        self._local.add(new)
+        self._left.add(new.values())
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
@@ -149,8 +161,9 @@ class Records:
                 "micro-batch: `if accelerator.sync_gradients`), and give world.records() the optimizer "
                 "that makes the updates"
             )
+        given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
         mine = [
-            [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
+            [int(row) for row in torch.as_tensor(given).flatten().tolist()],
             self._rates,
             None if loss is None else float(loss),
             None if metrics is None else {name: float(value) for name, value in metrics.items()},
@@ -242,7 +255,6 @@ class Records:
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
             self._facts.per_process = sorted(_local_statistics(self._model))
-        self._write("initial parameters", None, parameters)
         self.seen.initial = _digest_plain(parameters)
 
     # what torch calls --------------------------------------------------------------------------------------------
@@ -282,6 +294,8 @@ class Records:
         if clips:
             self._write_gradients("clipped gradients", now, parameters)
         self.seen.clipped = _digest_plain(now)
+        modules = self._model.named_modules()
+        self.seen.evaluating = [_WRAPPERS.sub("", name) for name, module in modules if not module.training]
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
@@ -289,6 +303,9 @@ class Records:
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
         self._local.watch()
+        for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
+            if torch.is_autocast_enabled(device):
+                self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         if self._model.training:
             self._generators = _generator_digests()
 
@@ -431,7 +448,3 @@ def _generator_digests() -> list[int]:
     if torch.accelerator.is_available():
         states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
     return [replicas.digest(state) for state in states]
-
-
-def _as_list(rows: Iterable[int] | Tensor) -> Any:
-    return rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)

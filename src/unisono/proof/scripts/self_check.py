@@ -27,6 +27,7 @@ BEGIN = "ranks begin with equal parameters"
 EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
 CLIPPED = "clipped gradients are within their limit"
+MODES = "modules are in the same mode on all ranks"
 RATES = "learning rates are equal on all ranks"
 BUFFERS = "buffers are equal on all ranks"
 DIFFERENT = "ranks were given different rows"
@@ -34,11 +35,13 @@ NAMES = {
     BEGIN: "Initialisation depends on the rank",
     EQUAL: "Gradients are not synchronised",
     CLIPPED: "Clipped before synchronisation",
+    MODES: "Evaluation changes the training",
     RATES: "The learning rate differs between ranks",
     BUFFERS: "Buffers are those of one process",
     DIFFERENT: "Every rank reads the same rows",
 }
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
+_DRAWN = ": a sampler that deals rows out otherwise, or draws of each process"
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
 
 
@@ -170,7 +173,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         if begun:
             note(BEGIN, step, f"not with those of {join_names(begun, 3)}")
         if unequal:
-            everywhere = len(unequal) == len({name for rank in reduced for name in rank})
+            sharded = {*trace.tensors("raw gradients", step)}  # with those of which every rank has a piece
+            everywhere = len(unequal) == len(sharded.union(*reduced))
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
@@ -181,6 +185,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                 note(EQUAL, step, what)
         if clipped := _describe_clipping(trace, step, seen, precision):
             note(CLIPPED, step, clipped)
+        if switched := _describe_modes(seen):
+            note(MODES, step, switched)
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
         if buffers := _find_differing_buffers(trace, step, seen, precision):
@@ -189,7 +195,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
     if len(ranks[0]) == 1:
         return SelfCheck([], losses, averages, 1, shown)
-    checks = [BEGIN, EQUAL, RATES]
+    checks = [BEGIN, EQUAL, *([MODES] if MODES in worst else []), RATES]
     checks += [CLIPPED] if CLIPPED in worst or any(rank.limits for seen in ranks for rank in seen) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
@@ -225,6 +231,16 @@ def _average(step: StepFacts, seen: Sequence[RankFacts]) -> float | None:
     counts = [[len(rows) for rows in step.by_rank], [len(rank.inputs) for rank in seen], [1] * len(seen)]
     rows = next(each for each in counts if all(each))
     return sum(count * sum(rank.losses) for count, rank in zip(rows, seen, strict=True)) / sum(rows)
+
+
+def _describe_modes(seen: Sequence[RankFacts]) -> str:
+    """In words, the modules that are in evaluation mode on some ranks alone when an update is made; empty for none."""
+    everywhere = set.intersection(*({*rank.evaluating} for rank in seen))
+    for rank, facts in enumerate(seen):
+        if own := [name for name in facts.evaluating if name not in everywhere]:
+            shown = join_names((repr(name) if name else "the model" for name in own), 3)
+            return f"{shown} in evaluation mode on rank {rank} and not on all"
+    return ""
 
 
 def _describe_infinite(gradients: Sequence[Mapping[str, Array]]) -> str:
@@ -318,7 +334,7 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
                 return ""  # a fault, which the ranks show
             if step == 0 and len(m.rows) != len(r.rows):
                 return _describe_batches(len(m.rows), len(r.rows))
-            return f"{at}: other rows than on one process; every process draws its own" if step == 0 else ""
+            return f"{at}: other rows than on one process{_DRAWN}" if step == 0 else ""
         if not a and not b:  # the second optimizer of a step
             continue
         if not (a and b):
@@ -328,7 +344,7 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
                 return ""
             if step == 0 and len(a) != len(b):
                 return _describe_batches(len(a), len(b))
-            return f"{at}: other inputs than on one process; every process draws its own"
+            return f"{at}: other inputs than on one process{_DRAWN}"
     return ""
 
 
