@@ -13,7 +13,7 @@ from tests import processes
 from tests.recipes.puzzles.puzzles_for_tests import write_arc, write_mazes
 from tests.runs import Trace, configuration, distance, trace
 from unisono.recipes.puzzles import settings
-from unisono.recipes.puzzles.base import fields_of, named
+from unisono.recipes.puzzles.base import fields_of, with_kind
 from unisono.recipes.puzzles.task import Puzzles
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
@@ -196,10 +196,10 @@ def test_votes_over_augmentations_find_the_answer_that_most_of_them_give(tmp_pat
         answers = right.clone()
         for number in wrong:
             answers[number] = torch.as_tensor(library.variant(puzzle, number).question)
-        found = made.votes_of(answers, torch.zeros(5), batch)
+        found = made.count_votes(answers, torch.zeros(5), batch)
         assert [bool(found[f"pass@{most}"]) for most in (1, 2)] == won, wrong
     model = made.build()
-    outputs = fields_of(made.outputs(model, named("arc", batch), Context(0, training=False)))
+    outputs = fields_of(made.outputs(model, with_kind("arc", batch), Context(0, training=False)))
     assert outputs["logits"].shape == (1, 900, 12) and outputs["pass@1"].shape == (1,)
 
 

@@ -52,13 +52,13 @@ class Format:
         return self.height * self.width
 
 
-def plain(format: Format) -> dict[str, Any]:
+def format_to_json(format: Format) -> dict[str, Any]:
     """A format as JSON."""
     return {**vars(format), "box": list(format.box)}
 
 
-def format_of(described: dict[str, Any]) -> Format:
-    """The inverse of `plain`."""
+def format_from_json(described: dict[str, Any]) -> Format:
+    """The inverse of `format_to_json`."""
     return Format(**{**described, "box": tuple(described["box"])})
 
 
