@@ -73,6 +73,7 @@ class PuzzlesBase(Task):
     model_config: settings.Model
     data_config: Any
     _predict_only = False  # all puzzles are held out, and need no answers
+    _run_tasks: Mapping[str, Sequence[str]] = {}  # names of ARC tasks by kind, of the run that predicts
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +234,12 @@ class PuzzlesBase(Task):
     def save_assets(self, directory: Path) -> None:
         """Save the kinds of puzzles, so that the run can be used without its data."""
         kinds = {
-            name: {"format": format_to_json(kind.format), "embeddings": kind.embeddings, "levels": self._edges[name]}
+            name: {
+                "format": format_to_json(kind.format),
+                "embeddings": kind.embeddings,
+                "levels": self._edges[name],
+                "tasks": list(self.libraries[name].tasks),
+            }
             for name, kind in self.kinds.items()
         }
         described = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
@@ -246,6 +252,7 @@ class PuzzlesBase(Task):
             name: Kind(format_from_json(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
         }
         vars(self)["_edges"] = {name: one["levels"] for name, one in described["kinds"].items()}
+        self._run_tasks = {name: one.get("tasks", []) for name, one in described["kinds"].items()}
         self._predict_only = described["data"] != self.data_config.model_dump(mode="json")
 
     def shrunk(self, limit: int) -> PuzzlesBase | None:
@@ -275,10 +282,14 @@ class PuzzlesBase(Task):
         found = open_libraries(self.data_config, self._predict_only)
         for name, library in found.items() if self._predict_only else ():
             known = self.kinds.get(name)
-            if known is None or known.format != library.format or known.embeddings < library.embeddings:
+            if known is None or known.format != library.format:
+                trained = ", ".join(f"{one} {kind.format.size}" for one, kind in self.kinds.items())
+                raise DataError(f"these puzzles are {name} {library.format.size}, and the run was trained on {trained}")
+            if library.tasks:
+                found[name] = library.with_tasks_of_run(self._run_tasks[name], known.embeddings)
+            elif known.embeddings < library.embeddings:
                 raise DataError(
-                    f"these puzzles ({name}, {library.facts()['kind']}) are not of a kind that the run was trained on "
-                    f"({', '.join(self.kinds)}), with as many puzzle embeddings"
+                    f"these puzzles need {library.embeddings} puzzle embeddings, and the run has {known.embeddings}"
                 )
         return found
 

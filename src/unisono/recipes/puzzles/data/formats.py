@@ -47,6 +47,11 @@ class Format:
     box: tuple[int, int]
 
     @property
+    def size(self) -> str:
+        """Rows and columns, as text."""
+        return f"{self.height}×{self.width}"
+
+    @property
     def length(self) -> int:
         """Tokens of a puzzle."""
         return self.height * self.width

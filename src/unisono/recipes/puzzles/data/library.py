@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, compute_once, file_hash, generator, hold_out
+from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data import arc, arrays, augment, generate, tables, twins
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle, StoredPuzzles
@@ -106,6 +106,33 @@ class Library:
         question, answer = self._augment(puzzle, rng)
         return Example(question, answer, identifier, puzzle.rating)
 
+    def with_tasks_of_run(self, tasks: Sequence[str], embeddings: int) -> Library:
+        """The held-out ARC puzzles with the task numbers, and so the puzzle embeddings, of a trained run.
+
+        Args:
+            tasks: names of the run's tasks, `<set>/<task>`; a task of another set is found by its own name.
+            embeddings: number of the run's puzzle embeddings.
+
+        Raises:
+            DataError: for tasks that the run was not trained on, and for another number of augmentations.
+        """
+        by_name = {name.rpartition("/")[2]: number for number, name in enumerate(tasks)}
+        by_name |= {name: number for number, name in enumerate(tasks)}
+        numbers = [by_name.get(name, by_name.get(name.rpartition("/")[2], -1)) for name in self.tasks]
+        assert isinstance(self.held_out, Puzzles)
+        groups = np.array(numbers, dtype=np.int32)[self.held_out.groups]
+        if unknown := sorted({self.tasks[group] for group in self.held_out.groups[groups < 0].tolist()}):
+            raise DataError(
+                f"{self.config.path}: the run was not trained on the demonstrations of {format_examples(unknown)}, so "
+                "it has no puzzle embedding for them. Train on a folder that has these tasks, too"
+            )
+        if embeddings != 1 + len(tasks) * (self.config.augmentations + 1):
+            raise DataError(
+                f"data.augmentations={self.config.augmentations} does not fit the {embeddings} puzzle embeddings of "
+                "the run; leave it out to use the run's own"
+            )
+        return replace(self, held_out=replace(self.held_out, groups=groups), tasks=tuple(tasks), embeddings=embeddings)
+
     def stored_variant(self, puzzle: Puzzle, number: int) -> Example:
         """A numbered augmentation as it is stored: ARC grids of the training are placed by a generator of its own."""
         rng = generator(self.config.seed, "place", puzzle.group, puzzle.number, number) if number else None
@@ -153,8 +180,7 @@ class Library:
 
     def facts(self) -> dict[str, Any]:
         """Sizes, as JSON."""
-        shape = f"{self.format.height}×{self.format.width}"
-        facts: dict[str, Any] = {"kind": f"{self.format.kind} {shape}", "puzzles": len(self.training)}
+        facts: dict[str, Any] = {"kind": f"{self.format.kind} {self.format.size}", "puzzles": len(self.training)}
         facts["held_out"] = 0 if self.held_out is None else len(self.held_out)
         if self.embeddings > 1:
             facts["puzzle_embeddings"] = self.embeddings
@@ -223,7 +249,7 @@ def open_library(config: settings.Part, ask: bool = False) -> Library:
             test = read(config.path / "test") if (config.path / "test").is_dir() else None
             if test is not None and test.format != train.format:
                 raise DataError(f"{config.path}: train and test hold different kinds of puzzles")
-            return Library(config, train.format, train, test, train.embeddings)
+            return Library(config, train.format, train, test, train.embeddings, getattr(train, "tasks", ()))
     raise AssertionError(config)
 
 

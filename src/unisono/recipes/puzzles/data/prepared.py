@@ -81,6 +81,7 @@ class PuzzlePreparation:
                 first = np.concatenate([[0], np.cumsum(counts)])
                 np.savez(file, first=first, identifiers=np.array(identifiers, dtype=np.int32), ratings=ratings)
             about = {"format": format_to_json(self.library.format), "embeddings": self.library.embeddings}
+            about["tasks"] = list(self.library.tasks)
             with whole_file(folder / _ABOUT) as temporary:
                 temporary.write_text(json.dumps(about), encoding="utf-8")
         return self
@@ -113,6 +114,7 @@ class PreparedPuzzles:
         about = read_asset(folder, _ABOUT)
         self.format: Format = format_from_json(about["format"])
         self.embeddings = int(about["embeddings"])
+        self.tasks: tuple[str, ...] = tuple(about.get("tasks", ()))
         try:
             with np.load(folder / _NUMBERS, allow_pickle=False) as numbers:
                 self._first: Numbers = numbers["first"]

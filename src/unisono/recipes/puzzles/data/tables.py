@@ -267,8 +267,7 @@ def _encode(
     fits = []
     for row, text in enumerate(texts):
         if len(text) != format_.length:
-            shape = f"{format_.height}×{format_.width}"
-            reasons[row] = f"{subject} {len(text)} characters, not {format_.length} ({shape})"
+            reasons[row] = f"{subject} {len(text)} characters, not {format_.length} ({format_.size})"
         elif not text.isascii():
             reasons[row] = f"{subject} the symbol {next(one for one in text if not one.isascii())!r}"
         else:
