@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from tests.runs import configuration
 from unisono.config.schema.schedules import Schedule, ScheduleGroup
-from unisono.optim.schedules import check, schedule_factor, scheduled_value
+from unisono.optim.schedules import ScheduledScalars, check, schedule_factor, scheduled_value
 from unisono.runtime.errors import ConfigError
 
 KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
@@ -220,3 +221,19 @@ def test_parts_longer_than_the_schedule_are_refused_by_name(kind: str, settings:
 
 def test_parts_that_fill_the_whole_schedule_are_taken() -> None:
     check({"lr": schedule("wsd", warmup=0.5, decay=0.5), "other": schedule("linear", warmup=100)}, 100)
+
+
+def test_compilations_of_a_step_are_the_different_whole_numbers_of_what_its_program_depends_on() -> None:
+    """A ramp from 1.2 to 6 and one from 1 to 3 change the depths five times and once."""
+    ramps = {
+        "deep": {"kind": "constant", "peak": 6, "start": 0.2, "warmup": 100},
+        "wide": {"kind": "constant", "peak": 2, "start": 0.5, "warmup": 50},
+    }
+    scalars = ScheduledScalars(configuration(schedules=ramps), 400)
+    (told,) = scalars.step_programs(["deep"]).values()
+    assert told == "6 (deep=1; deep=2; deep=3; deep=4; deep=5; deep=6)"
+    pairs = list(dict.fromkeys((round(scalars(step)["deep"]), round(scalars(step)["wide"])) for step in range(400)))
+    (told,) = scalars.step_programs(["deep", "wide"]).values()
+    assert told.startswith(f"{len(pairs)} (deep=1, wide=1; ") and len(pairs) == 7
+    level = ScheduledScalars(configuration(schedules={"deep": {"kind": "constant", "peak": 6}}), 9)
+    assert scalars.step_programs([]) == scalars.step_programs(["elsewhere"]) == level.step_programs(["deep"]) == {}

@@ -208,15 +208,16 @@ class _Scores:
             _add_to_sums(self._metrics, name, above, below)
 
     def summary(self) -> dict[str, float]:
-        """Return the values by name, as reported by `Task.summary`."""
-        if not self._terms:
+        """Return the values by name, as reported by `Task.summary`; of rows without targets, nothing."""
+        if not any(count for _, count in self._terms.values()):
             return {}
         terms = {name: total / count if count else 0.0 for name, (total, count) in self._terms.items()}
         values = {"loss": sum(self._weights.get(name, 1.0) * value for name, value in terms.items())}
         if len(terms) > 1:
             values |= {f"loss/{name}": value for name, value in terms.items()}
         values |= {name: total / count if count else 0.0 for name, (total, count) in self._metrics.items()}
-        return self._task.summary(values)
+        empty = {name for name, (_, count) in self._metrics.items() if not count}
+        return {name: value for name, value in self._task.summary(values).items() if name not in empty}
 
 
 def _add_to_sums(sums: dict[str, list[float]], name: str, total: Tensor | float, count: Tensor | float) -> None:

@@ -62,11 +62,11 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     _check_adapter(config)
     source = build_source(task, config, config.layout.world_size)
     plan = build_plan(task, source, config)
-    schedules.ScheduledScalars(config, plan.steps)
+    scalars = schedules.ScheduledScalars(config, plan.steps)
     ema.check(config.ema, plan.steps)
     held_out = build_held_out(task, config, ProcessInfo(world_size=config.layout.world_size), split)
     rows = {**source_facts(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
-    facts = secrets.hidden({**rows, **task.facts()})
+    facts = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
     return DataFacts(facts, secrets.hidden(source_files(source)), checkable_sources(source), plan.steps)
 
 

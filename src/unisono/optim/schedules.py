@@ -7,7 +7,7 @@ advance a schedule too often.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from unisono.config.schema.run import RunConfig
 from unisono.config.schema.schedules import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
@@ -105,3 +105,16 @@ class ScheduledScalars:
             assert peak is not None
             values[name] = scheduled_value(schedule, peak, step, self._total)
         return values
+
+    def step_programs(self, names: Sequence[str]) -> dict[str, str]:
+        """How often a step is compiled whose program depends on scheduled values, as a fact to report; {} for once.
+
+        Args:
+            names: scalars that the program depends on, in whole numbers (`Task.static_scalars`).
+        """
+        scheduled = [name for name in names if name in self._config.schedules]
+        found: dict[str, None] = {}
+        for step in range(self._total if scheduled else 0):
+            values = self(step)
+            found.setdefault(", ".join(f"{name}={round(values[name])}" for name in scheduled))
+        return {"compilations of the step": f"{len(found)} ({'; '.join(found)})"} if len(found) > 1 else {}

@@ -145,7 +145,7 @@ class Training:
             self.step = self.first
             if self._process.is_first:
                 trackers.restore_ids(run.directory, resumption.saved_value("trackers") or {})
-            about = {**parts.data, **self._task.facts()}
+            about = {**parts.data, **parts.scalars.step_programs(self._task.static_scalars), **self._task.facts()}
             self.telemetry = Telemetry(
                 run, parts, self._process, communicator, facts, about, lambda: self._unsaved_since
             )

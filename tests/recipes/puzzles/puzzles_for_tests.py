@@ -9,7 +9,7 @@ import numpy as np
 
 from unisono.recipes.puzzles.data.formats import Puzzles, sudoku_format
 from unisono.recipes.puzzles.data.generate import sudokus
-from unisono.recipes.puzzles.data.tables import written
+from unisono.recipes.puzzles.data.tables import puzzle_to_text
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
@@ -22,7 +22,9 @@ def write_csv(path: Path, puzzles: Puzzles, header: str = "source,q,a,rating") -
     """The puzzles as CSV; returns the lines."""
     lines = [header]
     for row in range(len(puzzles)):
-        question, answer = (written(tokens[row], puzzles.format) for tokens in (puzzles.questions, puzzles.answers))
+        question, answer = (
+            puzzle_to_text(tokens[row], puzzles.format) for tokens in (puzzles.questions, puzzles.answers)
+        )
         lines.append(f"made,{question},{answer},{puzzles.ratings[row]:g}")
     path.write_text("\n".join(lines) + "\n")
     return lines

@@ -12,6 +12,7 @@ from tests.recipes.puzzles import test_task as of_torch
 from tests.runs import Trace, distance
 from tests.runs import trace as torch_trace
 from unisono.config.recipes import task_of
+from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import SampleContext
 from unisono.task_config import find_task
@@ -105,6 +106,9 @@ def test_ten_steps_of_both_engines_are_the_same_run(variant: str) -> None:
     assert max(distance(many.before, one.before).values()) == 0.0
     assert_same(one, many, ACROSS)
     assert [told for told in many.recompiled if told] == ["the step: h_cycles is 2, and was 1"]
+    scalars = ScheduledScalars(config("jax"), STEPS)  # what a start reports of it
+    assert scalars.step_programs(other.static_scalars) == {"compilations of the step": "2 (h_cycles=1; h_cycles=2)"}
+    assert scalars.step_programs(mine.static_scalars) == {}  # torch compiles none
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def step(model: Any, kind: str, carry: Any, batch: Any, stop: Any) -> tuple[Any,
     thought = model(kind, rows, *cycles)
     states = {name: getattr(thought, name) for name in act.STATES}
     later = model(kind, {**rows, **states}, *cycles)
-    value = stop(act.going_on(later.q, rows["steps"] + 1 >= CONFIG.halt_steps))
+    value = stop(act.continue_target(later.q, rows["steps"] + 1 >= CONFIG.halt_steps))
     outputs = {"logits": thought.logits, "q": thought.q, "change": thought.change}
     terms, _, _ = scores.terms(CONFIG, {**outputs, "value": value}, rows["answer"], lambda array: array, training=True)
     weights = scores.term_weights(CONFIG)

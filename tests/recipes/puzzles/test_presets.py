@@ -11,6 +11,7 @@ import pytest
 from tests.recipes.puzzles.puzzles_for_tests import write_csv
 from unisono.config import fingerprint, recipes
 from unisono.launch import resolve
+from unisono.optim.schedules import ScheduledScalars
 from unisono.recipes.puzzles.data.generate import sudokus
 from unisono.task_config import build_task, load_config
 
@@ -55,6 +56,13 @@ def test_every_family_has_a_preset_and_the_baseline_is_the_published_one() -> No
     }  # fmt: skip
     assert {key: base[key] for key in kept} == kept
     assert base["train.steps"] == 50_000 * 1000 // 768
+
+
+def test_annealed_exploration_falls_from_0_3_to_0_05() -> None:
+    config, _ = load_config("puzzles", ["experiment=halt_annealed", "data.path=puzzles.csv"])
+    scalars = ScheduledScalars(config, config.train.steps)
+    first, last = (scalars(step)["halt_exploration"] for step in (0, config.train.steps - 1))
+    assert (first, last) == (pytest.approx(0.3, rel=1e-3), pytest.approx(0.05, rel=1e-3))
 
 
 @pytest.mark.parametrize(

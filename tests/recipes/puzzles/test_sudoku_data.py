@@ -118,7 +118,7 @@ def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
 
 def test_answers_under_another_name_are_not_passed_over(tmp_path: Path) -> None:
     path, made = tmp_path / "a.csv", sudokus(4, 2, (6, 8), 0)
-    texts = [[tables.written(tokens, made.format) for tokens in part] for part in (made.questions, made.answers)]
+    texts = [[tables.puzzle_to_text(tokens, made.format) for tokens in part] for part in (made.questions, made.answers)]
     for name, answers in (("solved", texts[1]), ("solved", [texts[1][0], ""])):
         path.write_text("\n".join([f"q,{name}", *map(",".join, zip(texts[0], answers, strict=True))]))
         with pytest.raises(DataError, match=r"column 'solved' looks like the answers.*rename it to one of a, answer"):
@@ -130,7 +130,7 @@ def test_answers_under_another_name_are_not_passed_over(tmp_path: Path) -> None:
 def test_bare_lines_are_solved_and_those_without_one_solution_refused(tmp_path: Path) -> None:
     made = small_sudokus(5)
     file = tmp_path / "bare.txt"
-    bare = [tables.written(one, SUDOKU4).replace(".", "0") for one in made.questions]
+    bare = [tables.puzzle_to_text(one, SUDOKU4).replace(".", "0") for one in made.questions]
     file.write_text("# a comment\n" + "\n".join(bare) + "\n")
     checked = tables.check_sudokus(tables.read_puzzles(file))
     assert not checked.improper and (checked.puzzles.answers == made.answers).all()

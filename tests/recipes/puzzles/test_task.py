@@ -13,7 +13,7 @@ from tests import processes
 from tests.recipes.puzzles.puzzles_for_tests import write_arc, write_mazes
 from tests.runs import Trace, configuration, distance, trace
 from unisono.recipes.puzzles import settings
-from unisono.recipes.puzzles.base import fields_of, named
+from unisono.recipes.puzzles.base import fields_of, with_kind
 from unisono.recipes.puzzles.task import Puzzles
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
@@ -196,11 +196,46 @@ def test_votes_over_augmentations_find_the_answer_that_most_of_them_give(tmp_pat
         answers = right.clone()
         for number in wrong:
             answers[number] = torch.as_tensor(library.variant(puzzle, number).question)
-        found = made.votes_of(answers, torch.zeros(5), batch)
+        found = made.count_votes(answers, torch.zeros(5), batch)
         assert [bool(found[f"pass@{most}"]) for most in (1, 2)] == won, wrong
     model = made.build()
-    outputs = fields_of(made.outputs(model, named("arc", batch), Context(0, training=False)))
+    outputs = fields_of(made.outputs(model, with_kind("arc", batch), Context(0, training=False)))
     assert outputs["logits"].shape == (1, 900, 12) and outputs["pass@1"].shape == (1,)
+
+
+def test_a_run_finds_the_embedding_of_an_arc_task_by_its_name_and_refuses_others(tmp_path: Path) -> None:
+    """Numbers of tasks follow from the folder, and a folder of one task numbers it 0."""
+    write_arc(tmp_path / "all")
+    data = {"kind": "arc", "path": tmp_path / "all", "augmentations": 2, "cache": tmp_path}
+    trained = task({"mixer": "attention"}, data)
+    trained.save_assets(tmp_path)
+    names = trained.libraries["arc"].tasks
+    assert names == ("evaluation/task0", "training/task1", "training/task2")
+    (tmp_path / "some" / "asked").mkdir(parents=True)
+    one = tmp_path / "some" / "asked" / "task2.json"
+    one.write_text((tmp_path / "all" / "training" / "task2.json").read_text())
+
+    def opened(**changes: Any) -> Puzzles:
+        made = Puzzles(
+            trained.config, model=trained.model_config,
+            data=settings.ArcData.model_validate({**data, "path": tmp_path / "some", **changes}),
+        )  # fmt: skip
+        made.load_assets(tmp_path)
+        made.setup()
+        return made
+
+    library = opened().libraries["arc"]
+    (puzzle,) = (library.held_out[row] for row in range(len(library.held_out or ())))
+    mine = next(p for p in map(trained.libraries["arc"].training.__getitem__, range(8)) if names[p.group] == names[2])
+    for number in range(3):
+        assert library.identifier(puzzle, number) == trained.libraries["arc"].identifier(mine, number)
+        ours, theirs = (one.arc_variant(2, number) for one in (library, trained.libraries["arc"]))
+        assert ours.symmetry == theirs.symmetry and (ours.colours == theirs.colours).all()
+    with pytest.raises(ValueError, match=r"data.augmentations=1 does not fit the 10 puzzle embeddings"):
+        opened(augmentations=1)
+    one.rename(one.with_name("task9.json"))
+    with pytest.raises(ValueError, match=r"not trained on the demonstrations of 'asked/task9'"):
+        opened()
 
 
 def test_a_micro_batch_of_several_kinds_is_refused(tmp_path: Path) -> None:

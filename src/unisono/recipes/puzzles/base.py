@@ -25,10 +25,10 @@ from unisono import (
 )
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle
-from unisono.recipes.puzzles.data.formats import ARC_COLOURS, Puzzle, format_of, plain
+from unisono.recipes.puzzles.data.formats import ARC_COLOURS, Puzzle, format_from_json, format_to_json
 from unisono.recipes.puzzles.data.library import Library, open_libraries
 from unisono.recipes.puzzles.data.prepared import PuzzlePreparation
-from unisono.recipes.puzzles.data.tables import written, written_grid
+from unisono.recipes.puzzles.data.tables import grid_to_json, puzzle_to_text
 from unisono.recipes.puzzles.model import scores
 from unisono.recipes.puzzles.model.shape import Kind, inner_width, step_flops
 
@@ -40,8 +40,8 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The puzzles of one kind, each with the name of its kind."""
+class KindSource:
+    """Puzzles of one kind; each record is the name of the kind and a puzzle."""
 
     kind: str
     puzzles: Source
@@ -72,7 +72,8 @@ class PuzzlesBase(Task):
     config: settings.PuzzlesConfig
     model_config: settings.Model
     data_config: Any
-    _ask = False  # whether the puzzles are only to be solved
+    _predict_only = False  # all puzzles are held out, and need no answers
+    _run_tasks: Mapping[str, Sequence[str]] = {}  # names of ARC tasks by kind, of the run that predicts
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -82,17 +83,19 @@ class PuzzlesBase(Task):
 
     def data(self) -> Source | Mapping[str, Source]:
         """The puzzles to train on; of several kinds, by name."""
-        rows: dict[str, Source] = {name: Rows(name, library.training) for name, library in self.libraries.items()}
+        rows: dict[str, Source] = {name: KindSource(name, library.training) for name, library in self.libraries.items()}
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def held_out(self) -> Source | None:
-        """The puzzles kept apart, those of one kind after those of another."""
+        """The held-out puzzles, one kind after another."""
         found = {name: library.held_out for name, library in self.libraries.items()}
-        rows = {name: Rows(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)}
+        rows = {
+            name: KindSource(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)
+        }
         return Joined(rows) if len(rows) > 1 else next(iter(rows.values()), None)
 
     def sample(self, record: tuple[str, Puzzle | StoredPuzzle], context: SampleContext) -> Fields:
-        """A puzzle as it is shown, and the draws that decide when its row may halt."""
+        """A puzzle, augmented in training, and the random draws that decide when its row may halt."""
         kind, puzzle = record
         library = self.libraries[kind]
         if self.votes_in(kind) and not context.training:
@@ -112,10 +115,10 @@ class PuzzlesBase(Task):
         return fields
 
     def collate(self, samples: Sequence[Fields]) -> Batch:
-        """Rows of one kind: `question` and `answer` (rows, cells) uint8, and numbers of each row.
+        """A batch of one kind: `question` and `answer` (rows, cells) uint8, and numbers per row.
 
-        Of several kinds, its arrays come first, and those of the others are zero, so that all batches have one shape,
-        as JAX needs it; nothing is computed from them. `kind` (rows,) is the number of the kind.
+        If the run has several kinds, the arrays of this one come first, and those of the others are zeros, so that all
+        batches have the same shapes, as JAX requires; nothing is computed from them. `kind` (rows,) is its number.
         """
         kinds = sorted({sample["kind"] for sample in samples})
         if len(kinds) > 1:
@@ -125,43 +128,43 @@ class PuzzlesBase(Task):
                 f"data.mixture={{weights: {{{weights}}}, grouped: true}}"
             )
         held = {name: np.stack([sample[name] for sample in samples]) for name in samples[0] if name != "kind"}
-        batch = named(kinds[0], held)
+        batch = with_kind(kinds[0], held)
         if len(self.kinds) > 1:
             number = list(self.kinds).index(kinds[0])
             for other in self.kinds.keys() - kinds:
-                batch |= named(other, self._no_puzzles(other, len(samples), "explore" in held))
+                batch |= with_kind(other, self._zero_fields(other, len(samples), "explore" in held))
             batch[KIND] = np.full(len(samples), number, dtype=np.int32)
         return batch
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Rows whose answer is known, for every term."""
+        """The number of rows with a known answer, for every term."""
         answers = np.asarray(fields_of(batch)["answer"])
         return dict.fromkeys(scores.term_weights(self.config), float((answers > 0).any(axis=1).sum()))
 
     def work(self, batch: Batch) -> dict[str, float]:
-        """Puzzles that are shown, and the FLOPs of a supervision step at the full depth."""
-        kind, rows, config = kind_of(batch), float(len(next(iter(batch.values())))), self.model_config
+        """The number of puzzles, and the FLOPs of a supervision step at the full depth."""
+        kind, rows, config = batch_kind(batch), float(len(next(iter(batch.values())))), self.model_config
         return {"puzzles": rows, "flops": rows * step_flops(self.kinds[kind], config, config.h_cycles, config.l_cycles)}
 
     # the model --------------------------------------------------------------------------------------------------
 
     def cycles(self, scalars: Mapping[str, Any]) -> tuple[int, int]:
-        """Updates of the answer state, and of the latent state in each, at this step: scheduled, in whole numbers."""
+        """H cycles and L cycles at this step: scheduled values are rounded to whole numbers."""
         config = self.model_config
         h_cycles, l_cycles = scalars.get("h_cycles", config.h_cycles), scalars.get("l_cycles", config.l_cycles)
         return max(1, round(float(h_cycles))), max(1, round(float(l_cycles)))
 
     def exploration(self, scalars: Mapping[str, Any]) -> Any:
-        """Share of rows that do not halt before their drawn step."""
+        """The fraction of rows that must not halt before a random step."""
         return scalars.get("halt_exploration", self.config.halt_exploration)
 
     def votes_in(self, kind: str) -> bool:
-        """Whether augmentations of a question vote in an evaluation."""
+        """Whether evaluation takes a vote over augmentations of each question of this kind."""
         return self.config.votes > 1 and self.kinds[kind].format.kind == "arc"
 
     @property
     def competing(self) -> bool:
-        """Whether halting has to exceed the value of going on."""
+        """Whether the Q-value of halting must exceed that of continuing (HRM)."""
         return self.config.weights.q_continue > 0
 
     @cached_property
@@ -171,18 +174,15 @@ class PuzzlesBase(Task):
 
     @cached_property
     def levels(self) -> dict[str, list[str]]:
-        """Names of the levels of the held-out ratings, by kind; none where puzzles have no ratings, or all the same."""
-        return {
-            name: [f"<={edge:g}" for edge in edges[:-1]] + [f">{edges[-2]:g}"] if len(edges) > 1 else []
-            for name, edges in self._edges.items()
-        }
+        """Names of the quartiles of the held-out ratings, by kind: `1_up_to_6`, …; none without ratings."""
+        return {name: _level_names(edges) for name, edges in self._edges.items()}
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Columns of a table: puzzles, solutions, whether they are right, how sure the model is, and its steps.
+        """The columns of `unisono predict`: puzzle, solution, whether it is exact, confidence and steps.
 
-        Answers that are not known leave `exact` and `cells` empty. ARC grids are written as JSON.
+        `exact` and `cells` are empty where the answer is unknown. ARC grids are written as JSON.
         """
-        kind, fields = kind_of(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
+        kind, fields = batch_kind(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
         outputs = fields_of(outputs, kind)
         found = {name: np.asarray(outputs[name].tolist()) for name in ("solution", "q", "early_steps")}
         format_, answers = self.kinds[kind].format, fields["answer"]
@@ -190,9 +190,9 @@ class PuzzlesBase(Task):
         pairs = zip(found["solution"], answers, strict=True)
         cells = [float((solved == true)[true > 0].mean()) if true.any() else None for solved, true in pairs]
         columns: dict[str, Any] = {
-            "puzzle": [written(tokens, format_) for tokens in questions],
-            "solution": [written(tokens, format_) for tokens in found["solution"]],
-            "answer": [written(tokens, format_) if tokens.any() else "" for tokens in answers],
+            "puzzle": [puzzle_to_text(tokens, format_) for tokens in questions],
+            "solution": [puzzle_to_text(tokens, format_) for tokens in found["solution"]],
+            "answer": [puzzle_to_text(tokens, format_) if tokens.any() else "" for tokens in answers],
             "exact": ["" if share is None else share == 1.0 for share in cells],
             "cells": ["" if share is None else share for share in cells],
             "confidence": 1 / (1 + np.exp(-found["q"][:, 0])),
@@ -200,9 +200,9 @@ class PuzzlesBase(Task):
         }
         if "ranked" in outputs:
             grids, votes = np.asarray(outputs["ranked"].tolist()), outputs["votes"].tolist()
-            columns["solution"] = [written_grid(best[0]) for best in grids]
+            columns["solution"] = [grid_to_json(best[0]) for best in grids]
             for number in range(grids.shape[1]):
-                columns[f"guess_{number + 1}"] = [written_grid(best[number]) for best in grids]
+                columns[f"guess_{number + 1}"] = [grid_to_json(best[number]) for best in grids]
                 columns[f"votes_{number + 1}"] = [int(counts[number]) for counts in votes]
             del columns["exact"], columns["cells"]
             for most in self.config.pass_at:
@@ -215,7 +215,7 @@ class PuzzlesBase(Task):
     # around the run ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Settings against the puzzles."""
+        """Check the settings against the puzzles."""
         for name in self.kinds:
             most = getattr(self.libraries[name].config, "augmentations", None)
             if self.votes_in(name) and (most is None or self.config.votes > most + 1):
@@ -232,25 +232,31 @@ class PuzzlesBase(Task):
         return next(iter(described.values())) if len(described) == 1 else described
 
     def save_assets(self, directory: Path) -> None:
-        """The kinds of puzzles, so that the run can be used without its data."""
+        """Save the kinds of puzzles, so that the run can be used without its data."""
         kinds = {
-            name: {"format": plain(kind.format), "embeddings": kind.embeddings, "levels": self._edges[name]}
+            name: {
+                "format": format_to_json(kind.format),
+                "embeddings": kind.embeddings,
+                "levels": self._edges[name],
+                "tasks": list(self.libraries[name].tasks),
+            }
             for name, kind in self.kinds.items()
         }
         described = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
         (directory / _ASSET).write_text(json.dumps(described), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
-        """Take over the kinds of a run. Other data than the run's are to be solved: all of them, answered or not."""
+        """Use the kinds of a run. Of data other than the run's, all puzzles are solved, with or without answers."""
         described = read_asset(directory, _ASSET)
         vars(self)["kinds"] = {
-            name: Kind(format_of(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
+            name: Kind(format_from_json(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
         }
         vars(self)["_edges"] = {name: one["levels"] for name, one in described["kinds"].items()}
-        self._ask = described["data"] != self.data_config.model_dump(mode="json")
+        self._run_tasks = {name: one.get("tasks", []) for name, one in described["kinds"].items()}
+        self._predict_only = described["data"] != self.data_config.model_dump(mode="json")
 
     def shrunk(self, limit: int) -> PuzzlesBase | None:
-        """The same puzzles, and a narrower model with fewer cycles."""
+        """The same puzzles with a narrower model and fewer cycles."""
         config = self.model_config
         size = config.width * config.layers * config.nets * (4 * config.width + 3 * inner_width(config.width, config))
         fewer = {
@@ -271,21 +277,25 @@ class PuzzlesBase(Task):
         """The puzzles, by kind.
 
         Raises:
-            DataError: where a run is asked to solve puzzles of a kind that it does not know.
+            DataError: if a run is given puzzles of a kind that it was not trained on.
         """
-        found = open_libraries(self.data_config, self._ask)
-        for name, library in found.items() if self._ask else ():
+        found = open_libraries(self.data_config, self._predict_only)
+        for name, library in found.items() if self._predict_only else ():
             known = self.kinds.get(name)
-            if known is None or known.format != library.format or known.embeddings < library.embeddings:
+            if known is None or known.format != library.format:
+                trained = ", ".join(f"{one} {kind.format.size}" for one, kind in self.kinds.items())
+                raise DataError(f"these puzzles are {name} {library.format.size}, and the run was trained on {trained}")
+            if library.tasks:
+                found[name] = library.with_tasks_of_run(self._run_tasks[name], known.embeddings)
+            elif known.embeddings < library.embeddings:
                 raise DataError(
-                    f"these puzzles ({name}, {library.facts()['kind']}) are not of a kind that the run was trained on "
-                    f"({', '.join(self.kinds)}), with as many puzzle embeddings"
+                    f"these puzzles need {library.embeddings} puzzle embeddings, and the run has {known.embeddings}"
                 )
         return found
 
     @cached_property
     def _edges(self) -> dict[str, list[float]]:
-        """Upper ends of the levels of the held-out ratings: their quartiles, without repetition."""
+        """The quartiles of the held-out ratings, without repetition: the highest rating of each level."""
         found: dict[str, list[float]] = {}
         for name, library in self.libraries.items():
             ratings = getattr(library.held_out, "ratings", np.zeros(0))
@@ -297,7 +307,7 @@ class PuzzlesBase(Task):
         return found
 
     def _variants(self, library: Library, puzzle: Any) -> Fields:
-        """A question in its first augmentations, and how each was changed."""
+        """A question in its first augmentations, with the symmetry and colours of each."""
         examples = [library.variant(puzzle, number) for number in range(self.config.votes)]
         changes = [library.arc_variant(puzzle.group, number) for number in range(self.config.votes)]
         return {
@@ -308,8 +318,8 @@ class PuzzlesBase(Task):
             "colours": np.stack([change.colours for change in changes]).astype(np.int32),
         }
 
-    def _no_puzzles(self, kind: str, rows: int, training: bool) -> Fields:
-        """The arrays of a kind of which a batch holds none."""
+    def _zero_fields(self, kind: str, rows: int, training: bool) -> Fields:
+        """Zeros in place of a kind that the batch does not hold."""
         length, votes = self.kinds[kind].format.length, not training and self.votes_in(kind)
         shown = (rows, self.config.votes) if votes else (rows,)
         shapes = {"question": (*shown, length), "answer": (rows, length), "identifier": shown, "level": (rows,)}
@@ -319,7 +329,7 @@ class PuzzlesBase(Task):
         return {name: np.zeros(shape, dtypes.get(name, np.int32)) for name, shape in shapes.items()}
 
     def preparation(self) -> dict[str, tuple[PuzzlePreparation, Path]]:
-        """What `unisono data prepare` makes: the augmented training puzzles and the held-out ones."""
+        """What `unisono data prepare` writes: the augmented training puzzles and the held-out ones."""
         found: dict[str, tuple[PuzzlePreparation, Path]] = {}
         for kind, library in self.libraries.items():
             for part, made in library.preparations().items():
@@ -333,17 +343,25 @@ class PuzzlesBase(Task):
         return -1 if len(edges) < 2 or not np.isfinite(rating) else int(np.searchsorted(edges[:-1], rating))
 
 
-def kind_of(batch: Mapping[str, Any]) -> str:
+def _level_names(edges: Sequence[float]) -> list[str]:
+    """Names that sort as the levels do, with the highest rating of each; [] for fewer than two levels."""
+    if len(edges) < 2:
+        return []
+    names = [f"{number}_up_to_{edge:g}" for number, edge in enumerate(edges[:-1], start=1)]
+    return [*names, f"{len(edges)}_above_{edges[-2]:g}"]
+
+
+def batch_kind(batch: Mapping[str, Any]) -> str:
     """The kind of puzzles that a batch holds, whose arrays come first."""
     return next(iter(batch)).split("/")[0]
 
 
 def fields_of(arrays: Mapping[str, Any], kind: str | None = None) -> Fields:
     """Arrays of a kind, by default the first, in a batch or a carry, without the name of the kind."""
-    begin = f"{kind or kind_of(arrays)}/"
+    begin = f"{kind or batch_kind(arrays)}/"
     return {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
 
 
-def named(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_kind(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `fields_of`."""
     return {f"{kind}/{name}": array for name, array in fields.items()}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unisono import Batch, Context, Loss
-from unisono.recipes.puzzles.base import KIND, Fields, fields_of, named
+from unisono.recipes.puzzles.base import KIND, Fields, fields_of, with_kind
 from unisono.recipes.puzzles.steps import PuzzleSteps
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Puzzles(PuzzleSteps):
 
     def initial_carry(self, batch: Batch) -> Fields:
         """Rows that have not begun, of every kind that there are arrays of."""
-        found = (named(kind, fields_of(batch, kind)) for kind in self.kinds)
+        found = (with_kind(kind, fields_of(batch, kind)) for kind in self.kinds)
         return {name: array for one in found if one for name, array in super(Puzzles, self).initial_carry(one).items()}
 
     def outputs(self, model: Any, batch: Batch, context: Context) -> Fields:
         """One supervision step of each row; in evaluation, all of them."""
 
         def compute(kind: str) -> Fields:
-            carry = None if context.carry is None else named(kind, fields_of(context.carry, kind))
-            own = named(kind, fields_of(batch, kind))
+            carry = None if context.carry is None else with_kind(kind, fields_of(context.carry, kind))
+            own = with_kind(kind, fields_of(batch, kind))
             return super(Puzzles, self).outputs(model, own, replace(context, carry=carry))
 
         return self._choose(batch, compute)
@@ -53,7 +53,7 @@ class Puzzles(PuzzleSteps):
         weights: dict[str, float] = {}
 
         def compute(kind: str) -> Fields:
-            own = named(kind, fields_of(batch, kind))
+            own = with_kind(kind, fields_of(batch, kind))
             found = super(Puzzles, self).loss(outputs, own, context)
             weights.update(found.weights)
             carry = {**(context.carry or {}), **(found.carry or {})}  # rows of other kinds wait
@@ -101,11 +101,11 @@ class Puzzles(PuzzleSteps):
         made: Fields = jax.lax.fori_loop(0, times, lambda _, before: advance(before), state)
         return made
 
-    def reduced(self, value: Array) -> Array:
+    def sum_rows(self, value: Array) -> Array:
         """The numbers of the rows, which the engine adds up."""
         return value
 
-    def wide(self, value: Array) -> Array:
+    def to_loss_precision(self, value: Array) -> Array:
         """In fp64 where the run is, else fp32: a TPU has no fp64, and `act.cross_entropies` loses nothing."""
         import jax.numpy as jnp
 

@@ -12,7 +12,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from unisono import Batch, Context, Loss
-from unisono.recipes.puzzles.base import Fields, PuzzlesBase, fields_of, kind_of, named
+from unisono.recipes.puzzles.base import Fields, PuzzlesBase, batch_kind, fields_of, with_kind
 from unisono.recipes.puzzles.data.formats import ARC_SIDE
 from unisono.recipes.puzzles.model import act, scores, votes
 from unisono.recipes.puzzles.model.shape import places
@@ -37,44 +37,44 @@ class PuzzleSteps(PuzzlesBase):
         """The state after so many advances."""
         raise NotImplementedError
 
-    def reduced(self, value: Any) -> Any:
+    def sum_rows(self, value: Any) -> Any:
         """Numbers per row, (rows,), as the engine takes them in a loss."""
         raise NotImplementedError
 
-    def wide(self, value: Any) -> Any:
+    def to_loss_precision(self, value: Any) -> Any:
         """An array in the precision that losses are computed in."""
         raise NotImplementedError
 
     def initial_carry(self, batch: Batch) -> Fields:
         """Rows that have not begun."""
-        kind, fields = kind_of(batch), fields_of(batch)
+        kind, fields = batch_kind(batch), fields_of(batch)
         shape = (len(fields["question"]), places(self.kinds[kind], self.model_config), self.model_config.width)
-        return named(
+        return with_kind(
             kind, act.first_carry(fields, {name: self.zeros(shape, fields["question"]) for name in act.STATES})
         )
 
     def outputs(self, model: Any, batch: Batch, context: Context) -> Fields:
         """One supervision step of each row; in evaluation, all of them."""
-        kind, fields = kind_of(batch), fields_of(batch)
+        kind, fields = batch_kind(batch), fields_of(batch)
         cycles = self.cycles(context.scalars)
         if not context.training:
-            return named(kind, self._voted(model, kind, fields, cycles))
+            return with_kind(kind, self._solve_and_vote(model, kind, fields, cycles))
         assert context.carry is not None
         rows = act.begin(fields_of(context.carry), fields, model.starts)
         thought = model(kind, rows, *cycles)
         outputs = {**rows, **_states(thought), "logits": thought.logits, "q": thought.q, "change": thought.change}
         if self.competing:  # what going on is worth, told by the model one step later
             last = rows["steps"] + 1 >= self.config.halt_steps
-            outputs["value"] = self.without_gradient(lambda: act.going_on(model(kind, outputs, *cycles).q, last))
-        return named(kind, outputs)
+            outputs["value"] = self.without_gradient(lambda: act.continue_target(model(kind, outputs, *cycles).q, last))
+        return with_kind(kind, outputs)
 
     def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
         """Sums over rows; in training of those that halt in this step."""
-        kind, fields = kind_of(batch), fields_of(batch)
+        kind, fields = batch_kind(batch), fields_of(batch)
         outputs = fields_of(outputs, kind)
         answers = outputs["answer"] if context.training else fields["answer"]
-        terms, cells, exact = scores.terms(self.config, outputs, answers, self.wide, context.training)
-        sums = {name: self.reduced(value) for name, value in terms.items()}
+        terms, cells, exact = scores.terms(self.config, outputs, answers, self.to_loss_precision, context.training)
+        sums = {name: self.sum_rows(value) for name, value in terms.items()}
         weights = {name: weight for name, weight in scores.term_weights(self.config).items() if name in sums}
         if not context.training:
             pairs = scores.evaluation_metrics(outputs, fields, cells, exact, self.levels[kind])
@@ -84,11 +84,11 @@ class PuzzleSteps(PuzzlesBase):
         exploration = self.exploration(context.scalars)
         halted = act.halt(outputs, q, fields, exploration, self.config.halt_steps, self.competing)
         pairs = scores.training_metrics(halted, q, cells, exact, self.competing)
-        return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=named(kind, {**kept, **halted}))
+        return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=with_kind(kind, {**kept, **halted}))
 
     def solve(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
         """All supervision steps of puzzles, and the answer at the step where each would have halted."""
-        carry = fields_of(self.initial_carry(named(kind, fields)))
+        carry = fields_of(self.initial_carry(with_kind(kind, fields)))
         rows, xp = act.begin(carry, fields, model.starts), array_namespace(fields["question"])
 
         def advance(state: Fields) -> tuple[Fields, Any]:
@@ -113,10 +113,10 @@ class PuzzleSteps(PuzzlesBase):
             "q": thought.q,
             "early": state["early"],
             "early_steps": state["early_steps"],
-            "told": act.wants_to_halt(thought.q, self.competing),
+            "would_halt": act.wants_to_halt(thought.q, self.competing),
         }
 
-    def votes_of(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
+    def count_votes(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
         """The answers that most augmentations gave, how many did, and whether the right one is among the best.
 
         Args:
@@ -127,7 +127,7 @@ class PuzzleSteps(PuzzlesBase):
         xp, like = array_namespace(answers), fields["identifier"]
         index = self.constant(np.arange(ARC_SIDE, dtype=np.int32), like)
         symmetry, colours = fields["symmetry"], fields["colours"]
-        grids = votes.restore(answers, xp.reshape(symmetry, (-1,)), _flat(colours), index)
+        grids = votes.restore(answers, xp.reshape(symmetry, (-1,)), _flatten_votes(colours), index)
         grids = xp.reshape(grids, (*like.shape, grids.shape[1]))
         trust = xp.reshape(1 / (1 + xp.exp(-q)), like.shape)
         count, score = votes.rank(grids, trust, self.constant(votes.salts(), like))
@@ -137,24 +137,24 @@ class PuzzleSteps(PuzzlesBase):
         ranked = xp.take_along_axis(grids, best[..., None], axis=1)
         return {**won, "ranked": ranked, "votes": xp.take_along_axis(count, best, axis=1)}
 
-    def _voted(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
+    def _solve_and_vote(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
         """What `solve` says of each row; of augmented questions, of the first one and how the votes came out."""
         if fields["question"].ndim == 2:
             return self.solve(model, kind, fields, cycles)
         rows, many = fields["identifier"].shape
         xp = array_namespace(fields["question"])
-        flat = {name: _flat(fields[name]) for name in ("question", "identifier")}
+        flat = {name: _flatten_votes(fields[name]) for name in ("question", "identifier")}
         flat["answer"] = xp.repeat(fields["answer"], many, axis=0)
         solved = self.solve(model, kind, flat, cycles)
-        won = self.votes_of(solved["solution"], solved["q"][:, 0], fields)
+        won = self.count_votes(solved["solution"], solved["q"][:, 0], fields)
         return {name: xp.reshape(value, (rows, many, *value.shape[1:]))[:, 0] for name, value in solved.items()} | won
 
     def _metrics(self, kind: str, pairs: Mapping[str, tuple[Any, Any]], training: bool) -> dict[str, tuple[Any, Any]]:
         """Sums of a micro-batch; where there are several kinds, those of the others are zero."""
-        sums = {name: (self.reduced(value), self.reduced(count)) for name, (value, count) in pairs.items()}
+        sums = {name: (self.sum_rows(value), self.sum_rows(count)) for name, (value, count) in pairs.items()}
         if len(self.kinds) == 1:
             return sums
-        nothing = self.reduced(array_namespace(pairs["exact"][0]).zeros_like(pairs["exact"][0]))
+        nothing = self.sum_rows(array_namespace(pairs["exact"][0]).zeros_like(pairs["exact"][0]))
         every: dict[str, tuple[Any, Any]] = {}
         for other in self.kinds:
             levels = [] if training else [f"rating/{level}" for level in self.levels[other]]
@@ -168,6 +168,6 @@ def _states(thought: Any) -> Fields:
     return {name: getattr(thought, name) for name in act.STATES}
 
 
-def _flat(value: Any) -> Any:
+def _flatten_votes(value: Any) -> Any:
     """(questions, augmentations, …) -> (questions · augmentations, …)."""
     return array_namespace(value).reshape(value, (-1, *value.shape[2:]))

@@ -49,10 +49,10 @@ class Puzzles(PuzzleSteps):
             state = advance(state)
         return state
 
-    def reduced(self, value: Tensor) -> Tensor:
+    def sum_rows(self, value: Tensor) -> Tensor:
         """The sum over rows."""
         return value.sum()
 
-    def wide(self, value: Tensor) -> Tensor:
+    def to_loss_precision(self, value: Tensor) -> Tensor:
         """In fp64, or in fp32 where there is none."""
         return value.double() if value.device.type != "mps" else value.float()

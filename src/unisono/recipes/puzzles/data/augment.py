@@ -30,11 +30,11 @@ def augment_sudoku(
     rows, columns = _lines(side, tall, rng), _lines(side, wide, rng)
     transposed = tall == wide and bool(rng.integers(2))
 
-    def moved(board: Tokens) -> Tokens:
+    def transform(board: Tokens) -> Tokens:
         grid = tokens[board].reshape(side, side)[rows][:, columns]
         return np.ascontiguousarray(grid.T if transposed else grid).reshape(-1)
 
-    return moved(question), moved(answer)
+    return transform(question), transform(answer)
 
 
 def _lines(side: int, group: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -53,10 +53,10 @@ def augment_grid(
     square = format.height == format.width
     number = int(rng.integers(8)) if square else int(rng.choice([0, 2, 4, 5]))  # half turn and mirrors
 
-    def moved(board: Tokens) -> Tokens:
+    def transform(board: Tokens) -> Tokens:
         return np.ascontiguousarray(dihedral(board.reshape(format.height, format.width), number)).reshape(-1)
 
-    return moved(question), moved(answer)
+    return transform(question), transform(answer)
 
 
 def dihedral(grid: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:

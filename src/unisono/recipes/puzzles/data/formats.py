@@ -47,18 +47,23 @@ class Format:
     box: tuple[int, int]
 
     @property
+    def size(self) -> str:
+        """Rows and columns, as text."""
+        return f"{self.height}×{self.width}"
+
+    @property
     def length(self) -> int:
         """Tokens of a puzzle."""
         return self.height * self.width
 
 
-def plain(format: Format) -> dict[str, Any]:
+def format_to_json(format: Format) -> dict[str, Any]:
     """A format as JSON."""
     return {**vars(format), "box": list(format.box)}
 
 
-def format_of(described: dict[str, Any]) -> Format:
-    """The inverse of `plain`."""
+def format_from_json(described: dict[str, Any]) -> Format:
+    """The inverse of `format_to_json`."""
     return Format(**{**described, "box": tuple(described["box"])})
 
 

@@ -36,7 +36,7 @@ def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int
         answers[row] = full_grid(format_, rng)
         order[row] = rng.permutation(format_.length)
         wanted[row] = rng.integers(clues[0], clues[1] + 1)
-    questions, guesses = _without_clues(format_, answers, order, wanted)
+    questions, guesses = _remove_clues(format_, answers, order, wanted)
     return Puzzles.from_arrays(format_, questions, answers, ratings=guesses.astype(np.float32), numbers=numbers)
 
 
@@ -73,7 +73,7 @@ def full_grid(format: Format, rng: np.random.Generator) -> Tokens:
     return (np.array(grid) + 1).astype(np.uint8)
 
 
-def _without_clues(
+def _remove_clues(
     format: Format,
     answers: Tokens,
     order: NDArray[np.int64],

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, compute_once, file_hash, generator, hold_out
+from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data import arc, arrays, augment, generate, tables, twins
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle, StoredPuzzles
-from unisono.recipes.puzzles.data.formats import ARC_FORMAT, Format, Puzzle, Puzzles, Tokens, format_of, plain
+from unisono.recipes.puzzles.data.formats import (
+    ARC_FORMAT,
+    Format,
+    Puzzle,
+    Puzzles,
+    Tokens,
+    format_from_json,
+    format_to_json,
+)
 from unisono.recipes.puzzles.data.prepared import PreparedPuzzles, PuzzlePreparation
 
-Rows = Puzzles | StoredPuzzles | PreparedPuzzles
+PuzzleSource = Puzzles | StoredPuzzles | PreparedPuzzles
 _VERSION = 2  # of what is kept in the cache
 
 
@@ -54,8 +62,8 @@ class Library:
 
     config: Any
     format: Format
-    training: Rows
-    held_out: Rows | None
+    training: PuzzleSource
+    held_out: PuzzleSource | None
     embeddings: int = 1
     tasks: tuple[str, ...] = ()
     demonstrations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -71,7 +79,7 @@ class Library:
         if self.format.kind == "arc":
             return self.variant(puzzle, int(rng.integers(count + 1)), rng)
         if count is None:
-            question, answer = self._changed(puzzle, rng)
+            question, answer = self._augment(puzzle, rng)
             return Example(question, answer, 0, puzzle.rating)
         return self.variant(puzzle, int(rng.integers(count + 1)))
 
@@ -95,8 +103,35 @@ class Library:
         if number == 0:
             return Example(puzzle.question, puzzle.answer, identifier, puzzle.rating)
         rng = generator(self.config.seed, "augmentation", self.format.kind, puzzle.number, number)
-        question, answer = self._changed(puzzle, rng)
+        question, answer = self._augment(puzzle, rng)
         return Example(question, answer, identifier, puzzle.rating)
+
+    def with_tasks_of_run(self, tasks: Sequence[str], embeddings: int) -> Library:
+        """The held-out ARC puzzles with the task numbers, and so the puzzle embeddings, of a trained run.
+
+        Args:
+            tasks: names of the run's tasks, `<set>/<task>`; a task of another set is found by its own name.
+            embeddings: number of the run's puzzle embeddings.
+
+        Raises:
+            DataError: for tasks that the run was not trained on, and for another number of augmentations.
+        """
+        by_name = {name.rpartition("/")[2]: number for number, name in enumerate(tasks)}
+        by_name |= {name: number for number, name in enumerate(tasks)}
+        numbers = [by_name.get(name, by_name.get(name.rpartition("/")[2], -1)) for name in self.tasks]
+        assert isinstance(self.held_out, Puzzles)
+        groups = np.array(numbers, dtype=np.int32)[self.held_out.groups]
+        if unknown := sorted({self.tasks[group] for group in self.held_out.groups[groups < 0].tolist()}):
+            raise DataError(
+                f"{self.config.path}: the run was not trained on the demonstrations of {format_examples(unknown)}, so "
+                "it has no puzzle embedding for them. Train on a folder that has these tasks, too"
+            )
+        if embeddings != 1 + len(tasks) * (self.config.augmentations + 1):
+            raise DataError(
+                f"data.augmentations={self.config.augmentations} does not fit the {embeddings} puzzle embeddings of "
+                "the run; leave it out to use the run's own"
+            )
+        return replace(self, held_out=replace(self.held_out, groups=groups), tasks=tuple(tasks), embeddings=embeddings)
 
     def stored_variant(self, puzzle: Puzzle, number: int) -> Example:
         """A numbered augmentation as it is stored: ARC grids of the training are placed by a generator of its own."""
@@ -113,7 +148,7 @@ class Library:
             return augment.ArcVariant.identity()
         return augment.ArcVariant.draw(generator(self.config.seed, "augmentation", self.tasks[group], number))
 
-    def _changed(self, puzzle: Puzzle, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
+    def _augment(self, puzzle: Puzzle, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
         change = augment.augment_sudoku if self.format.kind == "sudoku" else augment.augment_grid
         return change(self.format, puzzle.question, puzzle.answer, rng)
 
@@ -145,8 +180,7 @@ class Library:
 
     def facts(self) -> dict[str, Any]:
         """Sizes, as JSON."""
-        shape = f"{self.format.height}×{self.format.width}"
-        facts: dict[str, Any] = {"kind": f"{self.format.kind} {shape}", "puzzles": len(self.training)}
+        facts: dict[str, Any] = {"kind": f"{self.format.kind} {self.format.size}", "puzzles": len(self.training)}
         facts["held_out"] = 0 if self.held_out is None else len(self.held_out)
         if self.embeddings > 1:
             facts["puzzle_embeddings"] = self.embeddings
@@ -180,21 +214,21 @@ def open_library(config: settings.Part, ask: bool = False) -> Library:
             def make() -> Puzzles:
                 return generate.sudokus(config.side, count, clues, config.seed)
 
-            made = _kept(config, ["embedded", config.side, count, clues, config.seed], make)
+            made = _load_or_compute(config, ["embedded", config.side, count, clues, config.seed], make)
             training, held_out = made.subset(slice(0, config.puzzles)), made.subset(slice(config.puzzles, None))
             return Library(config, made.format, training, held_out)
         case settings.Sudoku():
 
-            def check_sudokus(path: Path) -> tables.Checked:
+            def check_sudokus(path: Path) -> tables.CheckedPuzzles:
                 return tables.check_sudokus(tables.read_puzzles(path), config.unique, answers=not ask)
 
-            return _of_tables(config, ["sudoku", config.unique, ask], check_sudokus, ask)
+            return _open_tables(config, ["sudoku", config.unique, ask], check_sudokus, ask)
         case settings.Maze():
 
-            def check_mazes(path: Path) -> tables.Checked:
+            def check_mazes(path: Path) -> tables.CheckedPuzzles:
                 return tables.check_mazes(tables.read_puzzles(path), config.size, answers=not ask)
 
-            return _of_tables(config, ["maze", config.size, ask], check_mazes, ask)
+            return _open_tables(config, ["maze", config.size, ask], check_mazes, ask)
         case settings.Arc():
             tasks = arc.read_tasks(config.path, config.sets)
             training, held_out = arc.split_tasks(tasks, config.evaluate, answers=not ask)
@@ -215,12 +249,15 @@ def open_library(config: settings.Part, ask: bool = False) -> Library:
             test = read(config.path / "test") if (config.path / "test").is_dir() else None
             if test is not None and test.format != train.format:
                 raise DataError(f"{config.path}: train and test hold different kinds of puzzles")
-            return Library(config, train.format, train, test, train.embeddings)
+            return Library(config, train.format, train, test, train.embeddings, getattr(train, "tasks", ()))
     raise AssertionError(config)
 
 
-def _of_tables(
-    config: settings.Sudoku | settings.Maze, address: list[Any], check: Callable[[Path], tables.Checked], ask: bool
+def _open_tables(
+    config: settings.Sudoku | settings.Maze,
+    address: list[Any],
+    check: Callable[[Path], tables.CheckedPuzzles],
+    ask: bool,
 ) -> Library:
     def read(path: Path) -> Puzzles:
         if not path.is_file():
@@ -229,7 +266,7 @@ def _of_tables(
         def proper() -> Puzzles:
             return check(path).require(path, config.improper == "skip")
 
-        return _kept(config, [*address, config.improper, file_hash(path)], proper)
+        return _load_or_compute(config, [*address, config.improper, file_hash(path)], proper)
 
     path, test = config.path, config.test
     if path.is_dir():
@@ -250,7 +287,7 @@ def _of_tables(
         if held_out.format != every.format:
             raise DataError(f"{path} and {test} hold puzzles of different sizes")
     else:
-        out = _held_out(config, every)
+        out = _choose_held_out(config, every)
         training, held_out = every.subset(~out), every.subset(out)
     if config.puzzles is not None:
         if config.puzzles > len(training):
@@ -260,7 +297,7 @@ def _of_tables(
     return Library(config, every.format, training, held_out if len(held_out) else None)
 
 
-def _held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) -> NDArray[np.bool_]:
+def _choose_held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) -> NDArray[np.bool_]:
     """Which puzzles are held out, (puzzles,): of Sudokus, whole groups of possible twins."""
     if puzzles.format.kind != "sudoku":
         return hold_out(len(puzzles), config.held_out, what="maze")
@@ -268,7 +305,7 @@ def _held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) -> NDAr
     return hold_out(names, config.held_out, what="puzzle up to symmetry")
 
 
-def _kept(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
+def _load_or_compute(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
     """Puzzles that are read, checked or generated once, and found in the cache by others and later."""
     names = ("questions", "answers", "groups", "variants", "ratings", "numbers")
 
@@ -276,15 +313,15 @@ def _kept(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzl
         puzzles = make()
         for name in names:
             np.save(folder / f"{name}.npy", getattr(puzzles, name))
-        (folder / "format.json").write_text(json.dumps(plain(puzzles.format)), encoding="utf-8")
+        (folder / "format.json").write_text(json.dumps(format_to_json(puzzles.format)), encoding="utf-8")
 
     def load(folder: Path) -> Puzzles:
-        format_ = format_of(json.loads((folder / "format.json").read_text(encoding="utf-8")))
+        format_ = format_from_json(json.loads((folder / "format.json").read_text(encoding="utf-8")))
         found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names)
         return Puzzles(format_, *found)
 
     return compute_once("puzzles", [_VERSION, *address], write, load, cache=config.cache)
 
 
-def _digest(rows: Rows) -> str | None:
+def _digest(rows: PuzzleSource) -> str | None:
     return getattr(rows, "fingerprint", None)

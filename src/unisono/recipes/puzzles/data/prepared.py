@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from unisono import DataError, prepare, read_asset, whole_file
 from unisono.recipes.puzzles.data.arrays import Numbers, StoredPuzzle
-from unisono.recipes.puzzles.data.formats import Format, Tokens, format_of, plain
+from unisono.recipes.puzzles.data.formats import Format, Tokens, format_from_json, format_to_json
 
 _ABOUT = "puzzles.json"
 _NUMBERS = "numbers.npz"  # first row of each puzzle, identifiers of rows, ratings of puzzles
@@ -80,7 +80,8 @@ class PuzzlePreparation:
             with whole_file(folder / _NUMBERS) as temporary, temporary.open("wb") as file:
                 first = np.concatenate([[0], np.cumsum(counts)])
                 np.savez(file, first=first, identifiers=np.array(identifiers, dtype=np.int32), ratings=ratings)
-            about = {"format": plain(self.library.format), "embeddings": self.library.embeddings}
+            about = {"format": format_to_json(self.library.format), "embeddings": self.library.embeddings}
+            about["tasks"] = list(self.library.tasks)
             with whole_file(folder / _ABOUT) as temporary:
                 temporary.write_text(json.dumps(about), encoding="utf-8")
         return self
@@ -111,8 +112,9 @@ class PreparedPuzzles:
     def __init__(self, folder: Path) -> None:
         self.shards = prepare.Shards(folder)
         about = read_asset(folder, _ABOUT)
-        self.format: Format = format_of(about["format"])
+        self.format: Format = format_from_json(about["format"])
         self.embeddings = int(about["embeddings"])
+        self.tasks: tuple[str, ...] = tuple(about.get("tasks", ()))
         try:
             with np.load(folder / _NUMBERS, allow_pickle=False) as numbers:
                 self._first: Numbers = numbers["first"]

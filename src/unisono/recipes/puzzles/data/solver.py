@@ -20,7 +20,7 @@ _TOGETHER = 4096  # branches that are narrowed at the same time
 
 
 @dataclass(frozen=True)
-class Solved:
+class Solutions:
     """What the solver found.
 
     Attributes:
@@ -53,7 +53,7 @@ def units_of_cells(format: Format) -> NDArray[np.int64]:
     return np.array(of_cell)
 
 
-def solve(format: Format, questions: Tokens, limit: int = 2) -> Solved:
+def solve(format: Format, questions: Tokens, limit: int = 2) -> Solutions:
     """Solve puzzles.
 
     Args:
@@ -70,7 +70,7 @@ def candidates_of(format: Format, questions: Tokens) -> Bits:
     return np.where(questions > BLANK, 1 << (questions.astype(np.int64) - 2).clip(0), full).astype(np.uint16)
 
 
-def search(format: Format, given: Bits, limit: int) -> Solved:
+def search(format: Format, given: Bits, limit: int) -> Solutions:
     """Solve boards of candidates, (puzzles, cells); see `solve`."""
     count, cells = given.shape
     answers = np.zeros((count, cells), dtype=np.uint8)
@@ -85,7 +85,7 @@ def search(format: Format, given: Bits, limit: int) -> Solved:
         owners, candidates = owners[open_], candidates[open_]
         if not len(owners):
             continue
-        possible, candidates = _narrowed(format, candidates)
+        possible, candidates = _eliminate(format, candidates)
         owners, candidates = owners[possible], candidates[possible]
         choices = np.bitwise_count(candidates)
         done = (choices == 1).all(axis=1)
@@ -105,10 +105,10 @@ def search(format: Format, given: Bits, limit: int) -> Solved:
         both = np.concatenate([others, one]), np.concatenate([owners, owners])
         for first in range(0, len(both[1]), _TOGETHER):
             stack.append((both[1][first : first + _TOGETHER], both[0][first : first + _TOGETHER]))
-    return Solved(answers, np.minimum(found, limit), guesses)
+    return Solutions(answers, np.minimum(found, limit), guesses)
 
 
-def _narrowed(format: Format, candidates: Bits) -> tuple[NDArray[np.bool_], Bits]:
+def _eliminate(format: Format, candidates: Bits) -> tuple[NDArray[np.bool_], Bits]:
     """Candidates after all naked and hidden singles, and which boards are still possible, (boards,)."""
     candidates = candidates.copy()
     possible = np.ones(len(candidates), dtype=bool)

@@ -104,7 +104,7 @@ def _refuse_unnamed_answers(path: Path, columns: Mapping[str, list[str]], questi
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPuzzles:
     """What a file holds, and what is wrong with it.
 
     Attributes:
@@ -125,16 +125,18 @@ class Checked:
             total = len(self.improper) + len(self.puzzles)
             named = "; ".join(f"line {line}: {why}" for line, why in list(self.improper.items())[:_NAMED])
             more = f"; and {len(self.improper) - _NAMED} more" if len(self.improper) > _NAMED else ""
-            advice = (
-                "Fix the file, or leave them out with data.improper=skip"
-                if len(self.puzzles)
-                else "Fix the file, or choose the kind of puzzles that it holds, e.g. data=sudoku or data=maze"
-            )
-            raise DataError(f"{path}: {len(self.improper)} of {total} puzzles are improper: {named}{more}. {advice}")
+            advice = "Fix the file"
+            if len(self.puzzles):
+                advice += ", or leave them out with data.improper=skip"
+            elif all("characters, not" in why or "has the symbol" in why for why in self.improper.values()):
+                advice += ", or choose the kind of puzzles that it holds, e.g. data=sudoku or data=maze"
+            count = len(self.improper)
+            are = "puzzle is" if total == 1 else "puzzles is" if count == 1 else "puzzles are"
+            raise DataError(f"{path}: {count} of {total} {are} improper: {named}{more}. {advice}")
         return self.puzzles
 
 
-def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> Checked:
+def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> CheckedPuzzles:
     """The Sudokus of a table.
 
     Args:
@@ -171,7 +173,7 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
     return _checked(table, format_, questions, solutions, improper)
 
 
-def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool = True) -> Checked:
+def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool = True) -> CheckedPuzzles:
     """The mazes of a table: walls `#`, floor, `S`, `G`; in answers `o` along the way.
 
     Args:
@@ -206,12 +208,12 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
         differs = (walked != questions).any(axis=1) & ~missing
         _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
         shape = (len(ways), height, width)
-        broken = ~_leads(ways.reshape(shape), path, start, goal) & ~missing
+        broken = ~_connects_start_and_goal(ways.reshape(shape), path, start, goal) & ~missing
         _add(improper, table, ["its way (o) does not lead from the start to the goal" if one else "" for one in broken])
     return _checked(table, format_, questions, ways, improper)
 
 
-def written(tokens: Tokens, format_: Format) -> str:
+def puzzle_to_text(tokens: Tokens, format_: Format) -> str:
     """A puzzle as it is written in files, `?` for a token that stands for no symbol; of ARC and others, JSON."""
     if format_.kind == "arc":
         return json.dumps(decode_grid(tokens).tolist())
@@ -221,7 +223,7 @@ def written(tokens: Tokens, format_: Format) -> str:
     return "".join(symbols[token - 1] if 1 <= token <= len(symbols) else "?" for token in tokens.tolist())
 
 
-def written_grid(restored: NDArray[np.int64]) -> str:
+def grid_to_json(restored: NDArray[np.int64]) -> str:
     """An ARC grid from `votes.restore`, (901,), as JSON."""
     width = int(restored[-1])
     rows = restored[:-1].reshape(ARC_SIDE, ARC_SIDE)
@@ -265,8 +267,7 @@ def _encode(
     fits = []
     for row, text in enumerate(texts):
         if len(text) != format_.length:
-            shape = f"{format_.height}×{format_.width}"
-            reasons[row] = f"{subject} {len(text)} characters, not {format_.length} ({shape})"
+            reasons[row] = f"{subject} {len(text)} characters, not {format_.length} ({format_.size})"
         elif not text.isascii():
             reasons[row] = f"{subject} the symbol {next(one for one in text if not one.isascii())!r}"
         else:
@@ -294,7 +295,7 @@ def _clues_clash(format_: Format, questions: Tokens) -> NDArray[np.bool_]:
     return np.asarray(((lines[:, :, 1:] == lines[:, :, :-1]) & (lines[:, :, 1:] > BLANK)).any(axis=(1, 2)))
 
 
-def _leads(grids: Tokens, path: int, start: int, goal: int) -> NDArray[np.bool_]:
+def _connects_start_and_goal(grids: Tokens, path: int, start: int, goal: int) -> NDArray[np.bool_]:
     """Whether the way of each grid, (grids, rows, columns), is one that leads from start to goal, none of it apart."""
     way = (grids == path) | (grids == start) | (grids == goal)
     reached = grids == start
@@ -323,7 +324,9 @@ def _add(improper: dict[int, str], table: Table, reasons: Sequence[str]) -> None
             improper.setdefault(line, why)
 
 
-def _checked(table: Table, format_: Format, questions: Tokens, answers: Tokens, improper: dict[int, str]) -> Checked:
+def _checked(
+    table: Table, format_: Format, questions: Tokens, answers: Tokens, improper: dict[int, str]
+) -> CheckedPuzzles:
     ratings = np.full(len(questions), np.nan, dtype=np.float32)
     for row, text in enumerate(table.ratings or ()):
         try:
@@ -332,4 +335,4 @@ def _checked(table: Table, format_: Format, questions: Tokens, answers: Tokens, 
             improper.setdefault(table.lines[row], f"its rating {text!r} is not a number")
     good = np.array([line not in improper for line in table.lines], dtype=bool)
     puzzles = Puzzles.from_arrays(format_, questions, answers, ratings=ratings).subset(good)
-    return Checked(puzzles, dict(sorted(improper.items())))
+    return CheckedPuzzles(puzzles, dict(sorted(improper.items())))

@@ -48,10 +48,10 @@ def begin(carry: Arrays, batch: Arrays, starts: Arrays) -> dict[str, Any]:
     halted = carry["halted"]
     rows: dict[str, Any] = {}
     for name in PUZZLE:
-        rows[name] = xp.where(_like(halted, batch[name]), batch[name], carry[name])
+        rows[name] = xp.where(_broadcast(halted, batch[name]), batch[name], carry[name])
     for name in STATES:
         state = carry[name]
-        rows[name] = xp.where(_like(halted, state), xp.astype(starts[name], state.dtype), state)
+        rows[name] = xp.where(_broadcast(halted, state), xp.astype(starts[name], state.dtype), state)
     rows["steps"] = xp.where(halted, xp.zeros_like(carry["steps"]), carry["steps"])
     rows["learnt"] = carry["learnt"]
     return rows
@@ -115,14 +115,14 @@ def halting_losses(q: Any, targets: Any) -> Any:
     return xp.logaddexp(q, xp.zeros_like(q)) - q * xp.astype(targets, q.dtype)
 
 
-def going_on(q_next: Any, last: Any) -> Any:
+def continue_target(q_next: Any, last: Any) -> Any:
     """What going on is worth (0 to 1, (rows,)): the better of both values a step later; the last step must halt."""
     xp = array_namespace(q_next)
     best = xp.where(last, q_next[:, 0], xp.maximum(q_next[:, 0], q_next[:, 1]))
     return 1 / (1 + xp.exp(-best))
 
 
-def right(predicted: Any, answers: Any, dtype: Any) -> tuple[Any, Any]:
+def grade(predicted: Any, answers: Any, dtype: Any) -> tuple[Any, Any]:
     """The share of cells that are right, and whether all are, both (rows,) as numbers.
 
     Args:
@@ -143,6 +143,6 @@ def _at_least_one(number: Any) -> Any:
     return xp.where(number > 0, number, xp.ones_like(number))
 
 
-def _like(halted: Any, value: Any) -> Any:
+def _broadcast(halted: Any, value: Any) -> Any:
     """A mask of rows with as many axes as the value."""
     return halted[(...,) + (None,) * (value.ndim - 1)]

@@ -35,19 +35,19 @@ def attend(query: Any, key: Any, value: Any, format_: Format, prefix: int, seen:
     xp = array_namespace(query)
     query = query * query.shape[-1] ** -0.5
     first, cells = query[:, :, :prefix], query[:, :, prefix:]
-    first = softmax(first @ _turned(key)) @ value
+    first = softmax(first @ _transpose(key)) @ value
     keys, values = key[:, :, prefix:], value[:, :, prefix:]
-    scores = [cells @ _turned(key[:, :, :prefix])]
+    scores = [cells @ _transpose(key[:, :, :prefix])]
     for cut in _CUTS:
-        group = _grouped(cells, format_, cut) @ _turned(_grouped(keys, format_, cut))
-        scores.append(_flat(group, format_, cut))
+        group = _split_groups(cells, format_, cut) @ _transpose(_split_groups(keys, format_, cut))
+        scores.append(_merge_groups(group, format_, cut))
     sizes = [one.shape[-1] for one in scores]
     shares = softmax(xp.where(seen, xp.concat(scores, axis=-1), -float("inf")))
     mixed = shares[..., :prefix] @ value[:, :, :prefix]
     at = prefix
     for cut, size in zip(_CUTS, sizes[1:], strict=True):
-        part = _grouped(shares[..., at : at + size], format_, cut) @ _grouped(values, format_, cut)
-        mixed = mixed + _flat(part, format_, cut)
+        part = _split_groups(shares[..., at : at + size], format_, cut) @ _split_groups(values, format_, cut)
+        mixed = mixed + _merge_groups(part, format_, cut)
         at += size
     return xp.concat([first, mixed], axis=2)
 
@@ -70,16 +70,16 @@ _CUTS = ("row", "column", "box")
 def _members(format_: Format, cut: str) -> NDArray[np.int64]:
     """The cells of each cell's group, (cells, group)."""
     grid = np.arange(format_.length, dtype=np.float64)[None, None, :, None]
-    groups = _grouped(grid, format_, cut)  # (1, 1, groups, size, 1)
+    groups = _split_groups(grid, format_, cut)  # (1, 1, groups, size, 1)
     spread = np.broadcast_to(groups[..., 0][:, :, :, None], (*groups.shape[:4], groups.shape[3]))
-    return np.asarray(_flat(np.ascontiguousarray(spread), format_, cut)[0, 0], dtype=np.int64)
+    return np.asarray(_merge_groups(np.ascontiguousarray(spread), format_, cut)[0, 0], dtype=np.int64)
 
 
-def _turned(value: Any) -> Any:
+def _transpose(value: Any) -> Any:
     return array_namespace(value).matrix_transpose(value)
 
 
-def _grouped(value: Any, format_: Format, cut: str) -> Any:
+def _split_groups(value: Any, format_: Format, cut: str) -> Any:
     """(rows, heads, cells, features) -> (rows, heads, groups, cells of one, features)."""
     xp = array_namespace(value)
     rows, heads, _, features = value.shape
@@ -94,8 +94,8 @@ def _grouped(value: Any, format_: Format, cut: str) -> Any:
     return xp.reshape(xp.permute_dims(split, (0, 1, 2, 4, 3, 5, 6)), (rows, heads, boxes, tall * wide, features))
 
 
-def _flat(value: Any, format_: Format, cut: str) -> Any:
-    """The inverse of `_grouped`."""
+def _merge_groups(value: Any, format_: Format, cut: str) -> Any:
+    """The inverse of `_split_groups`."""
     xp = array_namespace(value)
     rows, heads, _, _, features = value.shape
     height, width = format_.height, format_.width

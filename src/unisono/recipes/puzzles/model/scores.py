@@ -23,7 +23,7 @@ def term_weights(config: PuzzlesConfig) -> dict[str, float]:
 
 
 def terms(
-    config: PuzzlesConfig, outputs: Mapping[str, Any], answers: Any, wide: Any, training: bool
+    config: PuzzlesConfig, outputs: Mapping[str, Any], answers: Any, to_loss_precision: Any, training: bool
 ) -> tuple[PerRow, Any, Any]:
     """The loss terms of rows; with them the share of cells that are right, and whether all are.
 
@@ -31,15 +31,17 @@ def terms(
         config: the group `task`.
         outputs: `logits` and `q` of a supervision step, in training also `change`, and `value` with q_continue.
         answers: tokens, (rows, cells).
-        wide: turns an array into the precision that the loss is computed in.
+        to_loss_precision: turns an array into the precision that the loss is computed in.
         training: in evaluation, terms that only guide the training are left out.
     """
     weights = term_weights(config)
     xp = array_namespace(outputs["logits"])
-    q = wide(outputs["q"])
-    cells, exact = act.right(xp.argmax(outputs["logits"], axis=-1), answers, q.dtype)
+    q = to_loss_precision(outputs["q"])
+    cells, exact = act.grade(xp.argmax(outputs["logits"], axis=-1), answers, q.dtype)
     found: PerRow = {
-        "answer": act.cross_entropies(wide(outputs["logits"]), answers, config.cross_entropy == "stablemax")
+        "answer": act.cross_entropies(
+            to_loss_precision(outputs["logits"]), answers, config.cross_entropy == "stablemax"
+        )
     }
     if "halt" in weights:  # of a puzzle whose answer is not known, nothing can be said
         known = xp.astype(xp.any(answers > 0, axis=-1), q.dtype)
@@ -47,7 +49,7 @@ def terms(
     if training and "q_continue" in weights:
         found["q_continue"] = act.halting_losses(q[:, 1], outputs["value"])
     if training and "consistency" in weights:
-        found["consistency"] = wide(outputs["change"])
+        found["consistency"] = to_loss_precision(outputs["change"])
     return found, cells, exact
 
 
@@ -55,12 +57,12 @@ def training_metrics(halted: Mapping[str, Any], q: Any, cells: Any, exact: Any, 
     """Of the rows that halt in this step, and of all rows how many examples they have finished so far."""
     xp = array_namespace(cells)
     over = xp.astype(halted["halted"], cells.dtype)
-    told = xp.astype(act.wants_to_halt(q, competing), cells.dtype)
+    would_halt = xp.astype(act.wants_to_halt(q, competing), cells.dtype)
     values = {
         "exact": exact,
         "cells": cells,
         "steps": xp.astype(halted["steps"], cells.dtype),
-        "halt_accuracy": xp.astype(told == exact, cells.dtype),
+        "halt_accuracy": xp.astype(would_halt == exact, cells.dtype),
     }
     pairs = {name: (value * over, over) for name, value in values.items()}
     learnt = xp.astype(halted["learnt"], cells.dtype)
@@ -73,8 +75,8 @@ def evaluation_metrics(
     """Of every row whose answer is known: after all steps, and where it would have halted; and by rating.
 
     Args:
-        outputs: `early` (the answer where it would have halted), `early_steps`, `told` (whether it would halt in the
-            end), and `pass@k` where augmentations vote.
+        outputs: `early` (the answer where it would have halted), `early_steps`, `would_halt` (whether it would
+            halt after the last step), and `pass@k` with votes over augmentations.
         batch: `answer` and `level`.
         cells: share of the cells that are right after all steps, (rows,).
         exact: whether all are, (rows,).
@@ -82,15 +84,15 @@ def evaluation_metrics(
     """
     xp = array_namespace(cells)
     one = xp.astype(xp.any(batch["answer"] > 0, axis=-1), cells.dtype)
-    early_cells, early = act.right(outputs["early"], batch["answer"], cells.dtype)
-    told = xp.astype(outputs["told"], cells.dtype)
+    early_cells, early = act.grade(outputs["early"], batch["answer"], cells.dtype)
+    would_halt = xp.astype(outputs["would_halt"], cells.dtype)
     values = {
         "exact": exact,
         "cells": cells,
         "halting/exact": early,
         "halting/cells": early_cells,
         "halting/steps": xp.astype(outputs["early_steps"], cells.dtype),
-        "halt_accuracy": xp.astype(told == exact, cells.dtype),
+        "halt_accuracy": xp.astype(would_halt == exact, cells.dtype),
     }
     pairs = {name: (value * one, one) for name, value in values.items()}
     pairs |= {
