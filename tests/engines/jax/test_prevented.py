@@ -13,7 +13,7 @@ from tests.jax_runs import configuration, layout, trace
 from tests.jax_tasks import LinearTask
 from unisono.engines.jax.engine import JaxEngine
 from unisono.engines.jax.parallel import mesh, runtime
-from unisono.runtime.errors import DeadlineError
+from unisono.runtime.errors import ConfigError, DeadlineError
 from unisono.runtime.listening import reserve_port
 from unisono.task import Context, Loss
 
@@ -45,7 +45,7 @@ class Reducing(LinearTask):
 
 def test_a_task_cannot_reduce_over_devices() -> None:
     """So it cannot forget to, nor do it twice."""
-    with pytest.raises(NameError, match="unbound axis name"):
+    with pytest.raises(ConfigError, match="unbound axis name"):
         trace(Reducing(), configuration(layout=layout(2, "ddp"), train=TRAIN))
 
 

@@ -158,9 +158,48 @@ def test_a_jax_task_is_proved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_jax_task_is_proved_on_several_devices_of_each_process(tmp_path: Path) -> None:
-    done = unisono(tmp_path, "prove", SPIRALS, "precisions=[fp64]", "layouts=[ddp:1x2,fsdp:2x2]", "vary=[]", "--json")
+    done = unisono(
+        tmp_path, "prove", SPIRALS, "precisions=[fp64]", "layouts=[ddp:1x2,fsdp:2x2]", "vary=[ranks]", "--json"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     ran = {name: (one["world_size"], one["devices"]) for name, one in told["layouts"].items() if "x" in name}
-    assert ran == {"ddp:1x2 m2 fp64": (1, 2), "fsdp:2x2 m2 fp64": (2, 2)}
+    every = {"ddp:1x2": (1, 2), "fsdp:2x2": (2, 2)}
+    assert ran == {f"{name} m2 {more}fp64": n for name, n in every.items() for more in ("", "ranks reversed ")}
     assert {one["mark"] for one in told["cases"] if one["reference"]} == {"PASS"}
+
+
+LONG = '''
+import jax.numpy as jnp
+from examples.spirals_jax import Spirals
+
+
+class Long(Spirals):
+    """XLA takes its time to compile many sorts."""
+
+    class Config(Spirals.Config):
+        sorts: int = 100
+
+    def outputs(self, model, batch, context):
+        made = super().outputs(model, batch, context)
+        for _ in range(self.config.sorts):
+            made = made + 1e-3 * jnp.sort(made) * jnp.tanh(made)
+        return made
+'''
+
+
+@pytest.mark.slow
+def test_a_compilation_longer_than_the_heartbeat_ends_no_process(tmp_path: Path) -> None:
+    """A native thread sends heartbeats, whatever Python and XLA do."""
+    (tmp_path / "long.py").write_text(LONG)
+    heartbeat, took, sorts = 4, 0.0, 400
+    while took < 3 * heartbeat:  # on a machine of any speed
+        done = unisono(
+            tmp_path, "train", "long.py:Long", f"task.sorts={sorts}", f"launch.heartbeat_timeout={heartbeat}",
+            "train.steps=2", "train.global_batch=16", "layout.world_size=2", "eval.at_end=false", f"run.name={sorts}",
+            PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", UNISONO_CACHE=str(tmp_path / "cache"),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        log = (tmp_path / "runs" / str(sorts) / "logs" / "rank-00001.log").read_text()
+        took = float(re.search(r"compiled the step in ([\d.]+) s", log)[1])  # type: ignore[index]
+        sorts *= 2

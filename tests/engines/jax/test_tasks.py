@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from tests.jax_runs import Trace, configuration, layout, trace
 from tests.jax_tasks import UnevenTask
 from tests.runs import distance
+from unisono.engines.jax.model import build_structure
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
@@ -195,5 +197,17 @@ def test_a_static_scalar_is_a_python_number_and_a_change_of_it_compiles_again() 
     one = run(task, layout(), schedules=schedules, train={"steps": 4})  # 2, 1.5 (to the even number: 2), 1 and 0.5
     assert one.recompiled == ["", "", "the step: depth is 1, and was 2", "the step: depth is 0, and was 1"]
     assert set(task.seen) == {(int, True)}
-    with pytest.raises(KeyError, match="depth"):  # nothing schedules it
+    with pytest.raises(ConfigError, match="KeyError: 'depth'"):  # nothing schedules it
         run(task, layout())
+
+
+def test_the_state_of_a_batch_norm_is_not_trained() -> None:
+    class Normed(UnevenTask):
+        def build(self, key: jax.Array) -> Any:
+            norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch")
+            return {**super().build(key), "norm": norm, "state": state}
+
+    with pytest.raises(ConfigError, match=r"the model has an equinox.nn.State .* frozen = \('state\.\*',"):
+        run(Normed(), layout())
+    structure = build_structure(type("Kept", (Normed,), {"frozen": ("state.*",)})(), 0)
+    assert structure.trained == {"up", "bias", "down", "norm.weight", "norm.bias"}

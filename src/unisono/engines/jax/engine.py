@@ -14,13 +14,12 @@ import jax
 import numpy as np
 
 from unisono import protocols
-from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
 from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
 from unisono.engines.jax.forward import Columns, Inputs
-from unisono.engines.jax.guards import checks, faults, replicas
+from unisono.engines.jax.guards import checks, faults, replicas, task_errors
 from unisono.engines.jax.guards.compilation import Compiler
 from unisono.engines.jax.numerics import optimizers, precision, results
 from unisono.engines.jax.parallel.mesh import Grid
@@ -43,7 +42,8 @@ from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema
 from unisono.runtime import heartbeat
-from unisono.runtime.errors import ConfigError, GuardError
+from unisono.runtime.errors import ConfigError, GuardError, UnisonoError
+from unisono.runtime.text import join_names
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ def create(job: EngineJob) -> JaxEngine:
     Raises:
         ConfigError: for what this engine has not.
     """
-    if job.rows_of_rank not in (None, job.process.rank):
-        raise ConfigError("the JAX engine computes only the rows of its own rank: remove vary=[ranks]")
     return JaxEngine(job)
 
 
@@ -86,7 +84,7 @@ class JaxEngine:
         self.seed, self._kind = config.run.seed, config.train.precision
         self._switches = precision.pin(self._kind)
         self.profiler = JaxProfiler()
-        self._devices = _all_devices(job.split)
+        self._devices = _all_devices(job)
         self.grid = Grid.from_layout(config.layout, self._devices)
         self.batches = Batches(job.split, self.grid, self._kind, self.profiler.part)
         self._compiler = Compiler(job.communicator)
@@ -102,6 +100,10 @@ class JaxEngine:
 
     def setup(self, batches: list[MicroBatch], scalars: Scalars) -> ModelFacts:
         """Build, lay out, check and compile; see `Engine.setup`."""
+        with self._translate_errors("the other processes before the first step", "before the first step"):
+            return self._set_up(batches, scalars)
+
+    def _set_up(self, batches: list[MicroBatch], scalars: Scalars) -> ModelFacts:
         task = self._job.task
         kernels = rules.choose_kernels(task, self.communicator, self._devices[0].platform, self._kind)
         self.structure = model.build_structure(task, self.seed)
@@ -279,9 +281,9 @@ class JaxEngine:
             replicas.check_moved(before, self._digests, gradients, scalars["lr"])
             if still := [name for name, square in gradients.items() if square == 0]:
                 log.warning(
-                    "%d parameters got no gradient in the first step (%s); they decay like the others. `frozen` keeps "
-                    "them unchanged", len(still), ", ".join(name.removeprefix(state.MODEL) for name in still[:4]),
-                )  # fmt: skip
+                    "no gradient in the first step of %s; they decay like the others. `frozen` keeps them unchanged",
+                    join_names(name.removeprefix(state.MODEL) for name in still),
+                )
 
     def _raise_not_finite(
         self,
@@ -401,15 +403,22 @@ class JaxEngine:
             yield
         except jax.errors.JaxRuntimeError as error:
             faults.raise_known_error(error, self._job.process, self.split, what, where)
+            task_errors.raise_callback_error(error, where)
+            raise
+        except UnisonoError:
+            raise
+        except Exception as error:
+            task_errors.raise_task_error(error, self._job.task)
             raise
 
 
-def _all_devices(split: BatchSplit) -> list[jax.Device]:
-    """The devices of all processes, those of each in a row.
+def _all_devices(job: EngineJob) -> list[jax.Device]:
+    """The devices of all processes, those of each in a row, in the order of the rows that processes compute.
 
     Raises:
         ConfigError: where there are too few.
     """
+    split = job.split
     if split.world_size == 1:
         here = jax.local_devices()
         if len(here) < split.devices:
@@ -418,7 +427,10 @@ def _all_devices(split: BatchSplit) -> list[jax.Device]:
                 f"{': it was started before the run' if here[0].platform == 'cpu' else ''}"
             )
         return here[: split.devices]
-    everyone = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    ranks = list(range(split.world_size))
+    if job.rows_of_rank is not None:  # in a proof, which may deal them out the other way round
+        ranks = job.communicator.gather(job.rows_of_rank, "whose rows each process computes")
+    everyone = sorted(jax.devices(), key=lambda device: (ranks[device.process_index], device.id))
     counts = [sum(device.process_index == rank for device in everyone) for rank in range(split.world_size)]
     if set(counts) != {split.devices}:
         raise ConfigError(f"layout.devices={split.devices}, but JAX has {counts} devices in the processes of the run")

@@ -5,7 +5,7 @@ The engine works with `{name: array}`; the model that a task sees is put togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +21,7 @@ from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.rng import key as address
+from unisono.runtime.text import join_names
 from unisono.task import Task
 
 _NO_DECAY = ("Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm")  # modules of Equinox
@@ -96,6 +97,7 @@ def build_structure(task: Task, seed: int) -> Structure:
             raise ConfigError(
                 f"{type(task).__name__}.frozen: '{pattern}' matches no parameter, {nearest(pattern, floats)}"
             )
+    _refuse_state(task, model, floats - frozen)
     if not floats - frozen:
         raise ConfigError(f"{type(task).__name__}: the model has no parameter to train (an array of floats)")
     blocks = tuple(frozenset(_names_below(path, shapes)) for path, _ in _blocks(model))
@@ -107,6 +109,21 @@ def build_structure(task: Task, seed: int) -> Structure:
     return Structure(
         found["names"], shapes, frozenset(floats - frozen), blocks, frozenset(plain), tree, tuple(leaves)
     )  # fmt: skip
+
+
+def _refuse_state(task: Task, model: Any, trained: Collection[str]) -> None:
+    """Refuse Equinox's `State`: an optimizer would train it as if it were weights, and nothing else changes it.
+
+    Raises:
+        ConfigError: naming its arrays, unless all of them are frozen.
+    """
+    for path, _ in _modules(model, lambda node: isinstance(node, eqx.nn.State)):
+        if names := [f"'{name}'" for name in sorted(_names_below(path, trained))]:
+            raise ConfigError(
+                f"{type(task).__name__}.build: the model has an equinox.nn.State (of BatchNorm or SpectralNorm, with "
+                f"the arrays {join_names(names)}), and outputs() cannot pass a new one on to the next step. Use layers "
+                f"without state, as LayerNorm or GroupNorm; to keep a pretrained one: frozen = ('{path}.*',)"
+            )
 
 
 def initialise(task: Task, structure: Structure, seed: int, grid: Grid, kind: str) -> dict[str, jax.Array]:
@@ -198,7 +215,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 
 def _modules(model: Any, wanted: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
     """The outermost modules of a kind, with their paths."""
-    if _is_module(model) and wanted(model):
+    if isinstance(model, eqx.Module | eqx.nn.State) and wanted(model):
         yield path, model
     elif not isinstance(model, _Array) and not jax.tree_util.all_leaves([model]):
         for name, part in _children(model):

@@ -17,6 +17,7 @@ from unisono.engines.jax.numerics import precision
 from unisono.runtime.errors import ConfigError
 from unisono.task import GlobalBatch
 
+_LAST_ROWS = 8  # rows that are marked as padding, one after the other
 _RELATIVE_TOLERANCE = 1e-3  # relative; a row too many in a micro-batch of less than a thousand is more
 
 
@@ -63,7 +64,8 @@ def check_double_precision(forward: Forward, one: DeviceBatch, inputs: Inputs) -
 def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     """Refuse a loss that counts padding rows of a short batch.
 
-    It is computed twice on the same synthetic outputs: without the last row, and with that row marked as padding.
+    It is computed twice on the same synthetic outputs: without the last row, and with that row marked as padding. The
+    last row may count nothing by itself, so others take its place as well.
 
     Args:
         forward: for training or for evaluation.
@@ -94,9 +96,9 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
 
     made = jax.tree.map(drawn, described)
 
-    def sums(count: int) -> Any:
+    def sums(count: int, everything: Any) -> Any:
         """The sums of all rows but the last, of which there are so many."""
-        cut: tuple[Any, Any] = jax.tree.map(lambda array: jnp.asarray(array[:count]), (made, one.arrays))
+        cut: tuple[Any, Any] = jax.tree.map(lambda array: jnp.asarray(array[:count]), everything)
         micro = one.with_rows(cut[1], jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None
@@ -109,11 +111,16 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
             context = replace(context, totals=protocols.compute_totals(forward.task, *cut, context))
         return forward.loss(*cut, micro.valid, context)[1], context.totals
 
-    jax.eval_shape(lambda: sums(rows))
+    whole = made, one.arrays
+    jax.eval_shape(lambda: sums(rows, whole))
     if not (forward.masked_by_task or protocols.needs_totals(forward.task)):
         return
-    right, wrong = (jax.tree_util.tree_leaves_with_path(jax.jit(sums, static_argnums=0)(n)) for n in (rows - 1, rows))
-    for (path, expected), (_, found) in zip(right, wrong, strict=True):
+    program, pairs = jax.jit(sums, static_argnums=0), []
+    for shift in range(min(rows, _LAST_ROWS)):
+        rolled = jax.tree.map(lambda array, by=shift: np.roll(array, by, axis=0), whole)
+        right, wrong = (jax.tree_util.tree_leaves_with_path(program(count, rolled)) for count in (rows - 1, rows))
+        pairs += zip(right, wrong, strict=True)
+    for (path, expected), (_, found) in pairs:
         if not np.allclose(expected, found, rtol=_RELATIVE_TOLERANCE, atol=1e-30, equal_nan=True):
             kind, name = ("totals", path[-1].key) if path[0].idx else (path[1].key, path[2].key)
             what = {"sums": "loss() returns a term", "metrics": "loss() returns a metric", "totals": "totals()"}[kind]
