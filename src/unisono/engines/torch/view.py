@@ -102,7 +102,10 @@ class TorchModelView:
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training; see `ModelView`."""
         found = self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
-        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, found)
+        return tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf,
+            found,
+        )
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
