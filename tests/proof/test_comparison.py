@@ -341,3 +341,19 @@ def test_a_parameter_without_gradient_is_named_and_nothing_is_said_of_it(tmp_pat
     one = found["every trainable parameter got a gradient"]
     assert one.mark == "ABSTAIN"
     assert "silent" in one.why
+
+
+def test_a_term_of_the_loss_that_is_rounding_is_measured_against_the_whole_loss(tmp_path: Path) -> None:
+    def near(value: float) -> Change:
+        def change(facts: RunFacts, tensors: Any) -> None:
+            for step in facts.steps:
+                step.terms = {"near": value}
+
+        return change
+
+    one, rounding, other = (trace(tmp_path / str(value), 1, near(value)) for value in (0.0, 1e-32, 1e-4))
+    marks = [
+        next(c.mark for c in compare_traces(mine, one, TOLERANCE, False) if c.quantity == "loss")
+        for mine in (rounding, other)
+    ]
+    assert marks == ["PASS", "FAIL"]

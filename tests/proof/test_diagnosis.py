@@ -82,6 +82,8 @@ def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: 
     assert diagnosed.because.endswith("every pass changes self.calls, of which each process has its own")
 
 
+NOT_CARRIED = "The state was not carried on"
+
 # the update and after it ----------------------------------------------------------------------------------------------
 
 
@@ -162,6 +164,15 @@ def test_clipping_by_the_norm_of_shards_has_their_factors(tmp_path: Path) -> Non
         clipped = {n: np.concatenate([f * half[n] for f, half in zip(factors, halves, strict=True)]) for n in SQUARE}
         write_tensors(found[0].folder, "clipped gradients", 0, clipped)
         assert name(found, failed("clipped gradients", 1)) == fault
+
+
+@pytest.mark.parametrize(("starts", "fault"), [((), "The gradients depend on the layout"), ((1,), NOT_CARRIED)])
+@pytest.mark.parametrize("quantity", ["optimizer state", "parameters"])
+def test_an_update_of_gradients_that_were_not_compared_says_nothing_of_the_optimizer(
+    tmp_path: Path, quantity: str, starts: Any, fault: str
+) -> None:
+    unknown = ComparedQuantity("raw gradients", "ABSTAIN", why="rounding alone comes to 6")
+    assert told(tmp_path, failed(quantity, 2), unknown, starts=starts).fault == fault
 
 
 # resumes and rounding -------------------------------------------------------------------------------------------------

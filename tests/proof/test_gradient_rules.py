@@ -18,13 +18,15 @@ from tests.proof.patterns import (
     failed,
     name,
     pair,
+    passed,
     reported,
     summed,
     told,
     trace,
 )
 from unisono.proof import diagnosis, predictions
-from unisono.proof.recording.trace import write_tensors
+from unisono.proof.gradient_rules import find_extra_gradients
+from unisono.proof.recording.trace import Part, write_tensors
 
 # gradients ------------------------------------------------------------------------------------------------------------
 
@@ -181,3 +183,43 @@ def test_a_clipping_by_hand_with_the_norm_of_shards_is_known_by_their_norms(tmp_
 def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
     found = told(tmp_path, failed("raw gradients", 1, size=float("inf")), gradient={"a": np.ones(3)})
     assert (found.fault, found.because) == ("Parameters are left out", "no gradient for b")
+
+
+# other micro-batches on one process -----------------------------------------------------------------------------------
+
+
+def in_pieces(extra: Any) -> Any:
+    """Four micro-batches of two rows inside of two of four; each adds some gradient beside that of its rows."""
+    small = {f"term/{n}/w": np.arange(3.0) + n + extra(n) for n in range(4)}
+    large = {f"term/{n}/w": sum(np.arange(3.0) + k for k in (2 * n, 2 * n + 1)) + extra(0) for n in range(2)}
+    parts = [[Part(n, 0, rows, {}, {}) for n in range(8 // rows)] for rows in (2, 4)]
+    return find_extra_gradients((parts[0], small), (parts[1], large), 1e-9)
+
+
+def test_what_every_further_micro_batch_adds_alike_is_told_from_a_statistic() -> None:
+    assert in_pieces(lambda n: np.zeros(3)) is None
+    assert in_pieces(lambda n: np.array([0.0, 0.5, 0.0])) == ("term", True, ["w"])
+    assert in_pieces(lambda n: np.array([0.0, 0.5, 0.1 * n])) == ("term", False, ["w"])
+
+
+def test_micro_batches_that_do_not_fit_into_one_another_say_nothing() -> None:
+    parts = [[Part(n, 0, rows, {}, {}) for n in range(2)] for rows in (3, 4)]
+    gradients = {f"term/{n}/w": np.ones(3) for n in range(2)}
+    assert find_extra_gradients((parts[0], gradients), (parts[1], gradients), 1e-9) is None
+
+
+def test_a_norm_that_is_right_for_the_gradients_of_the_run_is_no_fault_of_the_norm(tmp_path: Path) -> None:
+    own = float(np.sqrt(sum(np.square(value).sum() for value in ({"a": np.ones(3), "b": np.arange(3.0)}).values())))
+    right = told(tmp_path / "own", failed("gradient norm", 1, "norm", mine=own, reference=own * 1.1))
+    assert right.fault == "The gradients depend on the layout"
+    other = told(tmp_path / "other", failed("gradient norm", 1, "norm", mine=own * 1.05, reference=own * 1.1))
+    assert other.fault == "The norm depends on the layout"
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_tensors_of_one_rank_were_reduced_where_replicas_agree(tmp_path: Path, reduced: bool) -> None:
+    right = summed([1 / 8, 1 / 8])
+    found = pair(tmp_path, {"a": right["a"], "b": 2 * TERMS[0]["b"] / 8})
+    replicas = passed("replicas") if reduced else failed("replicas", 1)
+    named = name(found, failed("raw gradients", 1, "b"), replicas)
+    assert named == ("The gradients depend on the layout" if reduced else "Some parameters are not synchronised")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.proof.test_comparison import trace
 from unisono.proof import judgement
 from unisono.proof.cases import Case
@@ -24,3 +26,31 @@ def test_runs_without_a_gradient_are_not_said_to_be_equal(tmp_path: Path) -> Non
     assert alone.diagnosis.fault == "There is no gradient"
     moved = {"one": trace(tmp_path / "again", 1), "two": trace(tmp_path / "moved", 2)}
     assert judgement.judge_cases(cases, moved, adaptive=False)[0][0].mark == "PASS"
+
+
+def test_numbers_that_are_zero_all_the_time_are_told_of_the_reference(tmp_path: Path) -> None:
+    def with_metrics(facts: RunFacts, tensors: Any) -> None:
+        for number, step in enumerate(facts.steps):
+            step.metrics = [{"hits": 0.0, "first": float(number == 0)}]
+        facts.evaluation = facts.evaluation_again = [{"loss": 1.0, "hits": 0.0}]
+
+    one = trace(tmp_path / "one", 1, with_metrics)
+    (alone,) = judgement.judge_cases([Case("one", 1, {}, "fp64")], {"one": one}, adaptive=False)[1]
+    assert alone.mark != "FAIL"
+    assert "0 in every step, so that nothing can differ there: metric 'hits', evaluated 'hits'" in alone.notes
+
+
+@pytest.mark.parametrize(("off", "mark"), [(1e-3, "ABSTAIN"), (0.5, "FAIL")])
+def test_an_evaluation_may_be_off_by_what_a_lower_precision_rounds_and_no_more(
+    tmp_path: Path, off: float, mark: str
+) -> None:
+    def lower(facts: RunFacts, tensors: Any) -> None:
+        facts.lower = ["outside of the model: float16"]
+
+    def other(facts: RunFacts, tensors: Any) -> None:
+        facts.evaluation = facts.evaluation_again = [{"loss": 1.0 + off}] * 2
+
+    cases = [Case("one", 1, {}, "fp32"), Case("two", 2, {}, "fp32", "one")]
+    traces = {"one": trace(tmp_path / "one", 1, lower), "two": trace(tmp_path / "two", 2, other)}
+    (judged,), _ = judgement.judge_cases(cases, traces, adaptive=False)
+    assert {c.mark for c in judged.compared if c.quantity == "evaluation"} == {mark}

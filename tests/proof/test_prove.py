@@ -79,6 +79,12 @@ class SetOrder(Good):
         rows = {f"row {number}": row for number, row in enumerate(super().data())}
         return [rows[name] for name in set(rows)]
 
+class HashedSplit(Good):
+    """Keeps four fifths of its rows, by the hash of their names."""
+
+    def data(self):
+        return [row for number, row in enumerate(super().data() * 5) if hash(f"row {number}") % 5]
+
 class HashedStart(Good):
     def build(self):
         model = super().build()
@@ -214,6 +220,7 @@ def test_a_mean_of_means_is_found_and_named(folder: Path) -> None:
         ("CountsCalls", r"FAIL loss: step [23].*\n  likely: The loss depends on the .*every pass changes self\.calls"),
         ("ScaledByFirstRows", r"likely: The forward pass changes parameters \(the first pass alone.*0\.scale"),
         ("SetOrder", r"FAIL samples: step 1.*\n  likely: The samples depend on the process \("),
+        ("HashedSplit", r"FAIL sample ids.*\n  likely: The samples depend on the process \(data\(\) has \d+ rows"),
         ("HashedStart", r"FAIL initial parameters: 2\.bias.*\n  likely: Initialisation depends on the layout \("),
         (
             "OneRankAddsNothing",

@@ -195,7 +195,7 @@ class ModelView(Protocol):
         """A context for passes without side effects: buffers and random state are restored on exit."""
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
-        """Outputs for a micro-batch in training mode, without gradients; use within `without_side_effects`."""
+        """Outputs for a micro-batch in training mode, detached; use within `without_side_effects`."""
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The loss sums for a micro-batch, used like `outputs`; empty if a micro-batch has none of its own."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
@@ -101,7 +101,11 @@ class TorchModelView:
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training; see `ModelView`."""
-        return self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
+        found = self._passes.outputs(micro, Context(0, training=True, scalars=scalars))
+        return tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else leaf,
+            found,
+        )
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""

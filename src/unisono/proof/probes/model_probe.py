@@ -16,7 +16,7 @@ from unisono.data.loading.draws import find_drawing_lines, restore_global_genera
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
-from unisono.proof.probes.state import TORCH, describe_state, find_kept, repeat_call
+from unisono.proof.probes.state import TORCH, describe_state, digest_attributes, digest_model, find_kept, repeat_call
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
 from unisono.proof.recording.trace import Array
@@ -271,18 +271,25 @@ def find_remembered_by_evaluation(
             given = replace(micro, arrays=copy.deepcopy(micro.arrays))
             return build_sketches(view.flatten(view.outputs(given, scalars))), view.sums(given, scalars)
 
+    def keep() -> dict[str, int]:
+        of_model = digest_model(getattr(view, "module", None))
+        of_task = {f"self.{name}": digest for name, digest in digest_attributes(task).items()}
+        return of_task | {f"'{name}' of the model": digest for name, digest in of_model.items()}
+
     def evaluate() -> None:
         with view.without_side_effects():
             view.draws(held, scalars, training=False)
 
     with restore_global_generators():
         once, repeated = train(), train()
+        before = keep()
         evaluate()
-        again = train()
+        after, again = keep(), train()
         changed = _find_other(once, again, floor)
         if not changed or _find_other(once, repeated, floor):  # then it is no matter of the evaluation
             return ""
-        why = describe_state(task, evaluate, {}, model=getattr(view, "module", None))
+        kept = [name for name in after if after[name] != before.get(name)]
+        why = f"it changes {join_names(kept)}" if kept else describe_state(task, evaluate, {})
     return f"a training pass after an evaluation gives another {changed}; {why}"
 
 

@@ -36,7 +36,7 @@ def describe_state(
         model: a torch module whose plain attributes are watched as well.
     """
     attributes, before = digest_attributes(task), checksum(inputs)
-    kept_by_model = _digest_model(model)
+    kept_by_model = digest_model(model)
     generators, others = global_generator_states(), _digest_globals(task, model)
     call()
     moved = [name for name in moved_generators(generators) if name not in seeded]
@@ -53,7 +53,7 @@ def describe_state(
         found.append(f"it draws from {', '.join(elsewhere[:3])}, which no key seeds")
     if kept := [name for name in changed if name not in own]:
         found.append(f"it changes self.{', self.'.join(kept[:3])}")
-    if kept := [name for name, digest in _digest_model(model).items() if digest != kept_by_model.get(name)]:
+    if kept := [name for name, digest in digest_model(model).items() if digest != kept_by_model.get(name)]:
         quoted = join_names(f"'{name}'" for name in kept)
         found.append(f"it changes {quoted} of the model, no buffer")
     if checksum(inputs) != before:
@@ -111,11 +111,11 @@ def restore_attributes(task: Task) -> Iterator[None]:
 def restore_model(model: Any) -> Iterator[None]:
     """The same for what a torch model keeps beside parameters and buffers: a counter of passes, a generator."""
     found = find_kept(model)
-    before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, _digest_model(model)
+    before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, digest_model(model)
     try:
         yield
     finally:
-        now = _digest_model(model)
+        now = digest_model(model)
         for name, (module, attribute, _) in found.items():
             if now.get(name) != digests[name] and before[name] is not _NOT_COPIED:
                 module.__dict__[attribute] = before[name]
@@ -163,7 +163,8 @@ def _size(value: Any) -> int:
     return int(value.nbytes) if hasattr(value, "nbytes") else 1000 * len(value)
 
 
-def _digest_model(model: Any) -> dict[str, int]:
+def digest_model(model: Any) -> dict[str, int]:
+    """A digest of everything that a torch model keeps beside parameters and buffers, by its whole name."""
     return {name: _digest(value) for name, (_, _, value) in find_kept(model).items()}
 
 

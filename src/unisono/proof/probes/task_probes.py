@@ -63,9 +63,10 @@ def probe_task(
         if held_out is not None and not task.draws_in_evaluation:
             with_rows = (one for batches in held_out.batches() for one in batches if not one.idle)
             held = next(with_rows)
+            # First, since one evaluation may be what decides all later passes.
+            facts.evaluation_remembered = find_remembered_by_evaluation(view, task, micro, held, scalars, _FLOOR)
             facts.evaluation_draws = probe_evaluation(view, held, scalars)
             facts.evaluation_switched = find_switched(view, held, scalars)
-            facts.evaluation_remembered = find_remembered_by_evaluation(view, task, micro, held, scalars, _FLOOR)
 
     def loss() -> None:
         found = probe_loss(view, task, micro, scalars, _FLOOR)
