@@ -207,7 +207,7 @@ def test_audit_prints_its_report_and_fails_where_it_does(
             return "the report"
 
     module = ModuleType("unisono.data.audit")
-    module.audit = lambda folder, **given: asked.append((folder, given)) or Report(passed=passed)  # type: ignore[attr-defined]
+    module.audit = lambda folder, **given: asked.append((folder, given)) or Report(is_clean=passed)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.data.audit", module)
     assert data("audit", "runs/a", "--task", "mine.py:Mine") == (code, "the report\n", "")
     assert asked == [(Path("runs/a"), {"task": "mine.py:Mine", "trust": False})]

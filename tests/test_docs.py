@@ -17,7 +17,7 @@ _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^(?: {4}[^\n]*|```.*?^```)$", re.MULTILINE | re.DOTALL)
 _TESTS = {
     name
-    for path in (ROOT / "tests").rglob("test_*.py")
+    for path in (ROOT / "tests").rglob("*.py")
     for name in (path.stem, *re.findall(r"^\s*def (test_\w+)", path.read_text(), re.MULTILINE))
 }
 

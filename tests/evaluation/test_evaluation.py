@@ -149,34 +149,19 @@ def _same(mine: StepResult, theirs: StepResult) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("micro", MICRO_BATCHES)
-def test_two_processes_evaluate_what_one_does(on_two: Any, reference: StepResult, strategy: str, micro: int) -> None:
-    for first, _ in on_two[strategy, micro]:
-        _same(first, reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro", MICRO_BATCHES)
-def test_all_ranks_are_told_the_same(on_two: Any, strategy: str, micro: int) -> None:
-    (first, _), (second, _) = on_two[strategy, micro]
-    assert first == second
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro", MICRO_BATCHES)
-def test_two_processes_evaluate_twice_the_same(on_two: Any, strategy: str, micro: int) -> None:
-    for first, second in on_two[strategy, micro]:
-        assert first == second
+def test_two_processes_evaluate_what_one_does_on_every_rank_and_twice_the_same(
+    on_two: Any, reference: StepResult, strategy: str, micro: int
+) -> None:
+    (first, again), other = on_two[strategy, micro]
+    _same(first, reference)
+    assert (first, again) == other
+    assert first == again
 
 
 @pytest.mark.parametrize("micro", [1, 2, 5, 100])
 def test_the_micro_batch_changes_nothing(reference: StepResult, micro: int) -> None:
     with alone(eval={"micro_batch": micro}) as (engine, held_out):
         _same(evaluate(engine, held_out), reference)
-
-
-def test_one_process_evaluates_twice_the_same() -> None:
-    with alone() as (engine, held_out):
-        assert evaluate(engine, held_out) == evaluate(engine, held_out)
 
 
 # what it is ---------------------------------------------------------------------------------------------------------
@@ -283,17 +268,6 @@ def test_what_an_evaluation_draws_is_the_same_every_time() -> None:
 # what it leaves -----------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_leaves_the_training_mode_of_every_module() -> None:
-    with alone() as (engine, held_out):
-        model = engine.view.module
-        model.blocks[0].eval()  # by hand, as tasks do that freeze a part
-        before = {name: module.training for name, module in model.named_modules()}
-        evaluate(engine, held_out)
-        assert {name: module.training for name, module in model.named_modules()} == before
-        assert set(before.values()) == {True, False}
-        assert not before["frozen"]
-
-
 def test_an_evaluation_that_fails_leaves_the_training_mode_too() -> None:
     def broken() -> Iterator[Any]:
         yield from ()
@@ -305,31 +279,22 @@ def test_an_evaluation_that_fails_leaves_the_training_mode_too() -> None:
         assert engine.view.module.training
 
 
-def test_an_evaluation_leaves_all_buffers() -> None:
+def test_an_evaluation_leaves_modes_buffers_gradients_parameters_and_the_generator() -> None:
     with alone() as (engine, held_out):
-        engine.view.module.counting.passes += 5
-        before = {name: buffer.clone() for name, buffer in engine.view.module.named_buffers()}
-        evaluate(engine, held_out)
-        after = dict(engine.view.module.named_buffers())
-        assert {"counting.passes", "counting.unsaved"} < set(before)
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_an_evaluation_leaves_the_state_of_the_generator() -> None:
-    with alone() as (engine, held_out):
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
-        evaluate(engine, held_out)
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_evaluation_leaves_gradients_and_parameters() -> None:
-    with alone() as (engine, held_out):
-        parameters = list(engine.view.module.parameters())
-        for parameter in parameters:
+        model = engine.view.module
+        model.blocks[0].eval()  # by hand, as tasks do that freeze a part
+        model.counting.passes += 5
+        for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        before = [(parameter.detach().clone(), parameter.grad.clone()) for parameter in parameters]
+        torch.manual_seed(5)
+
+        def state() -> list[torch.Tensor]:
+            parts = [part for p in model.parameters() for part in (p.detach(), p.grad)]
+            return [value.clone() for value in (*parts, *model.buffers(), torch.get_rng_state())]
+
+        modes, before = {name: module.training for name, module in model.named_modules()}, state()
         evaluate(engine, held_out)
-        for parameter, (value, gradient) in zip(parameters, before, strict=True):
-            assert torch.equal(parameter, value)
-            assert torch.equal(parameter.grad, gradient)
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        assert set(modes.values()) == {True, False} and not modes["frozen"]
+        assert {"counting.passes", "counting.unsaved"} < {name for name, _ in model.named_buffers()}
+        assert all(torch.equal(now, then) for now, then in zip(state(), before, strict=True))

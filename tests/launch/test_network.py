@@ -42,17 +42,19 @@ def test_the_loopback_is_found_by_its_address():
     assert network.choose_interface(None, "127.0.0.1", 29400, {}) == (names.pop(), "127.0.0.1")
 
 
-def test_the_interface_that_leads_to_the_other_node_is_chosen(host: None):
-    assert network.choose_interface(None, "10.0.0.1", 29400, {}) == ("eth0", "10.0.0.5")
-
-
-def test_what_is_asked_for_comes_first_and_then_the_user_s_environment(host: None):
-    assert network.choose_interface("eth0", "10.0.0.1", 1, {network.GLOO: "lo"}) == ("eth0", "10.0.0.5")
-    assert network.choose_interface(None, "10.0.0.1", 1, {network.GLOO: "lo"}) == ("lo", "127.0.0.1")
-
-
-def test_the_address_is_of_the_other_node_s_family(host: None):
-    assert network.choose_interface("eth0", "fd00::1", 1, {}) == ("eth0", "fd00::5")
+@pytest.mark.parametrize(
+    ("asked", "address", "environment", "chosen"),
+    [
+        pytest.param("eth0", "10.0.0.1", {network.GLOO: "lo"}, ("eth0", "10.0.0.5"), id="what is asked for first"),
+        pytest.param(None, "10.0.0.1", {network.GLOO: "lo"}, ("lo", "127.0.0.1"), id="then the user's environment"),
+        pytest.param(None, "10.0.0.1", {}, ("eth0", "10.0.0.5"), id="else the one that leads to the other node"),
+        pytest.param("eth0", "fd00::1", {}, ("eth0", "fd00::5"), id="an address of the other node's family"),
+    ],
+)
+def test_an_interface_is_chosen(
+    host: None, asked: str | None, address: str, environment: dict[str, str], chosen: tuple[str, str]
+):
+    assert network.choose_interface(asked, address, 29400, environment) == chosen
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,6 @@ def test_an_interface_that_cannot_be_used_is_refused_with_those_that_can(host: N
     with pytest.raises(ConfigError) as caught:
         network.choose_interface(name, "10.0.0.1", 1, {})
     assert str(caught.value).startswith(told)
-
-
-def test_an_interface_that_the_environment_names_in_vain_is_told_as_such(host: None):
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=wlan9: this host has no such interface"):
         network.choose_interface(None, "10.0.0.1", 1, {network.GLOO: "wlan9"})
 
@@ -136,14 +135,11 @@ class Known:
         (["127.0.1.1", "10.0.0.6"], "10.0.0.5"),  # the name of this host means 127.0.1.1, and there is another
     ],
 )
-def test_a_process_is_known_by_an_address_that_the_others_reach(
+def test_a_process_is_known_by_an_address_that_the_others_reach_or_the_interface_of_the_environment(
     host: None, monkeypatch: pytest.MonkeyPatch, there: list[str], found: str
 ):
     monkeypatch.delenv(network.GLOO, raising=False)
     assert network.process_addresses(Known(there, 0), "node-a", 29400) == [found, there[1]]  # type: ignore[arg-type]
-
-
-def test_a_process_is_known_by_the_interface_that_the_environment_names(host: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(network.GLOO, "eth0")
-    found = network.process_addresses(Known(["127.0.0.1", "10.0.0.6"], 0), "10.0.0.6", 29400)  # type: ignore[arg-type]
-    assert found == ["10.0.0.5", "10.0.0.6"]
+    given = network.process_addresses(Known(["127.0.0.1", "10.0.0.6"], 0), "10.0.0.6", 29400)  # type: ignore[arg-type]
+    assert given == ["10.0.0.5", "10.0.0.6"]

@@ -25,7 +25,6 @@ from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono.observe import trackers
 from unisono.observe.trackers import TrackedRun
-from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 CURVE = tuple[int, float]
@@ -77,23 +76,22 @@ def opened(folder: Path, timeout: float = 20.0, first_step: int = 0, **config: A
     return trackers.open_trackers(["wandb"], folder, "project", first_step, config, {"host": "here"}, timeout)
 
 
-def test_a_tracker_is_told_what_the_run_is_and_every_value_in_order(fake: type[Fake], tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tracker_is_told_in_a_thread_of_its_own_what_the_run_is_and_every_value_in_order(
+    fake: type[Fake], tmp_path: Path, failed: bool
+) -> None:
     tracked = opened(tmp_path, width=3)
     for step in range(1, 50):
         tracked.write(step, {"loss": 1.0 / step})
     tracked.write(49, {"eval/loss": 2.0})
-    tracked.close()
+    tracked.close(failed=failed)
     (made,) = fake.made
+    assert made.thread == "unisono-wandb"
+    assert not any(thread.name == "unisono-wandb" for thread in threading.enumerate())
     assert (made.run.folder, made.run.name, made.run.project) == (tmp_path, tmp_path.name, "project")
     assert (dict(made.run.config), dict(made.run.facts)) == ({"width": 3}, {"host": "here"})
     assert made.calls[:49] == [(step, {"loss": 1.0 / step}) for step in range(1, 50)]
-    assert made.calls[49:] == [(49, {"eval/loss": 2.0}), ("close", {"loss": 1 / 49, "eval/loss": 2.0}, False)]
-
-
-def test_a_tracker_has_a_thread_of_its_own(fake: type[Fake], tmp_path: Path) -> None:
-    opened(tmp_path).close()
-    assert fake.made[0].thread == "unisono-wandb"
-    assert not any(thread.name == "unisono-wandb" for thread in threading.enumerate())
+    assert made.calls[49:] == [(49, {"eval/loss": 2.0}), ("close", {"loss": 1 / 49, "eval/loss": 2.0}, failed)]
 
 
 def test_the_id_of_a_tracked_run_is_kept_and_no_other_run_has_it(fake: type[Fake], tmp_path: Path) -> None:
@@ -103,11 +101,6 @@ def test_the_id_of_a_tracked_run_is_kept_and_no_other_run_has_it(fake: type[Fake
     first, again, other = [made.run.id for made in fake.made]
     assert first == again != other
     assert json.loads((tmp_path / "a" / "trackers.json").read_text()) == {"wandb": first}
-
-
-def test_an_error_that_ended_the_run_is_told(fake: type[Fake], tmp_path: Path) -> None:
-    opened(tmp_path).close(failed=True)
-    assert fake.made[0].calls[-1][2] is True
 
 
 @pytest.mark.parametrize("when", ["start", 3])
@@ -324,12 +317,3 @@ def test_trackio_keeps_sounds_and_pictures_byte_for_byte(tmp_path: Path) -> None
         step, value = kept[f"samples/0/{name}"]
         assert (step, value["_type"]) == (2, f"trackio.{kind}")
         assert (tmp_path / "trackio" / "media" / value["file_path"]).read_bytes() == (tmp_path / made).read_bytes()
-
-
-def test_only_rank_0_has_trackers(tmp_path: Path) -> None:
-    from unisono.config.schema.run import Observe
-    from unisono.observe.run_record import RunRecord
-
-    with RunRecord(tmp_path, Observe(trackers=["tensorboard"]), ProcessInfo(1, 2), 0, 4):
-        pass
-    assert list(tmp_path.iterdir()) == []

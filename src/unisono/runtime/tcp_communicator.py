@@ -211,8 +211,9 @@ def _connect_to_rank_zero(
             why = error.strerror or str(error) or "no answer"
         if time.monotonic() >= deadline:
             raise DeadlineError(
-                f"rank {place.rank} could not meet rank 0 at {where} within {limit:g} s ({key}): {why}. Is rank 0 "
-                "started, is this its address (MASTER_ADDR, MASTER_PORT), and does a firewall let the port pass?"
+                f"rank {place.rank} could not connect to rank 0 at {where} within {limit:g} s ({key}): {why}. Check "
+                "that rank 0 is running, that this is its address (MASTER_ADDR, MASTER_PORT), and that no firewall "
+                "blocks the port"
             )
         time.sleep(0.1)
     message = line.receive(max(deadline, time.monotonic()) + _GRACE_SECONDS, "all processes to connect")

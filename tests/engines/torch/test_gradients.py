@@ -41,6 +41,15 @@ def test_the_squared_norm_is_that_of_all_gradients_as_one_vector(dtype: torch.dt
     squares = gradients.squared_norm(parts, WIDE)
     assert (squares.dtype, squares.dim()) == (WIDE, 0)
     assert math.sqrt(squares) == pytest.approx(vector_norm(parts), rel=rounding)
+    assert torch.equal(gradients.squared_norm([torch.zeros(0, 4), *parts, torch.zeros(0)], WIDE), squares)
+
+
+@pytest.mark.parametrize(
+    ("parts", "squares"), [([], 0.0), ([torch.zeros(0, 3)], 0.0), ([1e4, 1.0], 1e8 + 1), ([1e30], 1e60)]
+)
+def test_squares_are_added_in_the_wide_dtype_and_no_element_adds_nothing(parts: list[Any], squares: float) -> None:
+    found = gradients.squared_norm([torch.as_tensor(part, dtype=torch.float32) for part in parts], WIDE)
+    assert (found.dtype, float(found)) == (WIDE, pytest.approx(squares))
 
 
 def test_the_norm_of_a_large_tensor_is_that_of_its_shards() -> None:
@@ -56,32 +65,12 @@ def test_the_norm_of_complex_gradients_is_that_of_their_parts() -> None:
     assert float(gradients.squared_norm([parts], WIDE)) == pytest.approx(float(parts.abs().double().square().sum()))
 
 
-def test_empty_shards_add_nothing_to_the_norm() -> None:
-    parts = some()
-    with_empty = [torch.zeros(0, 4), *parts, torch.zeros(0)]
-    assert torch.equal(gradients.squared_norm(with_empty, WIDE), gradients.squared_norm(parts, WIDE))
-
-
-@pytest.mark.parametrize("parts", [[], [torch.zeros(0, 3)]])
-def test_a_process_without_any_element_has_a_norm_of_zero(parts: list[torch.Tensor]) -> None:
-    squares = gradients.squared_norm(parts, WIDE)
-    assert (float(squares), squares.dtype) == (0.0, WIDE)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", range(4))
 def test_one_element_that_is_not_finite_makes_the_norm_not_finite(value: float, where: int) -> None:
     parts = some()
     parts[where].view(-1)[-1] = value
     assert not math.isfinite(gradients.squared_norm(parts, WIDE))
-
-
-def test_squares_are_added_in_the_wide_dtype() -> None:
-    assert float(gradients.squared_norm([torch.tensor([1e4]), torch.tensor([1.0])], WIDE)) == 1e8 + 1
-
-
-def test_finite_gradients_whose_squares_overflow_have_a_finite_norm() -> None:
-    assert math.sqrt(gradients.squared_norm([torch.tensor([1e30])], WIDE)) == pytest.approx(1e30)
 
 
 def test_a_parameter_without_a_gradient_is_left_out() -> None:
@@ -117,10 +106,7 @@ def test_the_limit_is_one_of_the_whole_gradient_and_not_of_its_parts() -> None:
     parts = [torch.tensor([3.0]), torch.tensor([4.0])]
     gradients.clip_gradients(parts, 5.0, 4.5)
     assert torch.cat(parts).tolist() == pytest.approx([2.7, 3.6], rel=1e-6)
-
-
-def test_a_process_without_gradients_has_nothing_to_clip() -> None:
-    gradients.clip_gradients([], 5.0, 1.0)
+    gradients.clip_gradients([], 5.0, 1.0)  # a process without gradients has nothing to clip
 
 
 # watching -------------------------------------------------------------------------------------------------------------
@@ -147,22 +133,17 @@ class Inner(nn.Module):
         return self.model(x).square().sum()
 
 
-def test_gradients_are_seen_by_name_as_backward_makes_them() -> None:
-    step = Inner()
-    seen: dict[str, torch.Tensor] = {}
-    with gradients.local_gradients(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
-        step(torch.randn(4, 3)).backward()
-    assert seen.keys() == {"model.used.weight", "model.used.bias"}
-    assert all(torch.equal(seen[name], step.get_parameter(name).grad) for name in seen)
-
-
-def test_what_is_seen_is_the_gradient_of_the_pass_and_not_what_was_there_before() -> None:
+def test_gradients_are_seen_by_name_as_backward_makes_them_and_not_what_was_there_before() -> None:
     step = Inner()
     seen: dict[str, torch.Tensor] = {}
     step.model.used.bias.grad = torch.full((1,), 100.0)
     with gradients.local_gradients(step, lambda name, gradient: seen.__setitem__(name, gradient.clone())):
-        step(torch.zeros(1, 3)).backward()
+        step(torch.randn(4, 3)).backward()
+    assert seen.keys() == {"model.used.weight", "model.used.bias"}
+    assert torch.equal(seen["model.used.weight"], step.model.used.weight.grad)
     assert torch.equal(seen["model.used.bias"] + 100, step.model.used.bias.grad)
+    with gradients.local_gradients(step, lambda name, _: pytest.fail(name)), torch.no_grad():
+        step(torch.ones(1, 3))
 
 
 def test_nobody_watches_afterwards_even_after_an_error() -> None:
@@ -173,12 +154,6 @@ def test_nobody_watches_afterwards_even_after_an_error() -> None:
     before = len(seen)
     step(torch.ones(1, 3)).backward()
     assert len(seen) == before == 2
-
-
-def test_a_pass_without_gradients_is_not_watched() -> None:
-    step = Inner()
-    with gradients.local_gradients(step, lambda name, _: pytest.fail(name)), torch.no_grad():
-        step(torch.ones(1, 3))
 
 
 class Blocks(nn.Module):
@@ -276,19 +251,13 @@ def test_a_stack_adds_the_pairs_of_the_tree(leaves: int) -> None:
     assert stacked(list(range(leaves))) == tree(list(range(leaves)))
 
 
-def test_a_power_of_two_is_summed_by_a_balanced_tree() -> None:
-    assert stacked(list(range(8))) == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
-
-
 @pytest.mark.parametrize(
     ("leaves", "world"), [(2, 2), (4, 2), (4, 4), (6, 2), (8, 2), (8, 4), (12, 2), (12, 4), (20, 4), (24, 8), (40, 8)]
 )
-def test_powers_of_two_of_processes_add_the_pairs_of_one(leaves: int, world: int) -> None:
+def test_powers_of_two_of_processes_add_the_pairs_of_one_and_three_add_others(leaves: int, world: int) -> None:
     assert over(world, leaves) == over(1, leaves)
-
-
-def test_three_processes_add_other_pairs() -> None:
     assert over(3, 12) != over(1, 12)
+    assert stacked(list(range(8))) == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
 
 
 def micro_gradients(number: int) -> list[torch.Tensor]:

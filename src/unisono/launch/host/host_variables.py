@@ -132,7 +132,7 @@ VARIABLES = (
     # waiting
     VariableRule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING", "FAIL", "0",
-        "NCCL's timeout ends no process: if one rank is gone, the others wait for ever", "unset it",
+        "NCCL's timeout ends no process: if one rank is gone, the others wait forever", "unset it",
     ),
     VariableRule(
         "TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "WARNING", ON,
