@@ -27,7 +27,8 @@ REMEDIES = {
     "Tied weights were untied": "tie them after wrapping",
     # forward
     "The forward pass depends on the layout": "let no row's output depend on the rows beside it, or on who computes it",
-    "The forward pass depends on the call": "keep no state but buffers, count by context.step, draw by torch's seeds",
+    "The forward pass depends on the call": "keep no state but buffers, count by context.step, draw by torch's seeds "
+    "(JAX: context.key)",
     "The forward pass changes parameters": "clamp copies, keep state in buffers, and average after the update",
     "Padding changes the loss": "mask the padding wherever positions are averaged, normalised or counted",
     "Rows of a micro-batch are mixed": "keep rows and views as two axes; undo every sort, roll and shift of the rows",

@@ -196,10 +196,10 @@ def test_a_compilation_longer_than_the_heartbeat_ends_no_process(tmp_path: Path)
     while took < 3 * heartbeat:  # on a machine of any speed
         done = unisono(
             tmp_path, "train", "long.py:Long", f"task.sorts={sorts}", f"launch.heartbeat_timeout={heartbeat}",
-            "train.steps=2", "train.global_batch=16", "layout.world_size=2", "eval.at_end=false", f"run.name={sorts}",
+            "train.steps=2", "train.global_batch=16", "layout.world_size=2", "eval.at_end=false", f"run.name=a{sorts}",
             PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", UNISONO_CACHE=str(tmp_path / "cache"),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        log = (tmp_path / "runs" / str(sorts) / "logs" / "rank-00001.log").read_text()
+        log = (tmp_path / "runs" / f"a{sorts}" / "logs" / "rank-00001.log").read_text()
         took = float(re.search(r"compiled the step in ([\d.]+) s", log)[1])  # type: ignore[index]
         sorts *= 2

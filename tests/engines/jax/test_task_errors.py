@@ -12,6 +12,7 @@ import pytest
 
 from tests.jax_runs import configuration, layout, trace
 from tests.jax_tasks import LinearTask
+from unisono.engines.jax.guards.compilation import Compiler, ProgramKey
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
@@ -137,3 +138,12 @@ def test_a_sum_over_padding_rows_is_refused_where_the_last_row_counts_nothing() 
 
     with pytest.raises(ConfigError, match=r"returns a term \('square'\) that counts padding rows of a short batch"):
         trace(Mean(), configuration(layout=layout(), train={"global_batch": 8, "steps": 1}))
+
+
+def test_processes_whose_batches_differ_in_shape_are_told_so() -> None:
+    """They would run different programs; their code is not the reason."""
+    communicator = mock.Mock(size=2, rank=0)
+    communicator.gather = lambda mine, what: [mine, ["another", "'tokens' is int32 (1, 2, 4, 9)"]]
+    key = ProgramKey("the step", (("tokens", (1, 2, 4, 7), "int32"),))
+    with pytest.raises(ConfigError, match=r"int32 \(1, 2, 4, 7\) on rank 0, and .* 9\) on rank 1.*pad to a fixed"):
+        Compiler(communicator).get(key, lambda: jax.jit(jnp.sin), jnp.ones(3))

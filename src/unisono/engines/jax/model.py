@@ -5,7 +5,7 @@ The engine works with `{name: array}`; the model that a task sees is put togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -111,7 +111,7 @@ def build_structure(task: Task, seed: int) -> Structure:
     )  # fmt: skip
 
 
-def _refuse_state(task: Task, model: Any, trained: Collection[str]) -> None:
+def _refuse_state(task: Task, model: Any, trained: Iterable[str]) -> None:
     """Refuse Equinox's `State`: an optimizer would train it as if it were weights, and nothing else changes it.
 
     Raises:
@@ -251,5 +251,5 @@ def _checkpoint_blocks(model: Any, every: int) -> Any:
     return wrap(model, "")
 
 
-def _names_below(path: str, names: Sequence[str] | Mapping[str, Any]) -> Iterator[str]:
+def _names_below(path: str, names: Iterable[str]) -> Iterator[str]:
     return (name for name in names if name == path or name.startswith(f"{path}."))

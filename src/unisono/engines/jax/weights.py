@@ -49,7 +49,8 @@ def load_arrays(pytree: Any, reader: StateReader, ema: bool, folder: str) -> Any
                 f"{folder}: the checkpoint belongs to another model: '{own}' has shape {shape} there, {leaf.shape} here"
             )
         names.discard(f"{state.MODEL}{own}")
-        return jnp.asarray(reader.read(name, (0,) * len(shape), shape), leaf.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # a NumPy array of 64 bits is one of 32 in JAX
+        return jnp.asarray(reader.read(name, (0,) * len(shape), shape), dtype)
 
     filled = jax.tree_util.tree_map_with_path(array, pytree)
     for name in sorted(names):

@@ -115,7 +115,7 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     jax.eval_shape(lambda: sums(rows, whole))
     if not (forward.masked_by_task or protocols.needs_totals(forward.task)):
         return
-    program, pairs = jax.jit(sums, static_argnums=0), []
+    program, pairs = jax.jit(sums, static_argnums=0), list[Any]()
     for shift in range(min(rows, _LAST_ROWS)):
         rolled = jax.tree.map(lambda array, by=shift: np.roll(array, by, axis=0), whole)
         right, wrong = (jax.tree_util.tree_leaves_with_path(program(count, rolled)) for count in (rows - 1, rows))

@@ -93,24 +93,34 @@ class Compiler:
             others = [known for known in self._programs if known.name == key.name]
             if others and (others[-1].shapes, others[-1].static) != (key.shapes, key.static):
                 self.take_recompiled.append(_describe_change(others[-1], key))
-            self._programs[key] = self._compile(key.name, make, arguments)
+            self._programs[key] = self._compile(key, make, arguments)
         return self._programs[key]
 
-    def _compile(self, name: str, make: Callable[[], Any], arguments: Any) -> Program:
-        with heartbeat.phase("setup", f"the compilation of {name}"), self._report_progress(name):
+    def _compile(self, key: ProgramKey, make: Callable[[], Any], arguments: Any) -> Program:
+        with heartbeat.phase("setup", f"the compilation of {key.name}"), self._report_progress(key.name):
             lowered = make().trace(*arguments).lower()
             if self._communicator.size > 1:
-                self._agree(name, lowered.as_text())
+                self._agree(key, lowered.as_text())
             began = time.perf_counter()
             program: Program = lowered.compile()
             self.seconds += time.perf_counter() - began
         return program
 
-    def _agree(self, name: str, text: str) -> None:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        messages = self._communicator.gather(digest, f"the program of {name} on all ranks")
+    def _agree(self, key: ProgramKey, text: str) -> None:
+        name, digest = key.name, hashlib.sha256(text.encode()).hexdigest()
+        mine = [digest, *(f"'{array}' is {dtype} {shape}" for array, shape, dtype in key.shapes)]
+        messages = self._communicator.gather(mine, f"the program of {name} on all ranks")
         others = [str(rank) for rank, theirs in enumerate(messages) if theirs != messages[0]]
         if others:
+            pairs = zip(messages[0][1:], messages[int(others[0])][1:], strict=False)
+            if different := [pair for pair in pairs if pair[0] != pair[1]]:
+                error = ConfigError(
+                    f"the batches of ranks differ in shape or type: {different[0][0]} on rank 0, and {different[0][1]} "
+                    f"on rank {others[0]}. All processes run one program for one shape: pad to a fixed length in "
+                    "collate()"
+                )
+                error.agreed = True
+                raise error
             raise ProgramError(
                 f"rank 0 and rank {', '.join(others)} would run different programs for {name}: what outputs() and "
                 "loss() do depends on the process (jax.process_index(), an environment variable, the order of a "

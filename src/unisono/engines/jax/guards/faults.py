@@ -64,7 +64,10 @@ def raise_not_finite(
         f"rank {rank}, micro-batch {number}, {_describe_rows(rows)}: {', '.join(what)}"
         for rank, number, rows, what in everyone
     )
-    where = where or "No single micro-batch is at fault: the sum overflows"
+    where = where or (
+        "No micro-batch gives it by itself. Either their sum overflows, or the loss multiplies by a mask what is not "
+        "finite: XLA makes that 0 in one program and NaN in another, so write jnp.where(mask, x, 0) instead of x * mask"
+    )
     what = "gradient" if math.isfinite(result.loss) else "loss"
     raise NonFiniteError(f"step {step + 1}: the {what} is not finite, and the parameters were not updated. {where}")
 
