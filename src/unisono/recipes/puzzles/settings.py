@@ -263,7 +263,7 @@ class PuzzlesConfig(Settings):
         if self.refill:
             raise ValueError(
                 "task.refill=true is not supported: the next batch would depend on the model's last answers, so it "
-                "could not be built ahead of its step. Leave it out: a row that has not halted ignores its new example, "
-                "as in the original, and the metric examples_learnt counts the examples that a row has finished"
+                "could not be built ahead of its step. Leave it out: a row that has not halted ignores its new example "
+                "(as in the original), and the metric examples_learnt counts the examples that a row has finished"
             )
         return self
