@@ -77,7 +77,7 @@ def test_a_maze_whose_way_has_a_gap_or_a_cell_apart_is_improper(tmp_path: Path) 
     apart = [source, question[:-1] + " ", answer[:-1] + "o", rating]
     (tmp_path / "bad.csv").write_text("\n".join([head, ",".join(gap), second, ",".join(apart)]))
     improper = tables.check_mazes(tables.read_puzzles(tmp_path / "bad.csv")).improper
-    assert improper == dict.fromkeys((2, 4), "its way (o) does not lead from the start to the goal")
+    assert improper == dict.fromkeys((2, 4), "its path (o) does not lead from the start to the goal")
 
 
 def test_a_file_of_another_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:

@@ -116,6 +116,24 @@ def test_what_is_improper_is_named_by_its_line(tmp_path: Path) -> None:
     assert kept.numbers.tolist() == [0, 4, 8] and (kept.questions == made.questions[[0, 4, 8]]).all()
 
 
+def test_the_advice_fits_what_is_wrong_with_the_puzzles(tmp_path: Path) -> None:
+    """Where no puzzle is proper, another kind may be meant, but not if they were read and have several solutions."""
+    made, path = small_sudokus(3), tmp_path / "bare.txt"
+    bare = [tables.puzzle_to_text(one, SUDOKU4) for one in made.questions]
+
+    def refused(*lines: str) -> str:
+        path.write_text("\n".join(lines))
+        with pytest.raises(DataError) as told:
+            tables.check_sudokus(tables.read_puzzles(path)).require(path, skip=False)
+        return str(told.value)
+
+    assert "1 of 3 puzzles is improper: line 3: has several solutions. Fix the file, or leave" in refused(
+        bare[0], bare[1], "." * 16
+    )
+    assert refused("." * 16, "1" + "." * 15).endswith("line 2: has several solutions. Fix the file")
+    assert refused("#" * 16, "S" * 16, "x" * 16).endswith("e.g. data=sudoku or data=maze")
+
+
 def test_answers_under_another_name_are_not_passed_over(tmp_path: Path) -> None:
     path, made = tmp_path / "a.csv", sudokus(4, 2, (6, 8), 0)
     texts = [[tables.puzzle_to_text(tokens, made.format) for tokens in part] for part in (made.questions, made.answers)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests import processes
-from tests.recipes.puzzles.puzzles_for_tests import write_arc, write_mazes
+from tests.recipes.puzzles.puzzles_for_tests import small_sudokus, write_arc, write_csv, write_mazes
 from tests.runs import Trace, configuration, distance, trace
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.base import fields_of, with_kind
@@ -236,6 +237,18 @@ def test_a_run_finds_the_embedding_of_an_arc_task_by_its_name_and_refuses_others
     one.rename(one.with_name("task9.json"))
     with pytest.raises(ValueError, match=r"not trained on the demonstrations of 'asked/task9'"):
         opened()
+
+
+def test_levels_of_ratings_sort_in_the_order_of_the_ratings(tmp_path: Path) -> None:
+    puzzles = small_sudokus(40)
+    write_csv(tmp_path / "test.csv", replace(puzzles, ratings=np.arange(40, dtype=np.float32) * 30))
+    write_csv(tmp_path / "train.csv", puzzles)
+    levels = task(data={"kind": "sudoku", "path": tmp_path, "cache": tmp_path}).levels["sudoku"]
+    assert levels == sorted(levels) == ["1_up_to_270", "2_up_to_570", "3_up_to_870", "4_above_870"]
+    assert (
+        task(data={"kind": "sudoku", "path": tmp_path / "train.csv", "cache": tmp_path / "other"}).levels["sudoku"]
+        == []
+    )
 
 
 def test_a_micro_batch_of_several_kinds_is_refused(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ class Puzzles(PuzzleSteps):
 
         return PuzzleModel(self.model_config, self.kinds, key)
 
-    # A step is compiled for micro-batches of one shape, so those of all kinds have the arrays of all, and each chooses
-    # what is computed. No collective is inside of a choice, so devices may choose differently.
+    # A step is compiled for one shape, so every micro-batch has the arrays of all kinds, and `lax.switch` selects what
+    # is computed. There is no collective inside the switch, so devices may take different branches.
 
     def initial_carry(self, batch: Batch) -> Fields:
-        """Rows that have not begun, of every kind that there are arrays of."""
+        """The initial state of all rows, for every kind."""
         found = (with_kind(kind, fields_of(batch, kind)) for kind in self.kinds)
         return {name: array for one in found if one for name, array in super(Puzzles, self).initial_carry(one).items()}
 
@@ -49,7 +49,7 @@ class Puzzles(PuzzleSteps):
         return self._choose(batch, compute)
 
     def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
-        """Sums over rows; in training of those that halt in this step."""
+        """Loss and metrics per row; training metrics are of the rows that halt in this step."""
         weights: dict[str, float] = {}
 
         def compute(kind: str) -> Fields:
@@ -59,11 +59,11 @@ class Puzzles(PuzzleSteps):
             carry = {**(context.carry or {}), **(found.carry or {})}  # rows of other kinds wait
             return {"sums": found.sums, "metrics": found.metrics, "carry": carry}
 
-        made = self._choose(batch, compute)
-        return Loss(made["sums"], weights, made["metrics"], carry=made["carry"] if context.training else None)
+        result = self._choose(batch, compute)
+        return Loss(result["sums"], weights, result["metrics"], carry=result["carry"] if context.training else None)
 
     def _choose(self, batch: Batch, compute: Callable[[str], Fields]) -> Fields:
-        """What is computed for the kind of the micro-batch; what only other kinds have is zero."""
+        """Compute only the kind of the micro-batch; outputs of other kinds are zeros."""
         import jax
         import jax.numpy as jnp
 
@@ -89,24 +89,24 @@ class Puzzles(PuzzleSteps):
         return jnp.asarray(array)
 
     def without_gradient(self, compute: Callable[[], Any]) -> Any:
-        """What a function computes, as a constant."""
+        """Call a function and stop gradients through its result."""
         import jax
 
         return jax.lax.stop_gradient(compute())
 
     def repeat(self, advance: Callable[[Fields], Fields], state: Fields, times: int) -> Fields:
-        """The state after so many advances, in a loop that is compiled once."""
+        """Apply `advance` `times` times, in a loop that is compiled once."""
         import jax
 
-        made: Fields = jax.lax.fori_loop(0, times, lambda _, before: advance(before), state)
-        return made
+        final: Fields = jax.lax.fori_loop(0, times, lambda _, before: advance(before), state)
+        return final
 
     def sum_rows(self, value: Array) -> Array:
-        """The numbers of the rows, which the engine adds up."""
+        """One number per row; the engine sums them."""
         return value
 
     def to_loss_precision(self, value: Array) -> Array:
-        """In fp64 where the run is, else fp32: a TPU has no fp64, and `act.cross_entropies` loses nothing."""
+        """fp64 in an fp64 run, else fp32: TPUs have no fp64, and `act.cross_entropies` loses nothing in fp32."""
         import jax.numpy as jnp
 
         return value.astype(jnp.promote_types(value.dtype, jnp.float32))

@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Augmented(Settings):
-    """What all kinds of puzzles have."""
+    """Settings of all kinds of puzzles."""
 
     augment: bool = Field(True, description="show each training puzzle under a random symmetry")
     augmentations: PositiveInt | None = Field(
@@ -30,7 +30,7 @@ class Augmented(Settings):
 
 
 class Embedded(Augmented):
-    """The example that needs no download: Sudokus with one solution, made on the spot."""
+    """Generated Sudokus with a unique solution; no download."""
 
     kind: Literal["embedded"]
     side: Literal[4, 6, 9] = Field(6, description="cells per side")
@@ -44,12 +44,14 @@ class Embedded(Augmented):
     @model_validator(mode="after")
     def _in_order(self) -> Embedded:
         if not self.clues[0] <= self.clues[1] <= self.side**2:
-            raise ValueError(f"data.clues={list(self.clues)}: fewest and most of {self.side**2} cells")
+            raise ValueError(
+                f"data.clues={list(self.clues)}: give the minimum and the maximum number of clues, up to {self.side**2}"
+            )
         return self
 
 
 class FromTables(Augmented):
-    """Puzzles in files of text."""
+    """Puzzles in text files."""
 
     path: Path = Field(description="a CSV file, or a folder with train.csv and test.csv")
     test: Path | None = Field(None, description="a CSV file to evaluate on; null: test.csv of the folder, or held_out")
@@ -147,7 +149,9 @@ class SeveralData(Data):
     @model_validator(mode="after")
     def _at_least_two(self) -> SeveralData:
         if len(self.parts) < 2:
-            raise ValueError(f"data.parts names {len(self.parts)} kinds of puzzles; for one, use data=<kind>")
+            raise ValueError(
+                f"data.parts has {len(self.parts)} kinds of puzzles, and needs two; for one, use data=<kind>"
+            )
         for name in self.parts:
             if not name.isidentifier():
                 raise ValueError(f"data.parts: {name!r} cannot be a name; use letters, digits and _")
@@ -198,18 +202,18 @@ class Model(Settings):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Model:
         if self.width % self.heads:
-            raise ValueError(f"model.width={self.width} cannot be shared out among model.heads={self.heads}")
+            raise ValueError(f"model.width={self.width} is not divisible by model.heads={self.heads}")
         if self.positions == "rope" and self.width // self.heads % 2:
             raise ValueError(
                 f"model.width={self.width} gives each of {self.heads} heads an odd number of features, and "
                 "model.positions=rope needs an even one"
             )
         if self.positions == "rope" and self.mixer == "mlp":
-            raise ValueError("model.positions=rope turns what attention compares; with model.mixer=mlp use none")
+            raise ValueError("model.positions=rope needs attention; with model.mixer=mlp use model.positions=none")
         if self.embedding > self.prefix * self.width:
             raise ValueError(
-                f"model.embedding={self.embedding} does not fit model.prefix={self.prefix} places of "
-                f"model.width={self.width}"
+                f"model.embedding={self.embedding} is larger than model.prefix × model.width = "
+                f"{self.prefix} × {self.width}; make model.embedding smaller or model.prefix larger"
             )
         return self
 
@@ -258,9 +262,8 @@ class PuzzlesConfig(Settings):
     def _order_is_a_function(self) -> PuzzlesConfig:
         if self.refill:
             raise ValueError(
-                "task.refill=true is not supported: which example a row needs next would follow from what the model "
-                "answered, so that each step would have to wait for the last one before its batch could be prepared. A "
-                "row that is still at work ignores its new example, as in the original; the metric examples_learnt "
-                "counts those that a row has finished"
+                "task.refill=true is not supported: the next batch would depend on the model's last answers, so it "
+                "could not be built ahead of its step. Leave it out: a row that has not halted ignores its new example "
+                "(as in the original), and the metric examples_learnt counts the examples that a row has finished"
             )
         return self

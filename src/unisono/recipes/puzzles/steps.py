@@ -1,6 +1,6 @@
-"""What both engines compute: supervision steps, evaluations and votes, on the operations that their arrays share.
+"""What both engines compute: supervision steps, evaluation and votes, on the Python array API.
 
-The few operations that torch and JAX have each in its own way are methods that the task of an engine defines.
+The few operations that differ between torch and JAX are methods, defined by the task of each engine.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from unisono.recipes.puzzles.model.shape import places
 
 
 class PuzzleSteps(PuzzlesBase):
-    """The puzzle task but for its model and the operations of its engine."""
+    """The puzzle task without its model and the operations of its engine."""
 
     def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Floats of the engine, where `like` is."""
+        """A float array of zeros, on the device of `like`."""
         raise NotImplementedError
 
     def constant(self, array: Any, like: Any) -> Any:
-        """A NumPy array as one of the engine, where `like` is."""
+        """A NumPy array as an array of the engine, on the device of `like`."""
         raise NotImplementedError
 
     def without_gradient(self, compute: Callable[[], Any]) -> Any:
-        """What a function computes, cut off from the model."""
+        """Call a function without gradients through its result."""
         raise NotImplementedError
 
     def repeat(self, advance: Callable[[Fields], Fields], state: Fields, times: int) -> Fields:
-        """The state after so many advances."""
+        """Apply `advance` `times` times."""
         raise NotImplementedError
 
     def sum_rows(self, value: Any) -> Any:
-        """Numbers per row, (rows,), as the engine takes them in a loss."""
+        """Values per row, (rows,), in the form that the engine expects in a `Loss`."""
         raise NotImplementedError
 
     def to_loss_precision(self, value: Any) -> Any:
-        """An array in the precision that losses are computed in."""
+        """Cast an array to the precision of the loss."""
         raise NotImplementedError
 
     def initial_carry(self, batch: Batch) -> Fields:
-        """Rows that have not begun."""
+        """The initial state of all rows: each takes the first puzzle that it sees."""
         kind, fields = batch_kind(batch), fields_of(batch)
         shape = (len(fields["question"]), places(self.kinds[kind], self.model_config), self.model_config.width)
         return with_kind(
@@ -63,13 +63,13 @@ class PuzzleSteps(PuzzlesBase):
         rows = act.begin(fields_of(context.carry), fields, model.starts)
         thought = model(kind, rows, *cycles)
         outputs = {**rows, **_states(thought), "logits": thought.logits, "q": thought.q, "change": thought.change}
-        if self.competing:  # what going on is worth, told by the model one step later
+        if self.competing:  # the Q-value of continuing, from the model one step later
             last = rows["steps"] + 1 >= self.config.halt_steps
             outputs["value"] = self.without_gradient(lambda: act.continue_target(model(kind, outputs, *cycles).q, last))
         return with_kind(kind, outputs)
 
     def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
-        """Sums over rows; in training of those that halt in this step."""
+        """Loss and metrics; training metrics are of the rows that halt in this step."""
         kind, fields = batch_kind(batch), fields_of(batch)
         outputs = fields_of(outputs, kind)
         answers = outputs["answer"] if context.training else fields["answer"]
@@ -87,7 +87,7 @@ class PuzzleSteps(PuzzlesBase):
         return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=with_kind(kind, {**kept, **halted}))
 
     def solve(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
-        """All supervision steps of puzzles, and the answer at the step where each would have halted."""
+        """Run all supervision steps; also keep the answer of the step at which each puzzle would have halted."""
         carry = fields_of(self.initial_carry(with_kind(kind, fields)))
         rows, xp = act.begin(carry, fields, model.starts), array_namespace(fields["question"])
 
@@ -117,7 +117,7 @@ class PuzzleSteps(PuzzlesBase):
         }
 
     def count_votes(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
-        """The answers that most augmentations gave, how many did, and whether the right one is among the best.
+        """The answers with most votes, their numbers of votes, and whether the right one is among the best.
 
         Args:
             answers: to all augmentations of all questions, (questions · augmentations, 900).
@@ -138,7 +138,7 @@ class PuzzleSteps(PuzzlesBase):
         return {**won, "ranked": ranked, "votes": xp.take_along_axis(count, best, axis=1)}
 
     def _solve_and_vote(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
-        """What `solve` says of each row; of augmented questions, of the first one and how the votes came out."""
+        """The outputs of `solve` for each row; of augmented questions, those of the first, and the votes."""
         if fields["question"].ndim == 2:
             return self.solve(model, kind, fields, cycles)
         rows, many = fields["identifier"].shape
@@ -150,7 +150,7 @@ class PuzzleSteps(PuzzlesBase):
         return {name: xp.reshape(value, (rows, many, *value.shape[1:]))[:, 0] for name, value in solved.items()} | won
 
     def _metrics(self, kind: str, pairs: Mapping[str, tuple[Any, Any]], training: bool) -> dict[str, tuple[Any, Any]]:
-        """Sums of a micro-batch; where there are several kinds, those of the others are zero."""
+        """The metrics of a micro-batch; those of other kinds are zero."""
         sums = {name: (self.sum_rows(value), self.sum_rows(count)) for name, (value, count) in pairs.items()}
         if len(self.kinds) == 1:
             return sums

@@ -36,15 +36,17 @@ class Puzzles(PuzzleSteps):
         return torch.as_tensor(array, device=like.device)
 
     def without_gradient(self, compute: Callable[[], Any]) -> Any:
-        """What a function computes from tensors or dictionaries of them, without their history."""
+        """Call a function without recording gradients."""
         import torch
 
         with torch.no_grad():
-            made = compute()
-        return {name: value.detach() for name, value in made.items()} if isinstance(made, dict) else made.detach()
+            result = compute()
+        if isinstance(result, dict):
+            return {name: value.detach() for name, value in result.items()}
+        return result.detach()
 
     def repeat(self, advance: Callable[[Fields], Fields], state: Fields, times: int) -> Fields:
-        """The state after so many advances."""
+        """Apply `advance` `times` times."""
         for _ in range(times):
             state = advance(state)
         return state
@@ -54,5 +56,5 @@ class Puzzles(PuzzleSteps):
         return value.sum()
 
     def to_loss_precision(self, value: Tensor) -> Tensor:
-        """In fp64, or in fp32 where there is none."""
+        """fp64, or fp32 on devices without it."""
         return value.double() if value.device.type != "mps" else value.float()

@@ -1,7 +1,7 @@
 """The published data layout: `<split>/dataset.json` and `.npy` files, with augmented examples stored one by one.
 
 Folders made by the original repositories (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels) are read as they
-are, memory-mapped. An epoch is what it is there: each task once, in one of its stored variants, which is drawn.
+are, memory-mapped. An epoch is the same as there: each task once, in one of its stored variants, at random.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredPuzzle(NamedTuple):
         source: that they are read from.
         examples: number of each variant's example in the source, (variants,).
         identifiers: puzzle identifier of each variant, (variants,).
-        rating: NaN where nobody says.
+        rating: NaN if unknown.
     """
 
     source: ExampleSource
@@ -68,8 +68,8 @@ class StoredPuzzles:
         identifiers: of every stored variant of a task, (variants,).
         first_example: of every variant, (variants + 1,).
         first_variant: of every task, (tasks + 1,).
-        embeddings: puzzle identifiers there are.
-        ignored: token of the answers that is not counted.
+        embeddings: number of puzzle identifiers.
+        ignored: answer token that is not counted.
     """
 
     format: Format
@@ -162,7 +162,7 @@ def _open(file: Path) -> NDArray[Any]:
 
 
 def _format(length: int, vocabulary: int) -> Format:
-    """What is known by its numbers; anything else is a row of tokens."""
+    """The format with this length and vocabulary; a row of tokens if none is known."""
     known = (sudoku_format(4), sudoku_format(6), sudoku_format(9), maze_format(30, 30), ARC_FORMAT)
     fits = (one for one in known if (one.length, one.vocabulary) == (length, vocabulary))
     return next(fits, other_format(length, vocabulary))

@@ -1,6 +1,6 @@
-"""How puzzles of each kind are written as tokens, and the container that holds many of them.
+"""The tokens of each kind of puzzle, and a container of many puzzles.
 
-Token 0 is padding everywhere: as an input it is a symbol of its own, as a label it is not counted. The numbers are
+Token 0 is always padding: a symbol of its own as an input, not counted as a label. The numbers are
 those of the published data sets (sapientinc/HRM, SamsungSAILMontreal/TinyRecursiveModels), so that their files can be
 read.
 """
@@ -33,11 +33,11 @@ class Format:
     """The tokens of one kind of puzzle.
 
     Attributes:
-        kind: `sudoku`, `maze`, `arc`, or `other` for arrays of which no more is known.
+        kind: `sudoku`, `maze`, `arc`, or `other` for arrays of unknown meaning.
         height: rows of the grid.
         width: columns of the grid.
-        vocabulary: tokens, padding among them.
-        box: rows and columns of a box of the grid: those of a Sudoku, else what is nearest to a square.
+        vocabulary: number of tokens, including padding.
+        box: rows and columns of a box of the grid: those of a Sudoku, else as close to square as possible.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def maze_format(height: int, width: int) -> Format:
 
 
 def other_format(length: int, vocabulary: int) -> Format:
-    """A row of tokens of which no more is known."""
+    """A row of tokens of unknown meaning."""
     return Format("other", 1, length, vocabulary, _box(1, length))
 
 
@@ -103,9 +103,9 @@ class Puzzle(NamedTuple):
     Attributes:
         question: tokens, (length,).
         answer: tokens, (length,); 0 is not counted.
-        group: number of the task that the example belongs to; 0 where every example is a task for itself.
+        group: number of its task; 0 if every example is a task of its own.
         variant: which stored augmentation of the task it is; 0 for the original.
-        rating: how hard it is; NaN where nobody says.
+        rating: difficulty; NaN if unknown.
         number: of the example in its file, from 0.
     """
 
@@ -151,7 +151,7 @@ class Puzzles:
         ratings: NDArray[np.float32] | None = None,
         numbers: NDArray[np.int64] | None = None,
     ) -> Puzzles:
-        """Examples, with what is not given filled in."""
+        """Examples; missing columns get their defaults."""
         count = len(questions)
         return cls(
             format,

@@ -1,8 +1,8 @@
-"""Sudokus made on the spot, each with one solution: the example that needs no download.
+"""Generated Sudokus with a unique solution: an example without a download.
 
-Puzzle *i* is a pure function of the side, the seed and *i*: a full grid is drawn cell by cell, then clues are taken
-away in a drawn order as long as the solution stays the only one. All puzzles lose their next clue together, so that the
-solver sees many at a time.
+Puzzle *i* is a pure function of the side, the seed and *i*: a full grid is drawn cell by cell, then clues are removed
+in random order as long as the solution stays unique. All puzzles lose their next clue together, so that the solver
+works on many at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unisono.recipes.puzzles.data.solver import candidates_of, search, solve, un
 
 
 def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int = 0) -> Puzzles:
-    """Sudokus with one solution, whose rating is the solver's number of guesses.
+    """Generate Sudokus with a unique solution; their rating is the solver's number of guesses.
 
     Args:
         side: 4, 6 or 9.
-        count: how many.
-        clues: fewest and most; each puzzle draws its own number between, and keeps more where its solution would not
-            be the only one.
-        seed: of all of them.
-        first: number of the first one.
+        count: number of puzzles.
+        clues: minimum and maximum; each puzzle draws a number in between, and keeps more if its solution would not be
+            unique.
+        seed: of all puzzles.
+        first: number of the first puzzle.
     """
     format_ = sudoku_format(side)
     numbers = np.arange(first, first + count, dtype=np.int64)
@@ -41,7 +41,7 @@ def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int
 
 
 def full_grid(format: Format, rng: np.random.Generator) -> Tokens:
-    """A drawn solution, (cells,): always the cell with the fewest candidates, tried in a drawn order."""
+    """A random solution, (cells,): filled where candidates are fewest, with digits in random order."""
     side = format.height
     rows, columns, boxes = (of.tolist() for of in units_of_cells(format).T)
     used = [0] * (3 * side)  # digits that stand in each row, column and box, as bits
@@ -79,7 +79,7 @@ def _remove_clues(
     order: NDArray[np.int64],
     wanted: NDArray[np.int64],
 ) -> tuple[Tokens, NDArray[np.int32]]:
-    """Questions that still have one solution, and how many guesses each takes."""
+    """Questions with a unique solution, and the number of guesses that each takes."""
     questions = answers.copy()
     left = np.full(len(answers), format.length)
     for turn in range(format.length):

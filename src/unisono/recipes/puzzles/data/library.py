@@ -1,4 +1,4 @@
-"""From settings to puzzles: what is trained on, what is held out, and how a puzzle becomes an example."""
+"""From settings to puzzles: the training and held-out puzzles, and how a puzzle becomes an example."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from unisono.recipes.puzzles.data.formats import (
 from unisono.recipes.puzzles.data.prepared import PreparedPuzzles, PuzzlePreparation
 
 PuzzleSource = Puzzles | StoredPuzzles | PreparedPuzzles
-_VERSION = 2  # of what is kept in the cache
+_VERSION = 2  # of cache entries
 
 
 class Example(NamedTuple):
-    """What a model is shown.
+    """An example as the model sees it.
 
     Attributes:
         question: tokens, (length,).
         answer: tokens, (length,); 0 is not counted.
-        identifier: number of its puzzle embedding; 0 where it has none of its own.
-        rating: NaN where nobody says.
+        identifier: number of its puzzle embedding; 0 if it has none of its own.
+        rating: NaN if unknown.
     """
 
     question: Tokens
@@ -51,13 +51,13 @@ class Library:
     """The puzzles of one kind.
 
     Attributes:
-        config: where they come from.
+        config: settings of their source.
         format: of all of them.
-        training: what is trained on.
-        held_out: None for none.
-        embeddings: puzzle identifiers there are, with 0 for none in particular.
-        tasks: names of what the groups of ARC stand for.
-        demonstrations: examples of each group in the training, (groups,).
+        training: puzzles to train on.
+        held_out: None if there are none.
+        embeddings: number of puzzle identifiers, including the shared 0.
+        tasks: names of ARC tasks, by group.
+        demonstrations: number of training examples of each group, (groups,).
     """
 
     config: Any
@@ -69,7 +69,7 @@ class Library:
     demonstrations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def example(self, puzzle: Puzzle | StoredPuzzle, rng: np.random.Generator | None) -> Example:
-        """A puzzle as it is shown: with a generator under a drawn symmetry, without one as it is."""
+        """A puzzle as the model sees it: randomly augmented if there is a generator, else unchanged."""
         if isinstance(puzzle, StoredPuzzle):
             number = 0 if rng is None else int(rng.integers(len(puzzle.examples)))
             return Example(*puzzle.variant(number), puzzle.rating)
@@ -84,12 +84,12 @@ class Library:
         return self.variant(puzzle, int(rng.integers(count + 1)))
 
     def variant(self, puzzle: Puzzle, number: int, rng: np.random.Generator | None = None) -> Example:
-        """A numbered augmentation of a puzzle; 0 is the puzzle as it is.
+        """A numbered augmentation of a puzzle; 0 is the puzzle itself.
 
         Args:
-            puzzle: it.
+            puzzle: the original.
             number: of the augmentation.
-            rng: ARC: draws where the grids are placed; None: at the upper left.
+            rng: ARC: places the grids at random; None: at the upper left.
         """
         identifier = self.identifier(puzzle, number)
         if self.format.kind == "arc":
@@ -134,7 +134,7 @@ class Library:
         return replace(self, held_out=replace(self.held_out, groups=groups), tasks=tuple(tasks), embeddings=embeddings)
 
     def stored_variant(self, puzzle: Puzzle, number: int) -> Example:
-        """A numbered augmentation as it is stored: ARC grids of the training are placed by a generator of its own."""
+        """A numbered augmentation as it is stored; training grids of ARC have a random place of their own."""
         rng = generator(self.config.seed, "place", puzzle.group, puzzle.number, number) if number else None
         return self.variant(puzzle, number, rng)
 
@@ -143,7 +143,7 @@ class Library:
         return 1 + puzzle.group * (self.config.augmentations + 1) + number if self.format.kind == "arc" else 0
 
     def arc_variant(self, group: int, number: int) -> augment.ArcVariant:
-        """The change of all grids of a task in its numbered augmentation."""
+        """How a numbered augmentation changes all grids of a task."""
         if number == 0:
             return augment.ArcVariant.identity()
         return augment.ArcVariant.draw(generator(self.config.seed, "augmentation", self.tasks[group], number))
@@ -153,10 +153,10 @@ class Library:
         return change(self.format, puzzle.question, puzzle.answer, rng)
 
     def preparations(self) -> dict[str, PuzzlePreparation]:
-        """What can be made ahead, by part: every augmentation to train on, and the held-out puzzles as they are.
+        """What `unisono data prepare` writes, by part: all augmentations to train on, and the held-out puzzles.
 
         Raises:
-            ConfigError: where the number of augmentations is not known, or they are made already.
+            ConfigError: if the number of augmentations is unlimited, or the data is already prepared.
         """
         if isinstance(self.config, settings.Prepared):
             raise ConfigError(f"{self.config.path} is prepared already (data=prepared)")
@@ -164,8 +164,8 @@ class Library:
         if not isinstance(self.config, settings.Arrays) and self.config.augment:
             if self.config.augmentations is None:
                 raise ConfigError(
-                    "data.augmentations=null draws symmetries anew each time, and there is no end to them; say how "
-                    "many of each puzzle are to be stored, e.g. data.augmentations=1000"
+                    "data.augmentations=null has no fixed number of augmentations to store; set the number per puzzle, "
+                    "e.g. data.augmentations=1000"
                 )
             variants += self.config.augmentations
         parts = {"train": (self.training, variants), "test": (self.held_out, 1)}
@@ -188,15 +188,15 @@ class Library:
 
 
 def open_libraries(config: Any, ask: bool = False) -> dict[str, Library]:
-    """The puzzles that the settings ask for, by the name of their kind; of a single kind the name is its `kind`.
+    """Open the puzzles of the settings, by kind; a single kind is named after its format.
 
     Args:
         config: the group `data`.
-        ask: for puzzles that are only to be solved: all of them are held out, and need no answers.
+        ask: only to be solved: all puzzles are held out, and need no answers.
 
     Raises:
-        DataError: for files that are missing, or puzzles that are improper.
-        ConfigError: for settings that do not fit them.
+        DataError: for missing files and improper puzzles.
+        ConfigError: for settings that do not fit the puzzles.
     """
     if isinstance(config, settings.SeveralData):
         return {name: open_library(part, ask) for name, part in config.parts.items()}
@@ -306,7 +306,7 @@ def _choose_held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) 
 
 
 def _load_or_compute(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
-    """Puzzles that are read, checked or generated once, and found in the cache by others and later."""
+    """Puzzles from the cache; read, checked or generated on first use."""
     names = ("questions", "answers", "groups", "variants", "ratings", "numbers")
 
     def write(folder: Path) -> None:

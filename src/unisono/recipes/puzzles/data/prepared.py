@@ -1,7 +1,7 @@
-"""Augmented examples made ahead by `unisono data prepare puzzles`: memory-mapped rows of a question and its answer.
+"""The output of `unisono data prepare puzzles`: memory-mapped augmented examples, each a question and its answer.
 
-All variants of a puzzle stand one after the other, so that an epoch shows each puzzle once, in a drawn variant, as
-where they are made on the fly; both make the same examples.
+All variants of a puzzle are adjacent, so that an epoch shows each puzzle once, in a random variant, as if augmented on
+the fly; both give the same examples.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _NUMBERS = "numbers.npz"  # first row of each puzzle, identifiers of rows, ratin
 
 @dataclass(frozen=True)
 class PuzzlePreparation:
-    """What is made of one part of a library; a `unisono.prepare.Preparation` and its maker in one.
+    """How one part of a library is prepared; both a `unisono.prepare.Preparation` and its builder.
 
     Attributes:
-        library: of the puzzles; a `Library`.
+        library: the `Library` of the puzzles.
         puzzles: its part, a source of `Puzzle` or `StoredPuzzle`.
-        variants: of each puzzle that has not been augmented yet.
-        about: what decides the result, as JSON.
+        variants: number of variants of each puzzle that is not augmented yet.
+        about: everything that the result depends on, as JSON.
     """
 
     library: Any
@@ -45,12 +45,12 @@ class PuzzlePreparation:
 
     @property
     def records(self) -> int:
-        """Puzzles."""
+        """The number of puzzles."""
         return len(self.puzzles)
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """What decides the result."""
+        """Everything that the result depends on."""
         return self.about
 
     @property
@@ -59,12 +59,12 @@ class PuzzlePreparation:
         return self.about
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
-        """Shards with equally many puzzles."""
+        """Bounds of shards with the same number of puzzles."""
         size = 2.0 * self.library.format.length * self.variants * self.records
         return prepare.even_bounds(self.records, size, shard_mb)
 
     def begin(self, folder: Path) -> PuzzlePreparation:
-        """Write what rows do not say of themselves."""
+        """Write the format, and the first row, identifiers and rating of each puzzle."""
         if not (folder / _ABOUT).is_file():
             counts, identifiers = [], []
             ratings = np.full(self.records, np.nan, dtype=np.float32)
@@ -87,7 +87,7 @@ class PuzzlePreparation:
         return self
 
     def make(self, first: int, last: int) -> Iterator[prepare.Made]:
-        """The variants of puzzles, each a row."""
+        """Yield the variants of puzzles, one row each."""
         for number in range(first, last):
             puzzle = self.puzzles[number]
             if isinstance(puzzle, StoredPuzzle):
@@ -103,10 +103,10 @@ class PreparedPuzzles:
     """A prepared folder; a source of `StoredPuzzle`.
 
     Args:
-        folder: with the shards.
+        folder: the folder with the shards.
 
     Raises:
-        DataError: where it is not finished.
+        DataError: if it is not finished.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class PreparedPuzzles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all rows."""
+        """A checksum of all rows."""
         return self.shards.fingerprint
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A Sudoku solver for many puzzles at a time: says whether each has no solution, one, or several.
+"""A Sudoku solver for many puzzles at a time; finds whether each has no solution, one, or several.
 
 Candidates are bits of one integer per cell. All open branches of all puzzles are narrowed together by naked and hidden
 singles, and each that is still open is split at a cell with the fewest candidates, so that NumPy's cost per call is
@@ -24,9 +24,9 @@ class Solutions:
     """What the solver found.
 
     Attributes:
-        answers: tokens of one solution of each puzzle, (puzzles, cells); 0 where there is none.
+        answers: tokens of one solution of each puzzle, (puzzles, cells); 0 if there is none.
         counts: solutions of each, (puzzles,), at most the limit.
-        guesses: branches that were tried for each beyond the first, (puzzles,): a measure of how hard it is.
+        guesses: branches tried for each beyond the first, (puzzles,): a measure of difficulty.
     """
 
     answers: Tokens

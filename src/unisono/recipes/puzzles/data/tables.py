@@ -1,6 +1,6 @@
-"""Sudokus and mazes from text: CSV files with a question and an answer in each row, and bare lines of Sudokus.
+"""Sudokus and mazes from text: CSV files with a question and an answer per row, or one Sudoku per line.
 
-Every puzzle is checked before anything starts. What is improper is named by its line, all of it, with the reason.
+Every puzzle is checked before training starts; all improper puzzles are reported with their line and the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.recipes.puzzles.data.solver import solve, units
 _QUESTION = ("q", "question", "puzzle", "quizzes")
 _ANSWER = ("a", "answer", "solution", "solutions")
 _RATING = ("rating", "difficulty")
-_NAMED = 5  # improper puzzles that an error names
+_NAMED = 5  # improper puzzles listed in an error
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Table:
     """The columns of a file.
 
     Attributes:
-        path: of it.
-        questions: as written.
-        answers: as written; None where the file has none.
-        ratings: None where the file has none.
-        lines: of each row in the file, from 1.
+        path: of the file.
+        questions: as in the file.
+        answers: as in the file; None without a column of answers.
+        ratings: None without a column of ratings.
+        lines: line number of each row, from 1.
     """
 
     path: Path
@@ -58,7 +58,7 @@ def read_puzzles(path: Path) -> Table:
     """A CSV file whose header names a question (`q`, `question`, …), or a file of one Sudoku per line.
 
     Raises:
-        DataError: for a file that is not there, is empty, or has no such column.
+        DataError: for a file that does not exist, is empty, or has no such column.
     """
     if not path.is_file():
         raise DataError(f"{path} (data.path) does not exist")
@@ -93,30 +93,30 @@ def read_puzzles(path: Path) -> Table:
 
 
 def _refuse_unnamed_answers(path: Path, columns: Mapping[str, list[str]], questions: list[str]) -> None:
-    """Refuse a column that looks like answers and is not called so: solving Sudokus instead would pass over it."""
+    """Refuse a column that looks like answers under another name; it would be ignored and the Sudokus solved."""
     for name, values in columns.items():
         given = [(text, question) for text, question in zip(values, questions, strict=True) if text]
         if values is not questions and given and all(len(text) == len(question) for text, question in given):
             raise DataError(
-                f"{path}: column '{name}' looks like the answers, but is not called so; rename it to one of "
+                f"{path}: column '{name}' looks like the answers but has another name; rename it to one of "
                 f"{', '.join(_ANSWER)}, or remove it"
             )
 
 
 @dataclass(frozen=True)
 class CheckedPuzzles:
-    """What a file holds, and what is wrong with it.
+    """The puzzles of a file, and the reasons why others are improper.
 
     Attributes:
-        puzzles: all that are proper, their `numbers` being those of the file's rows.
-        improper: line of the file -> why the puzzle in it cannot be used.
+        puzzles: the proper ones; `numbers` are their rows in the file.
+        improper: line of the file -> why its puzzle cannot be used.
     """
 
     puzzles: Puzzles
     improper: dict[int, str]
 
     def require(self, path: Path, skip: bool) -> Puzzles:
-        """The puzzles, if all are proper or those that are not may be left out.
+        """The proper puzzles, if all are proper or improper ones may be skipped.
 
         Raises:
             DataError: naming lines and reasons.
@@ -141,8 +141,8 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
 
     Args:
         table: questions use `.` or `0` for an empty cell; the size follows from the length of most of them.
-        unique: solve each to see that it has one solution; done in any case where an answer is missing and needed.
-        answers: whether each needs an answer; else those without one have zeros.
+        unique: solve each to check that its solution is unique; always done if a required answer is missing.
+        answers: whether answers are required; else missing ones are zeros.
     """
     format_ = _sudoku_format(table)
     questions, wrong = _encode(table.questions, format_, "." + _digits(format_), {"0": "."})
@@ -179,7 +179,7 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
     Args:
         table: a maze is its rows, one after the other.
         size: rows and columns; None for a square.
-        answers: whether each needs an answer; else those without one have zeros.
+        answers: whether answers are required; else missing ones are zeros.
     """
     length = _common_length(table.questions)
     side = math.isqrt(length)
@@ -209,12 +209,14 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
         _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
         shape = (len(ways), height, width)
         broken = ~_connects_start_and_goal(ways.reshape(shape), path, start, goal) & ~missing
-        _add(improper, table, ["its way (o) does not lead from the start to the goal" if one else "" for one in broken])
+        _add(
+            improper, table, ["its path (o) does not lead from the start to the goal" if one else "" for one in broken]
+        )
     return _checked(table, format_, questions, ways, improper)
 
 
 def puzzle_to_text(tokens: Tokens, format_: Format) -> str:
-    """A puzzle as it is written in files, `?` for a token that stands for no symbol; of ARC and others, JSON."""
+    """A puzzle as in files, with `?` for tokens without a symbol; JSON for ARC and other formats."""
     if format_.kind == "arc":
         return json.dumps(decode_grid(tokens).tolist())
     if format_.kind == "other":
@@ -247,7 +249,7 @@ def _digits(format_: Format) -> str:
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """The length that most texts have."""
+    """The most frequent length."""
     lengths, counts = np.unique([len(text) for text in texts], return_counts=True)
     return int(lengths[counts.argmax()])
 
@@ -255,7 +257,7 @@ def _common_length(texts: Sequence[str]) -> int:
 def _encode(
     texts: Sequence[str], format_: Format, symbols: str, same: dict[str, str], what: str = ""
 ) -> tuple[Tokens, list[str]]:
-    """Tokens, (texts, length), 0 in texts that cannot be encoded; and why each of these cannot, else an empty text."""
+    """Tokens, (texts, length), 0 for texts that cannot be encoded; and the reason for each of these, else ''."""
     table = np.zeros(256, dtype=np.uint8)
     for number, symbol in enumerate(symbols, start=1):
         table[ord(symbol)] = number
@@ -296,7 +298,7 @@ def _clues_clash(format_: Format, questions: Tokens) -> NDArray[np.bool_]:
 
 
 def _connects_start_and_goal(grids: Tokens, path: int, start: int, goal: int) -> NDArray[np.bool_]:
-    """Whether the way of each grid, (grids, rows, columns), is one that leads from start to goal, none of it apart."""
+    """Whether the path of each grid, (grids, rows, columns), connects start and goal, with no cell apart."""
     way = (grids == path) | (grids == start) | (grids == goal)
     reached = grids == start
     while True:

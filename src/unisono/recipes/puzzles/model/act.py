@@ -1,8 +1,7 @@
-"""Adaptive computation time: which rows begin a new puzzle, which halt, what the loss and the metrics of rows are.
+"""Adaptive computation time: which rows start a new puzzle, which halt, and the loss terms of rows.
 
-Written once for both engines, on the operations that the Python array API gives torch and JAX alike. A row of the
-global batch works at one puzzle for several training steps. When it halts, it takes the puzzle that the batch of the
-next step has in its place; while it is at work, it ignores them.
+Written once for both engines, on the Python array API. A row of the global batch works on one puzzle for several
+training steps. When it halts, it takes the puzzle at its position in the next batch; until then it ignores new ones.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from array_api_compat import array_namespace
 
 Arrays = Mapping[str, Any]
 
-PUZZLE = ("question", "answer", "identifier")  # what a row keeps of the example it works at
+PUZZLE = ("question", "answer", "identifier")  # what a row keeps of its current example
 STATES = ("answer_state", "latent_state")
 
 
 def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
-    """The carry of rows that have not begun: all halted, so that they take the first puzzle they see.
+    """The initial carry: all rows have halted, so that they take the first puzzle they see.
 
     Args:
         batch: the example of each row.
@@ -37,7 +36,7 @@ def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
 
 
 def begin(carry: Arrays, batch: Arrays, starts: Arrays) -> dict[str, Any]:
-    """What rows work at in this step: those that have halted begin the example of the batch.
+    """The puzzles and states of this step: rows that have halted start the example of the batch.
 
     Args:
         carry: of the rows.
@@ -62,11 +61,11 @@ def halt(rows: Arrays, q: Any, batch: Arrays, exploration: Any, halt_steps: int,
 
     Args:
         rows: from `begin`.
-        q: values of halting and of going on, (rows, 2).
+        q: Q-values of halting and of continuing, (rows, 2).
         batch: its `explore` and `patience`: uniform draws, and drawn steps from 2 to `halt_steps`.
-        exploration: share of rows that do not halt before their drawn step.
+        exploration: fraction of rows that must not halt before their random step.
         halt_steps: steps after which every row halts.
-        competing: whether halting has to exceed the value of going on, instead of zero.
+        competing: whether the Q-value of halting must exceed that of continuing, instead of zero.
     """
     xp = array_namespace(q)
     steps = rows["steps"] + 1
@@ -85,8 +84,8 @@ def cross_entropies(logits: Any, answers: Any, stable: bool) -> Any:
     """The cross-entropy of each row, in nats, (rows,): the mean over its cells that count.
 
     Stablemax (Prieto et al., 2025) has `s(x) = x + 1` for x ≥ 0 and `1 / (1 - x)` below in place of the exponential:
-    `-log(s(x_y) / Σ s(x))`. Taking the logarithm apart and `log1p` lose nothing near zero, so that it can be computed
-    in fp32 where there is no fp64.
+    `-log(s(x_y) / Σ s(x))`. As a difference of logarithms with `log1p`, nothing is lost near zero, so that fp32
+    suffices where there is no fp64.
 
     Args:
         logits: (rows, cells, tokens), in the precision to compute in.
@@ -116,14 +115,14 @@ def halting_losses(q: Any, targets: Any) -> Any:
 
 
 def continue_target(q_next: Any, last: Any) -> Any:
-    """What going on is worth (0 to 1, (rows,)): the better of both values a step later; the last step must halt."""
+    """The target of continuing (0 to 1, (rows,)): the larger Q-value one step later; the last step must halt."""
     xp = array_namespace(q_next)
     best = xp.where(last, q_next[:, 0], xp.maximum(q_next[:, 0], q_next[:, 1]))
     return 1 / (1 + xp.exp(-best))
 
 
 def grade(predicted: Any, answers: Any, dtype: Any) -> tuple[Any, Any]:
-    """The share of cells that are right, and whether all are, both (rows,) as numbers.
+    """The fraction of correct cells, and whether all are correct, both (rows,) as numbers.
 
     Args:
         predicted: tokens, (rows, cells).

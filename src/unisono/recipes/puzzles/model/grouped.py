@@ -1,8 +1,8 @@
-"""Attention of each cell to its row, its column, its box and the prefix, and to nothing else.
+"""Sparse attention: each cell attends to its row, its column, its box and the prefix only.
 
 Rows, columns and boxes each cut the grid into groups of equal size, so the scores are three batched products of small
 matrices: no mask over all pairs, and no copies of neighbours. A cell that two of the groups share counts once. The
-prefix sees everything and is seen by everything. Written for both engines, on the Python array API.
+prefix attends to everything, and everything attends to it. Written for both engines, on the Python array API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss terms and the metrics of rows, once for both engines: numbers per row, which each engine adds up its way."""
+"""Loss terms and metrics per row, for both engines; each engine sums them in its own way."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ EVALUATION = ("exact", "cells", "halting/exact", "halting/cells", "halting/steps
 
 
 def term_weights(config: PuzzlesConfig) -> dict[str, float]:
-    """The weights of the loss terms that are not 0."""
+    """The nonzero weights of the loss terms."""
     return {name: weight for name, weight in config.weights.model_dump().items() if weight}
 
 
 def terms(
     config: PuzzlesConfig, outputs: Mapping[str, Any], answers: Any, to_loss_precision: Any, training: bool
 ) -> tuple[PerRow, Any, Any]:
-    """The loss terms of rows; with them the share of cells that are right, and whether all are.
+    """The loss terms of rows, the fraction of correct cells, and whether all are correct.
 
     Args:
         config: the group `task`.
         outputs: `logits` and `q` of a supervision step, in training also `change`, and `value` with q_continue.
         answers: tokens, (rows, cells).
-        to_loss_precision: turns an array into the precision that the loss is computed in.
-        training: in evaluation, terms that only guide the training are left out.
+        to_loss_precision: casts an array to the precision of the loss.
+        training: evaluation leaves out the terms that only guide training.
     """
     weights = term_weights(config)
     xp = array_namespace(outputs["logits"])
@@ -43,7 +43,7 @@ def terms(
             to_loss_precision(outputs["logits"]), answers, config.cross_entropy == "stablemax"
         )
     }
-    if "halt" in weights:  # of a puzzle whose answer is not known, nothing can be said
+    if "halt" in weights:  # only of puzzles with a known answer
         known = xp.astype(xp.any(answers > 0, axis=-1), q.dtype)
         found["halt"] = act.halting_losses(q[:, 0], exact) * known
     if training and "q_continue" in weights:
@@ -54,7 +54,7 @@ def terms(
 
 
 def training_metrics(halted: Mapping[str, Any], q: Any, cells: Any, exact: Any, competing: bool) -> Pairs:
-    """Of the rows that halt in this step, and of all rows how many examples they have finished so far."""
+    """Metrics of the rows that halt in this step, and how many examples each row has finished so far."""
     xp = array_namespace(cells)
     over = xp.astype(halted["halted"], cells.dtype)
     would_halt = xp.astype(act.wants_to_halt(q, competing), cells.dtype)
@@ -72,7 +72,7 @@ def training_metrics(halted: Mapping[str, Any], q: Any, cells: Any, exact: Any, 
 def evaluation_metrics(
     outputs: Mapping[str, Any], batch: Mapping[str, Any], cells: Any, exact: Any, levels: Sequence[str]
 ) -> Pairs:
-    """Of every row whose answer is known: after all steps, and where it would have halted; and by rating.
+    """Metrics of rows with a known answer: after all steps, where each would have halted, and by rating.
 
     Args:
         outputs: `early` (the answer where it would have halted), `early_steps`, `would_halt` (whether it would

@@ -1,4 +1,4 @@
-"""Sizes that both engines build their models from, and what a model costs in FLOPs."""
+"""Sizes of the models, for both engines, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROPE_BASE = 10_000.0
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model has to know of one kind of puzzle.
+    """What the model needs to know about one kind of puzzle.
 
     Attributes:
         format: its tokens.
-        embeddings: puzzle identifiers there are.
+        embeddings: number of puzzle identifiers.
     """
 
     format: Format
@@ -58,7 +58,7 @@ def net_flops(kind: Kind, config: Model) -> float:
 
 
 def step_flops(kind: Kind, config: Model, h_cycles: int, l_cycles: int) -> float:
-    """FLOPs of one supervision step of one puzzle, both passes; what is computed again counts once."""
+    """FLOPs of one supervision step of one puzzle, forward and backward; recomputation is not counted."""
     calls = h_cycles * (l_cycles + 1)
     backward = {"cycle": l_cycles + 1, "step": 2, "all": calls}[config.gradient]
     head = 2.0 * kind.format.length * config.width * kind.format.vocabulary

@@ -1,7 +1,7 @@
-"""Votes over augmentations of an ARC question: answers are taken back to the question as it was, and counted.
+"""Votes over augmentations of an ARC question: answers are mapped back to the original question and counted.
 
-Written once for torch, JAX and NumPy, on the Python array API, with fixed shapes. Answers are told apart by two hashes
-of their grids; the most frequent is the first guess, and among equals the one that the halting head trusts more.
+Written once for torch, JAX and NumPy, on the Python array API, with fixed shapes. Answers are compared by two hashes of
+their grids. The most frequent answer is the first guess; ties go to the one with the higher halting probability.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _SALTS = np.random.default_rng(20250704).integers(1, 2**31 - 1, size=(2, _CELLS 
 
 
 def restore(tokens: Any, symmetry: Any, colours: Any, index: Any) -> Any:
-    """Answers to augmented questions as grids of the question as it was, (n, 901) int32.
+    """Map answers to augmented questions back to grids of the original question, (n, 901) int32.
 
     Args:
         tokens: answers at the upper left of the field, (n, 900).
-        symmetry: the dihedral transformation of each question, (n,).
-        colours: the new colour that each question gave to each colour, (n, 10).
+        symmetry: dihedral transformation of each question, (n,).
+        colours: the colour that replaced each original colour, (n, 10).
         index: 0 to 29, on the device, (30,) int32.
 
     Returns:
-        Colours plus 1 of the field, 0 outside of the grid; and last its width, since grids of one shape are told apart
-        from others.
+        Colours of the field plus 1, and 0 outside the grid; the last entry is the width, so that grids of
+        different shapes differ.
     """
     xp = array_namespace(tokens)
     field = xp.reshape(xp.astype(tokens, xp.int32), (-1, ARC_SIDE, ARC_SIDE))
@@ -41,7 +41,7 @@ def restore(tokens: Any, symmetry: Any, colours: Any, index: Any) -> Any:
     width = xp.sum(xp.where(index == last[:, None], lengths, xp.zeros_like(lengths)), axis=1)
     width = xp.astype(width, xp.int32)
     turned = (symmetry == 1) | (symmetry == 3) | (symmetry >= 6)
-    tall, wide = xp.where(turned, width, height), xp.where(turned, height, width)  # of the grid as it was
+    tall, wide = xp.where(turned, width, height), xp.where(turned, height, width)  # of the original grid
     row, column = _sources(symmetry, index, tall, wide)
     places = xp.clip(row * ARC_SIDE + column, 0, _CELLS - 1)
     flat = xp.reshape(field, (-1, _CELLS))
@@ -58,12 +58,12 @@ def rank(grids: Any, trust: Any, salts: Any) -> tuple[Any, Any]:
 
     Args:
         grids: from `restore`, (questions, augmentations, 901).
-        trust: of the halting head, from 0 to 1, (questions, augmentations).
+        trust: probability of the halting head, (questions, augmentations).
         salts: `_SALTS` on the device, (2, 901).
 
     Returns:
         Both (questions, augmentations): how many augmentations gave the same answer; and that plus their mean trust
-        where the answer stands for the first time, -1 where it is repeated.
+        at the first occurrence of an answer, -1 at repetitions.
     """
     xp = array_namespace(grids)
     hashes = xp.sum(grids[:, :, None, :] * salts, axis=-1, dtype=xp.int32)  # wraps
@@ -83,7 +83,7 @@ def passes(grids: Any, score: Any, truth: Any, most: int) -> Any:
         grids: answers, (questions, augmentations, 901).
         score: from `rank`.
         truth: from `restore`, (questions, 901).
-        most: answers that may be given.
+        most: number of guesses.
     """
     xp = array_namespace(grids)
     right = xp.all(grids == truth[:, None], axis=-1)
@@ -97,7 +97,7 @@ def salts() -> Any:
 
 
 def _sources(symmetry: Any, index: Any, tall: Any, wide: Any) -> tuple[Any, Any]:
-    """Where in an augmented grid the cells of the grid as it was lie, both (n, 30, 30); see `augment.dihedral`."""
+    """The row and column in an augmented grid of each original cell, both (n, 30, 30); see `augment.dihedral`."""
     xp = array_namespace(index)
     row, column = index[None, :, None], index[None, None, :]
     bottom, right = tall[:, None, None] - 1, wide[:, None, None] - 1
