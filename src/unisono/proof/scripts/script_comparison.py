@@ -25,6 +25,7 @@ from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
 from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -50,6 +51,11 @@ class Report:
     alone: list[Verdict]
     certificate: Path | None = None
     unseen: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Diagnoses with what to do about them in a script."""
+        for judged in [*self.verdicts, *self.alone]:
+            judged.diagnosis = judged.diagnosis and reword(judged.diagnosis)
 
     @property
     def exit_code(self) -> int:

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from unisono.proof.scripts.rank_progress import RankProgress
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
@@ -60,6 +61,7 @@ def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -
 
     Raises:
         ConfigError: if it makes no update.
+        UnequalUpdatesError: if another process does not make one that this process makes.
     """
     watch = ScriptWatch(world, steps)
     with watch.installed(), suppress(_EnoughSteps):
@@ -68,6 +70,7 @@ def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
+        watch.progress.end()
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
             f"{name} ended without an update by a torch optimizer in this process, so there is nothing to "
@@ -93,12 +96,14 @@ class ScriptWatch:
     Attributes:
         records: of its run, from its first forward pass in training on.
         has_callback: whether a callback ends the script.
+        progress: of this process among the others.
     """
 
     def __init__(self, world: World, steps: int) -> None:
         self._world, self._steps = world, steps
         self.records: Records | None = None
         self.has_callback = False
+        self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
         self._evaluation: dict[str, float] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
@@ -177,7 +182,9 @@ class ScriptWatch:
         self._updates += 1
         if self._updates > 1 or self.is_over():
             return None
+        self.progress.begin_update()
         records = self._begin([optimizer])
+        records.seen.early |= torch._C._current_graph_task_id() != -1
         closure = next((value for value in (*args[1:], *named.values()) if callable(value)), None)
         if closure is None:
             records.before_update(optimizer)
@@ -261,8 +268,12 @@ class ScriptWatch:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **named: Any) -> Any:
             inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
+            if not inside:
+                self.progress.begin_pass()
             if not inside and self.records is not None:
                 given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                if self.records.before_backward():
+                    self._rows = []
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
                 for batches in self._fetched.values():
                     self._rows += batches.popleft() if batches else []
