@@ -114,8 +114,15 @@ def test_a_script_that_hangs_on_many_processes_is_named_with_its_lines(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_script_without_fp64_is_compared_in_fp32(tmp_path: Path) -> None:
-    batch = "import numpy as np\nx = torch.from_numpy(np.ones((8, 3), np.float32))\n"
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "import numpy as np\nx = torch.from_numpy(np.ones((8, 3), np.float32))\n",
+        "if dist.get_rank() and x.dtype == torch.float64:\n    raise TypeError('no kernel for this')\n",
+    ],
+    ids=["on one process", "on many alone"],
+)
+def test_a_script_without_fp64_is_compared_in_fp32(tmp_path: Path, batch: str) -> None:
     text = TORCH_MANUAL + batch + "for _ in range(9):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
     report = prove(tmp_path, text, precision=None)
     assert report.mark == "PASS", report.lines

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, Trace, write_facts, write_tensors
-from unisono.proof.scripts import self_check
+from unisono.proof.scripts import script_remedies, self_check
 from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, reduced_moment
 
 DRAW = np.random.default_rng(0)
@@ -88,6 +88,50 @@ def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> Non
     assert find_failed(trace) == ([self_check.EQUAL], "Some parameters are not synchronised")
 
 
+@pytest.mark.parametrize(
+    ("early", "sharded", "remedy"),
+    [(False, False, ""), (True, False, script_remedies.STEP_LATER), (False, True, script_remedies.SHARD_THE_ROOT)],
+)
+def test_gradients_that_stay_on_their_rank_are_told_by_why(
+    tmp_path: Path, early: bool, sharded: bool, remedy: str
+) -> None:
+    ranks = build_ranks(lambda rank: setattr(rank, "early", early))
+    trace = write_trace(tmp_path / "t", ranks, OWN, [[0.1], [0.1]])
+    if sharded:  # every rank has a piece of another one
+        write_tensors(trace.folder, "raw gradients", 0, {**OWN[0], "c": np.ones(3)})
+    found = self_check.check_run(trace, "fp64").diagnosis
+    assert found is not None
+    assert script_remedies.reword(found).remedy == remedy or not remedy
+    assert ("fully_shard" in found.because, "inside of the backward" in found.because) == (sharded, early)
+    assert (found.fault == "Some parameters are not synchronised") == sharded
+
+
+def follow_rows(folder: Path, ranks: list[list[list[int]]], whole: list[list[int]]) -> str:
+    """What is said of the rows of two processes, step by step, and of those of one."""
+    traces = []
+    for name, steps in (("many", ranks), ("one", [[rows] for rows in whole])):
+        (folder / name).mkdir(parents=True)
+        facts = [
+            StepFacts(sorted(row for rank in by_rank for row in rank), by_rank, None, {}, 1.0, [], [])
+            for by_rank in steps
+        ]
+        write_facts(folder / name, RunFacts(steps=facts))
+        seen = [[asdict(RankFacts()) for _ in by_rank] for by_rank in steps]
+        (folder / name / "ranks.json").write_text(json.dumps(seen))
+        traces.append(Trace(folder / name))
+    return self_check.explain_other_rows(*traces)
+
+
+def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_draw_for_themselves(
+    tmp_path: Path,
+) -> None:
+    whole = [[0, 1, 2, 3], [4, 5, 6, 6]]
+    assert follow_rows(tmp_path / "stride", [[[0, 2], [7, 9]], [[4, 6], [1, 1]]], whole) == ""
+    drawn = follow_rows(tmp_path / "own", [[[0, 1], [7, 7]], [[2, 3], [1, 1]]], whole)
+    assert "no fault if every process draws its own" in drawn
+    assert "shuffles otherwise" in follow_rows(tmp_path / "shuffled", [[[9, 4], [0, 7]], [[1, 3], [5, 2]]], whole)
+
+
 def test_gradients_that_differ_only_when_they_are_clipped_were_clipped_too_early(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
     write_tensors(trace.folder, "clipped gradients", 0, combine(0.5, 0.5))
@@ -107,13 +151,13 @@ def test_a_gradient_beyond_its_limit_fails(tmp_path: Path) -> None:
     ("change", "check", "fault"),
     [
         (lambda rank: rank.initial.update(a=6), self_check.BEGIN, "Initialisation depends on the rank"),
-        (lambda rank: rank.evaluating.append("drop"), self_check.MODES, "Evaluation changes the training"),
         (lambda rank: rank.buffers.update(n=4), self_check.BUFFERS, "Buffers are those of one process"),
         (
             lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]),
             self_check.DIFFERENT,
             "Every rank reads the same rows",
         ),
+        (lambda rank: rank.evaluating.append("2"), self_check.MODES, "Evaluation changes the training"),
     ],
 )
 def test_what_differs_or_should_between_ranks_is_named(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from unisono.proof.scripts import self_check
 from unisono.proof.scripts.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 
@@ -23,6 +24,7 @@ CLEAN = {
     "contrastive": [],
     "evaluating": [],
     "with_trainer": DEVICE,
+    "fine_tuning": BATCH,
 }
 WITH_CALLBACK = {"with_trainer": [*DEVICE, "--evaluate"], "with_lightning": ACCELERATE}
 # The arguments that switch a fault on, and its name; of must-catch lists that users of other trainers wrote.
@@ -44,6 +46,10 @@ FAULTY = [
     ("with_accelerate", [*ACCELERATE, "--prepare_scheduler"], "The schedule is stepped once per process"),
     ("with_fabric", ["means"], "A mean of means"),
     ("sharded", ["stale"], ""),
+    ("sharded", ["layer"], "Some parameters are not synchronised"),
+    ("fine_tuning", [*BATCH, "--fault", "alone"], "Ranks make different numbers of updates"),
+    ("fine_tuning", [*BATCH, "--dropout", "0.2", "--fault", "left"], "Evaluation changes the training"),
+    ("fine_tuning", [*BATCH, "--fault", "own_draw"], ""),
     ("contrastive", ["detached"], ""),
     ("contrastive", ["local"], ""),
     ("evaluating", ["per-process"], "The schedule is stepped once per process"),
@@ -58,12 +64,14 @@ FAULTY = [
 UNKNOWN = [
     ("crops", [], "other inputs than on one process"),
     ("regression", [*BATCH, "--fault", "dropout"], "draws random numbers"),
+    ("fine_tuning", [*BATCH, "--dropout", "0.2"], "draws random numbers"),
     ("regression", [], "the global batch is another"),  # 16 rows per process
 ]
 
 
 def prove(name: str, arguments: list[str]) -> Report:
-    return prove_script(SCRIPTS / f"{name}.py", arguments, ScriptSettings(), quiet=True)
+    timeout = 75.0 if "alone" in arguments else 300.0  # of which a fifth passes until the ranks know
+    return prove_script(SCRIPTS / f"{name}.py", arguments, ScriptSettings(timeout=timeout), quiet=True)
 
 
 @pytest.mark.slow
@@ -71,6 +79,14 @@ def prove(name: str, arguments: list[str]) -> Report:
 def test_a_correct_script_passes(name: str) -> None:
     report = prove(name, CLEAN[name])
     assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+
+
+@pytest.mark.slow
+def test_passes_whose_gradients_are_thrown_away_are_of_no_update_and_modes_that_change_nothing_of_no_weight() -> None:
+    report = prove("fine_tuning", [*BATCH, "--fault", "left"])
+    (verdict,) = report.verdicts
+    assert (report.mark, {c.mark for c in verdict.invariants}) == ("PASS", {"PASS"}), report.lines
+    assert self_check.REDUCED in {c.quantity for c in verdict.invariants}
 
 
 @pytest.mark.slow

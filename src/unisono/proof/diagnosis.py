@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -122,8 +123,9 @@ def _diagnose_sample_ids(pattern: Pattern) -> Diagnosis:
     if len(m.rows) < len(r.rows):
         return build_diagnosis("Rows are dropped", f"{at} has {len(m.rows)} rows instead of {len(r.rows)}")
     if len(m.rows) > len(r.rows):
-        different = f"{len(m.rows)} rows, {len(set(m.rows))} of them different"
-        return build_diagnosis("Rows are repeated to fill the batch", f"{at} computed {different}")
+        more = sorted((Counter(m.rows) - Counter(r.rows)).elements())
+        because = f"{at} computed {len(m.rows)} rows instead of {len(r.rows)}: rows {more[:6]} as well"
+        return build_diagnosis("Rows are repeated to fill the batch", because)
     if (period := _find_period(pattern.mine)) and not _find_period(pattern.reference):
         return build_diagnosis("Every epoch has the same order", f"the order of samples repeats after {period} rows")
     if number and m.rows in (ours[number - 1].rows, ours[0].rows):

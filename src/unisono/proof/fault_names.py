@@ -95,6 +95,7 @@ REMEDIES = {
     "Numbers that are not finite": "check the rows that are named",
     "Single precision meets double": "create inputs in torch.get_default_dtype(), or compare with precision='fp32'",
     "Processes wait for each other": "make all ranks call the same collectives, equally often and in the same order",
+    "Ranks make different numbers of updates": "decide on all ranks alike whether an update is made",
     "Ranks made different collectives": "make all ranks call them in the same order and from the same lines",
     "Processes have different programs": "let outputs() and loss() read nothing that differs between processes",
     "The run ended with an error": "fix that error first",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,46 @@ def test_a_module_that_is_cast_inside_a_model_stays_in_float64() -> None:
     with precision.promotion("fp64"):
         layer.float()
     assert layer.weight.dtype == torch.float64
+
+
+def test_bytes_are_read_as_what_they_are_and_then_promoted(tmp_path: Path) -> None:
+    single = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float32) / 3
+    numbers = {"a": single, "b": single.bfloat16(), "n": torch.arange(3)}
+    torch.save(numbers, tmp_path / "numbers.pt")
+    plain = bytearray(single.numpy().tobytes())
+    with precision.loaded_as_double(), precision.promotion("fp64"):
+        loaded = torch.load(tmp_path / "numbers.pt")
+        made = [torch.frombuffer(plain, dtype=torch.float32)]
+        made.append(torch.frombuffer(plain, dtype=torch.uint8).view(torch.float32))
+        assert torch.arange(4).view(2, 2).dtype == torch.int64
+    assert {name: value.dtype for name, value in loaded.items()} == {
+        "a": torch.float64,
+        "b": torch.float64,
+        "n": torch.int64,
+    }
+    for tensor in (loaded["a"], *made):
+        assert torch.equal(tensor, single.double())
+    assert torch.load(tmp_path / "numbers.pt")["a"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32"])
+def test_gradients_are_scaled_and_unscaled_in_every_precision(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=precision.MASTER[name]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scales = []
+    with precision.promotion(name):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for factor in (1.0, 1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.unscale_(optimizer)
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [factor] * 3
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    assert weight.tolist() == [-0.5] * 3  # the infinite gradient made no update
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

@@ -48,12 +48,21 @@ class LocalGradients:
         whole = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
         self._passes[-1] |= sample_elements({name: whole.cpu().resolve_conj().numpy()})
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a pass since the last call of `write` or `clear` has made one that is not zero."""
+        return any(value.any() for one in self._passes for value in one.values())
+
+    def clear(self) -> None:
+        """Forget what was seen since then."""
+        self._passes = [{}]
+
     def write(self, folder: Path, rank: int, step: int) -> None:
         """Write what was seen since the last call; every process writes a file of its own."""
         seen = {f"{number}/{name}": value for number, one in enumerate(self._passes) for name, value in one.items()}
         if seen:
             write_tensors(folder, _moment(rank), step, seen)
-        self._passes = [{}]
+        self.clear()
 
 
 def read_local_gradients(trace: Trace, rank: int, step: int) -> list[dict[str, Array]]:

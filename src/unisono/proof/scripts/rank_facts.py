@@ -21,7 +21,8 @@ class RankFacts:
         clipped: digests of the gradients of the update, by parameter.
         buffers: digests, by buffer.
         initial: digests of the parameters with which it began, by name; of the first step.
-        evaluating: modules that are in evaluation mode when the update is made.
+        evaluating: the modules in evaluation mode during a backward pass that compute otherwise there.
+        early: whether the update is made inside of the backward pass.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -32,6 +33,7 @@ class RankFacts:
     buffers: dict[str, int] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
     evaluating: list[str] = field(default_factory=list)
+    early: bool = False
 
 
 def read_rank_facts(folder: Path) -> list[list[RankFacts]]:

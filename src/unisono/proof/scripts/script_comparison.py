@@ -23,9 +23,9 @@ from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
-from unisono.proof.scripts.pass_counts import describe_skipped
 from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -51,6 +51,11 @@ class Report:
     alone: list[Verdict]
     certificate: Path | None = None
     unseen: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Diagnoses with what to do about them in a script."""
+        for judged in [*self.verdicts, *self.alone]:
+            judged.diagnosis = judged.diagnosis and reword(judged.diagnosis)
 
     @property
     def exit_code(self) -> int:
@@ -180,8 +185,6 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
         if late := read_stacks(root, world):
             lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
             told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-            if skipped := describe_skipped(trace, case.world_size):
-                raise local_processes.WorkerError(f"{told}; {skipped}", code, fault="Replicas drift apart") from None
             if case.world_size == 1:
                 raise local_processes.WorkerError(told, code) from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from unisono.proof.scripts.pass_counts import PassCounts
+from unisono.proof.scripts.rank_progress import RankProgress
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
@@ -61,6 +61,7 @@ def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -
 
     Raises:
         ConfigError: if it makes no update.
+        UnequalUpdatesError: if another process does not make one that this process makes.
     """
     watch = ScriptWatch(world, steps)
     with watch.installed(), suppress(_EnoughSteps):
@@ -69,6 +70,7 @@ def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
+        watch.progress.end()
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
             f"{name} ended without an update by a torch optimizer in this process, so there is nothing to "
@@ -94,19 +96,20 @@ class ScriptWatch:
     Attributes:
         records: of its run, from its first forward pass in training on.
         has_callback: whether a callback ends the script.
+        progress: of this process among the others.
     """
 
     def __init__(self, world: World, steps: int) -> None:
         self._world, self._steps = world, steps
         self.records: Records | None = None
         self.has_callback = False
+        self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
         self._evaluation: dict[str, float] = {}
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
         self._trained: set[int] = set()
         self._kept: list[nn.Module] = []  # whose ids they are, which must not be given to others
         self._inside = False  # of a forward pass of the model
-        self._counts = PassCounts()
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
         self._rows: list[int] = []  # that the update is made of
@@ -177,10 +180,11 @@ class ScriptWatch:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._updates += 1
-        self._count(updates=1, updating=True)
         if self._updates > 1 or self.is_over():
             return None
+        self.progress.begin_update()
         records = self._begin([optimizer])
+        records.seen.early |= torch._C._current_graph_task_id() != -1
         closure = next((value for value in (*args[1:], *named.values()) if callable(value)), None)
         if closure is None:
             records.before_update(optimizer)
@@ -199,7 +203,6 @@ class ScriptWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, named: Any) -> None:
         self._updates -= 1
-        self._count(updating=False)
         if self._updates or self.is_over():
             return
         assert self.records is not None
@@ -230,13 +233,6 @@ class ScriptWatch:
         self._kept.append(model)
         self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
         self._trained |= {id(parameter) for parameter in model.parameters()}
-
-    def _count(self, passes: int = 0, updates: int = 0, updating: bool | None = None) -> None:
-        counts = self._counts
-        counts.passes += passes
-        counts.updates += updates
-        counts.updating = counts.updating if updating is None else updating
-        counts.write(self._world.folder, self._world.rank)
 
     # passes ----------------------------------------------------------------------------------------------------------
 
@@ -272,9 +268,12 @@ class ScriptWatch:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **named: Any) -> Any:
             inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
+            if not inside:
+                self.progress.begin_pass()
             if not inside and self.records is not None:
-                self._count(passes=1)
                 given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                if self.records.before_backward():
+                    self._rows = []
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
                 for batches in self._fetched.values():
                     self._rows += batches.popleft() if batches else []

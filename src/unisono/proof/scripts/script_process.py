@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,7 +70,8 @@ def main(folder: Path) -> NoReturn:
 
     def work() -> None:
         torch.set_default_dtype(precision.MASTER[run.precision])
-        with HangWatch(folder, place.rank).limit(run.timeout), precision.promotion(run.precision):
+        files = precision.loaded_as_double() if run.precision == "fp64" else nullcontext()
+        with HangWatch(folder, place.rank).limit(run.timeout), files, precision.promotion(run.precision):
             train = _load_watched(run) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, PositiveFloat, ValidationError
 
 from unisono.config.schema.base import Settings
+from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
@@ -104,21 +105,23 @@ def prove_script(
         if report is not None:
             break
         if not quiet:
-            why = str(runs.ended[runs.cases[0].name]).strip().splitlines()[0]
-            say(f"the script does not run in fp64 ({why}); comparing in fp32", error=True)
+            why = next(str(error).strip().splitlines()[0] for error in runs.ended.values() if _may_be_of_fp64(error))
+            say(f"an error in fp64 ({why}); trying fp32", error=True)
     assert report is not None
     return report
 
 
 def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
-    """Run and judge all cases; None if the script does not run in fp64, and a lower precision may be tried."""
+    """Run and judge all cases; None if one raised an error in fp64, and a lower precision may be tried."""
     one, *others = runs.cases
     reference = runs.record(one)
+    if reference is not None:
+        for case in others:
+            runs.record(case)
+    if lower and any(map(_may_be_of_fp64, runs.ended.values())):
+        return None
     if reference is None:
-        hung = script_comparison.LATE in str(runs.ended[one.name])
-        return None if lower and not hung else Report(*runs.judge(adaptive=False))
-    for case in others:
-        runs.record(case)
+        return Report(*runs.judge(adaptive=False))
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
@@ -129,6 +132,14 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray)
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
+
+
+def _may_be_of_fp64(error: WorkerError) -> bool:
+    """Whether the script may run in fp32: it has raised, for no known reason but its precision."""
+    if script_comparison.LATE in str(error):
+        return False
+    name = diagnosis.diagnose_error(error.fault, str(error)).fault
+    return name in ("The run ended with an error", "Single precision meets double")
 
 
 def _fill_losses(traces: Mapping[str, Trace], checks: Mapping[str, self_check.SelfCheck], reference: str) -> None:
@@ -162,13 +173,14 @@ def _complete(judged: Verdict, check: self_check.SelfCheck, mine: Trace, referen
     reason = stray or rows or (_DRAWS if draws else "")
     kept = () if stray else tuple(q for q in _WITHOUT_ROWS if "global batch" not in rows or q != "learning rate")
     judged.compared = [_take_back(c, reason if c.quantity not in kept else "", marks) for c in judged.compared]
-    judged.invariants += check.found
+    harmless = {self_check.MODES} if marks.get("raw gradients") == "PASS" else set()  # what does not depend on it
+    judged.invariants += [c for c in check.found if c.quantity not in harmless]
     if check.reduction:
         judged.notes.append(f"the gradient of an update is the {check.reduction} of those of the ranks")
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
     first = judged.first.quantity if judged.first else ""
-    if check.diagnosis and first not in ("initial parameters", "sample ids"):
+    if check.diagnosis and first and first not in ("initial parameters", "sample ids"):
         judged.diagnosis = check.diagnosis
 
 

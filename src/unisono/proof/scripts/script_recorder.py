@@ -8,10 +8,8 @@ script nor its random state.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -33,16 +31,13 @@ from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.followed_models import FollowedModels
+from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
-
-# What DDP, torch.compile, Fabric, activation checkpointing and FSDP put into the names of parameters.
-_WRAPPERS = re.compile(
-    r"(?<![^./])(?:module|_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-)
 
 
 @dataclass(frozen=True)
@@ -114,20 +109,21 @@ class Records:
         self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
         self._random = False
         self._generators: list[int] = []
-        self._begin(_by_plain_name(model.named_parameters()))
-        self._write("initial parameters", None, _by_plain_name(model.named_parameters()))
+        self._inputs = 0  # of passes that are through
+        self._begin(by_plain_name(model.named_parameters()))
+        self._write("initial parameters", None, by_plain_name(model.named_parameters()))
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(self._before_step)
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
-        self._local = LocalGradients(_by_plain_name(model.named_parameters()))
+        self._local = LocalGradients(by_plain_name(model.named_parameters()))
         self._left = LeftGradients(model.parameters())
 
     def follow(self, model: nn.Module) -> None:
         """Record another model as well, from now on, which may begin with what was trained before."""
         self._model = FollowedModels(self._model, model)
         known = {*self._facts.trainable, *self._facts.frozen}
-        named = _by_plain_name(self._model.named_parameters())
+        named = by_plain_name(self._model.named_parameters())
         new = {name: parameter for name, parameter in named.items() if name not in known}
         self._begin(new)
         self._local.add(new)
@@ -135,7 +131,7 @@ class Records:
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
-        parameters = _by_plain_name(self._model.named_parameters())
+        parameters = by_plain_name(self._model.named_parameters())
         self._raw = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
 
     def step(
@@ -161,9 +157,8 @@ class Records:
                 "micro-batch: `if accelerator.sync_gradients`), and give world.records() the optimizer "
                 "that makes the updates"
             )
-        given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
         mine = [
-            [int(row) for row in torch.as_tensor(given).flatten().tolist()],
+            [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
             self._rates,
             None if loss is None else float(loss),
             None if metrics is None else {name: float(value) for name, value in metrics.items()},
@@ -190,15 +185,15 @@ class Records:
             )
         )
         number = self.steps - 1
-        self._write("parameters", number, _by_plain_name(self._model.named_parameters()))
-        self._write("buffers", number, _by_plain_name(self._model.named_buffers()))
+        self._write("parameters", number, by_plain_name(self._model.named_parameters()))
+        self._write("buffers", number, by_plain_name(self._model.named_buffers()))
         assert self._optimizer is not None
         state = sharded_tensors.optimizer_tensors(self._model, self._optimizer)
-        self._write("optimizer state", number, _by_plain_name(state.items()))
+        self._write("optimizer state", number, by_plain_name(state.items()))
         if self._ema is not None:
-            self._write("EMA", number, _by_plain_name(self._ema.named_parameters()))
+            self._write("EMA", number, by_plain_name(self._ema.named_parameters()))
         self._rates = self._norm = self._clean = None
-        self.seen = RankFacts()
+        self.seen, self._inputs = RankFacts(), 0
 
     def report(self, values: Mapping[str, float]) -> None:
         """Keep what this process reports of the last update, after it; not collective."""
@@ -254,8 +249,8 @@ class Records:
         for name, parameter in parameters.items():
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
-            self._facts.per_process = sorted(_local_statistics(self._model))
-        self.seen.initial = _digest_plain(parameters)
+            self._facts.per_process = sorted(model_facts.local_statistics(self._model))
+        self.seen.initial = model_facts.digest_plain(parameters)
 
     # what torch calls --------------------------------------------------------------------------------------------
 
@@ -280,7 +275,7 @@ class Records:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
-        named = _by_plain_name(self._model.named_parameters())
+        named = by_plain_name(self._model.named_parameters())
         parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
         now = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
@@ -288,14 +283,12 @@ class Records:
         self._facts.trainable += thawed  # from now on
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
-        self._facts.replaced = self._facts.replaced or ("" if now else _describe_replaced(optimizer))
+        self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))
         clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
         if clips:
             self._write_gradients("clipped gradients", now, parameters)
-        self.seen.clipped = _digest_plain(now)
-        modules = self._model.named_modules()
-        self.seen.evaluating = [_WRAPPERS.sub("", name) for name, module in modules if not module.training]
+        self.seen.clipped = model_facts.digest_plain(now)
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
@@ -312,6 +305,19 @@ class Records:
     def after_forward(self) -> None:
         """Called after it: what it drew is seen by the generators."""
         self._random |= self._model.training and self._generators != _generator_digests()
+
+    def before_backward(self) -> bool:
+        """Called before a backward pass; whether the passes before it were of no update, as the script has cleared."""
+        self.seen.evaluating = sorted({*self.seen.evaluating, *model_facts.evaluating_modules(self._model)})
+        plain = [p.grad for p in self._model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
+        cleared = self._local.has_gradient and not any(gradient.any() for gradient in plain)
+        if cleared:
+            self._local.clear()
+            self._raw = None
+            self.seen.losses = []
+            del self.seen.inputs[: self._inputs]
+        self._inputs = len(self.seen.inputs)
+        return cleared
 
     # tensors -----------------------------------------------------------------------------------------------------
 
@@ -335,9 +341,9 @@ class Records:
         write_tensors(self._world.folder, moment, self.steps, held)
 
     def _see_buffers(self) -> dict[str, Any]:
-        buffers = _by_plain_name(self._model.named_buffers())
+        buffers = by_plain_name(self._model.named_buffers())
         self._write_own(buffers_moment(self._world.rank), buffers)
-        self.seen.buffers = _digest_plain(buffers)
+        self.seen.buffers = model_facts.digest_plain(buffers)
         return asdict(self.seen)
 
     def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:
@@ -355,7 +361,7 @@ class Records:
         assert self._optimizer is not None
         state = sharded_tensors.optimizer_tensors(self._model, self._optimizer).items()
         averages = () if self._ema is None else ((f"ema/{name}", value) for name, value in self._ema.named_parameters())
-        copies = _by_plain_name([*self._model.named_parameters(), *state, *averages])
+        copies = by_plain_name([*self._model.named_parameters(), *state, *averages])
         mine = {name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in copies.items()}
         everyone = self._group.gather(mine, "the digests of replicas")
         result = []
@@ -401,50 +407,13 @@ def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _describe_replaced(optimizer: torch.optim.Optimizer) -> str:
-    """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    reached = {id(p): p for module in modules for p in module.parameters() if p.grad is not None}
-    shapes = [sorted(tuple(parameter.shape) for parameter in each) for each in (held, reached.values())]
-    if shapes[0] != shapes[1]:
-        return ""
-    return f"none of its {len(held)} parameters got a gradient, and as many others, of the same shapes, did"
-
-
-def _by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors by the names that they have without any wrapper.
-
-    Raises:
-        ConfigError: if two of them would have the same.
-    """
-    result: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        plain = _WRAPPERS.sub("", name)
-        if plain in result:
-            raise ConfigError(f"two tensors would be called '{plain}', one of them '{name}'; rename that submodule")
-        result[plain] = tensor
-    return result
-
-
-def _digest_plain(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Digests of the tensors that every rank holds whole."""
-    return {name: replicas.digest(value) for name, value in tensors.items() if not isinstance(value, DTensor)}
-
-
-def _local_statistics(model: nn.Module) -> list[str]:
-    """Buffers of batch normalisation that each process computes from its own rows."""
-    layers = {
-        name: layer for name, layer in model.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
-    }  # fmt: skip
-    buffers = (f"{name}.{buffer}" for name, layer in layers.items() for buffer, _ in layer.named_buffers())
-    return [_WRAPPERS.sub("", name) for name in buffers]
-
-
 def _generator_digests() -> list[int]:
     """Digests of the states of torch's generators."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
     return [replicas.digest(state) for state in states]
+
+
+def _as_list(rows: Iterable[int] | Tensor) -> Any:
+    return rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)

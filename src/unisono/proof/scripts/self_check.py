@@ -8,8 +8,9 @@ that was minimised.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,27 +22,27 @@ from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, StepFacts, Trace
 from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, read_rank_facts, reduced_moment
+from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
 from unisono.runtime.text import join_names
 
 BEGIN = "ranks begin with equal parameters"
 EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
 CLIPPED = "clipped gradients are within their limit"
-MODES = "modules are in the same mode on all ranks"
 RATES = "learning rates are equal on all ranks"
 BUFFERS = "buffers are equal on all ranks"
 DIFFERENT = "ranks were given different rows"
+MODES = "ranks compute in the same mode"
 NAMES = {
     BEGIN: "Initialisation depends on the rank",
     EQUAL: "Gradients are not synchronised",
     CLIPPED: "Clipped before synchronisation",
-    MODES: "Evaluation changes the training",
     RATES: "The learning rate differs between ranks",
     BUFFERS: "Buffers are those of one process",
     DIFFERENT: "Every rank reads the same rows",
+    MODES: "Evaluation changes the training",
 }
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
-_DRAWN = ": a sampler that deals rows out otherwise, or draws of each process"
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
 
 
@@ -147,7 +148,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     worst: dict[str, Difference] = {}
     losses: list[float | None] = []
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
-    shown, unexplained, partly, alone = "", "", False, True
+    shown, unexplained, remedy, partly, alone = "", "", "", False, True
 
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
@@ -165,13 +166,15 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         losses.append(_minimised(made, seen) if clean and not unequal else None)
         if clean and made.off and not unexplained:
             endless = _describe_infinite([*own, *reduced])
-            why = endless or f"not those of {join_names(list(made.off), 3)}; the script changes them afterwards"
+            why = (
+                endless or f"not those of {join_names(list(made.off), 3)}: the script changes them, or uses some passes"
+            )
             unexplained = f"step {step + 1}: {why}"
         if len(seen) == 1:
             continue
         begun = [name for name in seen[0].initial if len({rank.initial.get(name) for rank in seen}) > 1]
         if begun:
-            note(BEGIN, step, f"not with those of {join_names(begun, 3)}")
+            note(BEGIN, step, f"ranks differ in {join_names(begun, 3)}")
         if unequal:
             sharded = {*trace.tensors("raw gradients", step)}  # with those of which every rank has a piece
             everywhere = len(unequal) == len(sharded.union(*reduced))
@@ -181,24 +184,30 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             else:
                 if EQUAL not in worst:
                     partly, alone = not everywhere, is_left_alone(passes, reduced, unequal, precision)
+                    cut = sharded.difference(*reduced)
+                    if cut and not {*unequal} & cut:
+                        what, remedy = f"{what}, which no fully_shard was given", SHARD_THE_ROOT
+                    elif any(rank.early for rank in seen):
+                        what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
                     what += "" if alone else ", and no rank has its own: look at what changes them after the reduction"
                 note(EQUAL, step, what)
         if clipped := _describe_clipping(trace, step, seen, precision):
             note(CLIPPED, step, clipped)
-        if switched := _describe_modes(seen):
-            note(MODES, step, switched)
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
         if buffers := _find_differing_buffers(trace, step, seen, precision):
-            note(BUFFERS, step, f"not those of {join_names(buffers, 3)}")
+            note(BUFFERS, step, f"ranks differ in {join_names(buffers, 3)}")
+        if modes := _describe_modes(seen):
+            note(MODES, step, modes)
         if varied and len({*seen[0].inputs}) > 1 and all(rank.inputs == seen[0].inputs for rank in seen):
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
     if len(ranks[0]) == 1:
         return SelfCheck([], losses, averages, 1, shown)
-    checks = [BEGIN, EQUAL, *([MODES] if MODES in worst else []), RATES]
+    checks = [BEGIN, EQUAL, RATES]
     checks += [CLIPPED] if CLIPPED in worst or any(rank.limits for seen in ranks for rank in seen) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
+    checks += [MODES] if MODES in worst else []
     found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
     if not {EQUAL, CLIPPED} & {*worst}:
         why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
@@ -214,6 +223,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     elif failed and failed.quantity == EQUAL and partly:
         name = "Some parameters are not synchronised"
     likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
+    if likely and remedy and failed and failed.quantity == EQUAL:
+        likely = replace(likely, remedy=remedy)
     return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely)
 
 
@@ -231,16 +242,6 @@ def _average(step: StepFacts, seen: Sequence[RankFacts]) -> float | None:
     counts = [[len(rows) for rows in step.by_rank], [len(rank.inputs) for rank in seen], [1] * len(seen)]
     rows = next(each for each in counts if all(each))
     return sum(count * sum(rank.losses) for count, rank in zip(rows, seen, strict=True)) / sum(rows)
-
-
-def _describe_modes(seen: Sequence[RankFacts]) -> str:
-    """In words, the modules that are in evaluation mode on some ranks alone when an update is made; empty for none."""
-    everywhere = set.intersection(*({*rank.evaluating} for rank in seen))
-    for rank, facts in enumerate(seen):
-        if own := [name for name in facts.evaluating if name not in everywhere]:
-            shown = join_names((repr(name) if name else "the model" for name in own), 3)
-            return f"{shown} in evaluation mode on rank {rank} and not on all"
-    return ""
 
 
 def _describe_infinite(gradients: Sequence[Mapping[str, Array]]) -> str:
@@ -291,6 +292,14 @@ def is_left_alone(
     return False
 
 
+def _describe_modes(seen: Sequence[RankFacts]) -> str:
+    """In words, the modules that are in evaluation mode on some ranks only."""
+    apart = {name for rank in seen for name in {*seen[0].evaluating} ^ {*rank.evaluating}}
+    ranks = [number for number, rank in enumerate(seen) if apart & {*rank.evaluating}]
+    names = [repr(name) for name in sorted(apart)]
+    return f"{join_names(names, 3)} in evaluation mode on ranks {ranks} only" if apart else ""
+
+
 def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> str:
     """How the gradient of an update exceeds the limit to which it was clipped; empty where it does not."""
     limits = {limit for rank in seen for limit in rank.limits}
@@ -334,7 +343,7 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
                 return ""  # a fault, which the ranks show
             if step == 0 and len(m.rows) != len(r.rows):
                 return _describe_batches(len(m.rows), len(r.rows))
-            return f"{at}: other rows than on one process{_DRAWN}" if step == 0 else ""
+            return _describe_draws(mine, reference) if step == 0 else ""
         if not a and not b:  # the second optimizer of a step
             continue
         if not (a and b):
@@ -344,8 +353,29 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
                 return ""
             if step == 0 and len(a) != len(b):
                 return _describe_batches(len(a), len(b))
-            return f"{at}: other inputs than on one process{_DRAWN}"
+            return f"{at}: other inputs than on one process; that is no fault if every process draws its own"
     return ""
+
+
+def _describe_draws(mine: Trace, reference: Trace) -> str:
+    """Why other rows need be no fault; empty if they are one.
+
+    A rank that takes its stride of a draw has a part of the same global batch in every step. If another rank has not,
+    it takes its stride of another draw. Where each rank draws for itself, none has such a part but in the first step.
+    """
+    pairs = list(zip(mine.facts.steps, reference.facts.steps, strict=False))
+    ranks = range(len(mine.facts.steps[0].by_rank))
+    parts = [all(not Counter(m.by_rank[rank]) - Counter(r.rows) for m, r in pairs) for rank in ranks]
+    if len(pairs) > 1 and any(parts) and not all(parts):
+        return ""
+    rows = mine.facts.steps[0].rows
+    told = "step 1: other rows than on one process; that is no fault if "
+    if len({*rows}) < len(rows):
+        return told + "every process draws its own"
+    return told + (
+        "the sampler only shuffles otherwise there (to compare, take a DistributedSampler, or in Accelerate "
+        "DataLoaderConfiguration(use_seedable_sampler=True))"
+    )
 
 
 def _describe_batches(mine: int, reference: int) -> str:

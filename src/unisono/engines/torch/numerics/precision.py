@@ -7,8 +7,8 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ _CAST_METHODS = {
 
 
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
+_READS_BYTES = (torch.frombuffer, torch.Tensor.view)  # given a dtype, they say what bytes are, not what they shall be
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # both of GradScaler
+_UPDATE_SCALE = torch._amp_update_scale_
 
 
 class PromoteToDouble(TorchFunctionMode):
@@ -39,6 +42,12 @@ class PromoteToDouble(TorchFunctionMode):
             return args[0].to(_CAST_METHODS[func])
         if func is _GROUPED_MM and _is_grouped_double(*args, **(kwargs or {})):
             return _grouped_matmul(args[0], args[1], (kwargs or {})["offs"])
+        if func in _READS_BYTES and not (args and _is_floating(args[0])):
+            return _to_double(func(*args, **(kwargs or {})))
+        if func is _UNSCALE:
+            return _unscale(*args)
+        if func is _UPDATE_SCALE:
+            return _update_scale(*args)
         promoted = tuple(_promote(value) for value in args)
         named = {name: _promote(value) for name, value in (kwargs or {}).items()}
         return func(*promoted, **named)
@@ -55,6 +64,35 @@ def _grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tens
     parts = [rows[a:b] @ matrix for a, b, matrix in zip(edges, edges[1:], matrices, strict=False)]
     beyond = rows.new_zeros(len(rows) - edges[-2], matrices.shape[-1])  # rows of no group
     return torch.cat([*parts, beyond])
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _to_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_promote(tensor.dtype))
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """What torch computes for GradScaler, whose own scale and flags are in double precision now."""
+    for gradient in gradients:
+        if not gradient.isfinite().all():
+            found.fill_(1.0)
+        gradient.mul_(factor)
+
+
+def _update_scale(
+    scale: torch.Tensor, successes: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
+) -> torch.Tensor:
+    """The same of the update of the scale."""
+    if found.item():
+        scale.mul_(backoff)
+        successes.zero_()
+    elif int(successes.add_(1)) == interval:
+        scale.mul_(growth)
+        successes.zero_()
+    return scale
 
 
 def _promote(value: Any) -> Any:
@@ -84,6 +122,25 @@ def promotion(precision: str) -> AbstractContextManager[Any]:
     there need it for themselves.
     """
     return PromoteToDouble() if precision == "fp64" else nullcontext()
+
+
+@contextmanager
+def loaded_as_double() -> Iterator[None]:
+    """Tensors of files are promoted once they are read as what they are: `torch.load` makes them by asking for a dtype.
+
+    It changes torch for all threads, so it is for a process that is in `promotion` from its beginning to its end.
+    """
+    original: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor
+
+    def rebuild(*args: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return _to_double(original(*args))
+
+    torch._utils._rebuild_tensor = rebuild
+    try:
+        yield
+    finally:
+        torch._utils._rebuild_tensor = original
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

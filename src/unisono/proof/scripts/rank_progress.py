@@ -1,0 +1,91 @@
+"""Where every process of a script is, so that one that waits for an update of the others learns that there is none.
+
+What is recorded of an update is collective. A process that makes an update which another one skips would wait for it,
+and the other one, in its next backward pass, for the first. So each leaves in a file how far it has come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from unisono.runtime.errors import UnisonoError
+
+_PATIENCE = 0.2  # of the time that a run may take
+
+
+class UnequalUpdatesError(UnisonoError):
+    """A process makes an update that another one does not make."""
+
+    exit_code = 1
+    fault = "Ranks make different numbers of updates"
+
+
+class RankProgress:
+    """What this process has done so far.
+
+    Args:
+        folder: that all processes of the run share.
+        rank: of this one.
+        size: number of processes.
+        timeout: seconds that the run may take.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
+        self._files = [folder / f"progress-{number}.json" for number in range(size)]
+        self._rank, self._patience = rank, _PATIENCE * timeout
+        self._mine = {"updates": 0, "passes": 0, "since": 0, "ended": False}  # since the last update
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        self._mine["passes"] += 1
+        self._mine["since"] += 1
+        self._tell()
+
+    def begin_update(self) -> None:
+        """Wait until all processes are at the same update.
+
+        Raises:
+            UnequalUpdatesError: if one has ended, or has been in a later backward pass for long.
+        """
+        passes = self._mine["since"]
+        self._mine |= {"updates": self._mine["updates"] + 1, "since": 0}
+        self._tell()
+        before, since = self._read(), time.monotonic()
+        while behind := [rank for rank, one in before.items() if one["updates"] < self._mine["updates"]]:
+            late = time.monotonic() - since > self._patience
+            for rank in behind:
+                if before[rank]["ended"] or (late and before[rank]["since"] > passes):
+                    raise UnequalUpdatesError(self._describe(rank, before[rank]))
+            time.sleep(0.002)
+            now = self._read()
+            before, since = now, since if now == before else time.monotonic()
+
+    def end(self) -> None:
+        """The script has returned."""
+        self._mine["ended"] = True
+        self._tell()
+
+    def _describe(self, rank: int, other: dict[str, Any]) -> str:
+        made = other["updates"]
+        end = "ended after" if other["ended"] else "is in"
+        return (
+            f"rank {self._rank} makes its update {self._mine['updates']} after backward pass {self._mine['passes']}, "
+            f"and rank {rank} has made {made} update{'' if made == 1 else 's'} and {end} backward pass "
+            f"{other['passes']}"
+        )
+
+    def _tell(self) -> None:
+        if len(self._files) > 1:
+            file = self._files[self._rank]
+            new = file.with_suffix(".new")
+            new.write_text(json.dumps(self._mine), encoding="utf-8")
+            new.replace(file)
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """What the others have done."""
+        unknown = {**self._mine, "updates": 0, "passes": 0, "since": 0, "ended": False}
+        others = {rank: file for rank, file in enumerate(self._files) if rank != self._rank}
+        return {r: json.loads(f.read_text("utf-8")) if f.exists() else unknown for r, f in others.items()}

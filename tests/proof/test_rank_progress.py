@@ -1,0 +1,67 @@
+"""Ranks that make different numbers of updates learn it from each other, and those that are slow are waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unisono.proof.scripts.rank_progress import RankProgress, UnequalUpdatesError
+
+
+def build(folder: Path, timeout: float = 2.0) -> tuple[RankProgress, RankProgress]:
+    return RankProgress(folder, 0, 2, timeout), RankProgress(folder, 1, 2, timeout)
+
+
+def later(act: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        time.sleep(0.2)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_rank_waits_for_the_update_of_another_one_that_makes_more_passes(tmp_path: Path) -> None:
+    first, second = build(tmp_path, timeout=60.0)
+    first.begin_pass()
+    second.begin_pass()
+    second.begin_pass()
+    thread = later(second.begin_update)
+    first.begin_update()
+    thread.join()
+
+
+def test_a_rank_whose_update_another_one_leaves_out_learns_both_counts(tmp_path: Path) -> None:
+    first, second = build(tmp_path)
+    first.begin_pass()
+    second.begin_pass()
+    thread = later(second.begin_pass)
+    with pytest.raises(
+        UnequalUpdatesError,
+        match=r"rank 0 makes its update 1 after backward pass 1, and rank 1 has ma"
+        r"de 0 updates and is in backward pass 2",
+    ):
+        first.begin_update()
+    thread.join()
+
+
+def test_a_rank_that_waits_for_one_in_the_same_pass_goes_on_waiting(tmp_path: Path) -> None:
+    first, second = build(tmp_path, timeout=0.1)
+    first.begin_pass()
+    second.begin_pass()
+    thread = later(second.begin_update)
+    first.begin_update()
+    thread.join()
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_learns_so(tmp_path: Path) -> None:
+    first, second = build(tmp_path, timeout=60.0)
+    thread = later(second.end)
+    with pytest.raises(UnequalUpdatesError, match="rank 1 has made 0 updates and ended after backward pass 0"):
+        first.begin_update()
+    thread.join()
