@@ -163,7 +163,7 @@ def _plot_ordination(predicted: Predictions, truth: Array) -> Any:
 
 
 def _colours(predicted: Predictions) -> tuple[Array, list[str], str]:
-    """The target, or the group, of each sample: values; their names, of which they are numbers; and what they are."""
+    """The target or group of each sample: values, the names that they index, and a label for both."""
     library = predicted.library
     if library.target is not None:
         values = np.asarray(library.target.values, dtype=np.float64)[predicted.numbers]

@@ -32,8 +32,8 @@ class Sampling:
         top_k: sample from this many most likely codes; 0 for all.
         top_p: sample from the most likely codes whose probabilities add up to this.
         window: number of past frames checked for repetitions; 0 for none.
-        repeats: so many of a code in the window have it drawn again, from the whole distribution (as Higgs Audio does
-            with 7 and 2; Chen et al., "VALL-E 2", 2024).
+        repeats: a code that occurs this often in the window is sampled again, from the whole distribution (as Higgs
+            Audio does with 7 and 2; Chen et al., "VALL-E 2", 2024).
         seed: of the sampling.
     """
 
