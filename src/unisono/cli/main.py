@@ -166,7 +166,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     text = "repeat the steps between two checkpoints of a run, and check that they give the same result"
     verb = verbs.add_parser("replay", help=text, description=f"{text}; exit code 1 if they do not")
     arguments.add_run(verb)
-    verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: the last but one)")
+    verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: second newest)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
     arguments.add_task_options(verb)
     verb.set_defaults(run=_replay)
@@ -174,7 +174,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     verb = verbs.add_parser("diagnose", help=text, description=text)
     arguments.add_run(verb)
     verb.set_defaults(run=_diagnose)
-    verb = verbs.add_parser("evaluate", help="evaluate a run's newest checkpoint on its held-out rows")
+    text = "evaluate a run's newest checkpoint on its held-out rows"
+    verb = verbs.add_parser("evaluate", help=text, description=text)
     arguments.add_run(verb)
     arguments.add_task_options(verb)
     verb.set_defaults(run=_evaluate)

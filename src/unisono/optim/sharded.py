@@ -1,4 +1,4 @@
-"""Access to tensors of which a process may hold only a shard, as under FSDP2."""
+"""Access to tensors that may be sharded over processes, as under FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row-wise sign SGD, for large embeddings of which a batch uses few rows: θ ← (1 - lr·decay)·θ - lr·sign(gradient).
+"""Row-wise sign SGD, for large embeddings with few used rows per batch: θ ← (1 - lr·decay)·θ - lr·sign(gradient).
 
 Only rows with a gradient are updated and decayed (as in sapientinc/HRM: for rarely seen rows, Adam behaves like this).
 The gradient is already the sum over the global batch, so no rows need to be gathered and no row numbers compared. A row

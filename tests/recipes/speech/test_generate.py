@@ -178,7 +178,7 @@ def test_the_verb_writes_a_file_and_names_what_is_wrong(run: Path, tmp_path: Pat
     assert (tmp_path / "said.wav").is_file() and str(tmp_path / "said.wav") in told
     with pytest.raises(RunError, match="text is empty"):
         generate(opened, " ")
-    with pytest.raises(RunError, match="seconds has to be above 0"):
+    with pytest.raises(RunError, match="seconds must be above 0"):
         generate(opened, "do", seconds=0)
     with pytest.raises(RunError, match="does not exist"):
         generate(opened, "do", reference=tmp_path / "no.wav")

@@ -17,7 +17,7 @@ from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
 
-# What every event may hold; metrics and scheduled scalars stand beside it under names of their own.
+# Keys that every event may have; metrics and scheduled scalars are stored next to them under their own names.
 EVENT_NAMES = frozenset(
     {
         "step",

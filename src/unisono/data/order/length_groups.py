@@ -1,4 +1,4 @@
-"""Puts rows of similar length of a global batch beside each other, so that micro-batches hold little padding.
+"""Groups rows of similar length within a global batch, so that micro-batches hold little padding.
 
 Which rows a global batch has does not change, so neither does its gradient. Where they stand follows from their lengths
 alone, so it is the same on any layout.

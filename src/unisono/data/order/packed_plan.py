@@ -1,4 +1,4 @@
-"""The plan of packed rows: which samples share which row of which step, decided by their lengths alone.
+"""The plan of packed rows: which samples share which row of which step, decided only by their lengths.
 
 Each lane is packed in chunks of a fixed number of samples. Chunk `c` of lane `l` consists of the positions
 `[(c·L + l)·D, (c·L + l + 1)·D)` of the stream, and its bins are the lane's next rows; bins do not extend into the next

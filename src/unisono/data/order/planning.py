@@ -61,7 +61,7 @@ def build_source(task: Task, config: RunConfig | None = None, world_size: int = 
 
 
 def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | None = None) -> Plan:
-    """The plan of which samples each step consumes.
+    """The plan: the samples that each step consumes.
 
     Args:
         task: what to train.

@@ -175,7 +175,7 @@ class Recordings:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data, and of which rows are left out."""
+        """A hash of the data and of the excluded rows."""
         if len(self.rows) == len(self.table):
             return self.table.fingerprint
         return f"{self.table.fingerprint}-{hash_rows(self.rows)}"

@@ -1,7 +1,7 @@
 """Has torch's allocator on accelerators grow its segments, unless the environment says how it should work.
 
 Where batches differ in length, blocks of fixed segments fit later sizes badly, and memory is reserved that nothing can
-use. Segments that grow do not have that fault. With `max_split_size_mb` beside them reserved memory grows without
+use. Segments that grow do not have that fault. Combined with `max_split_size_mb`, reserved memory grows without
 bound (pytorch #123548), so whoever has set any option of the allocator keeps what they have set.
 """
 

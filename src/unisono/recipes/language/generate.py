@@ -16,8 +16,8 @@ def generate(
         run: its folder.
         prompt: text; may be empty.
         tokens: how many to generate; stops earlier at the end of a document.
-        temperature: 0 takes the likeliest token each time; above it, tokens are drawn, from the whole vocabulary.
-        seed: of the draws.
+        temperature: 0 takes the most likely token each time; above 0, tokens are sampled from the whole vocabulary.
+        seed: of the sampling.
         ema: use the moving average of the weights (ema.decay).
 
     Raises:
@@ -26,7 +26,7 @@ def generate(
     if tokens < 1:
         raise RunError(f"tokens={tokens}: at least one token must be generated")
     if temperature < 0:
-        raise RunError(f"temperature={temperature:g} is negative; 0 takes the likeliest token each time")
+        raise RunError(f"temperature={temperature:g} is negative; 0 takes the most likely token each time")
     import torch
 
     model: Any = run.load_model(ema=ema)
@@ -36,7 +36,7 @@ def generate(
     if not ids:
         raise RunError("the prompt is empty, and this tokenizer has no begin-of-document token; give a prompt")
     torch.manual_seed(seed)
-    # transformers would draw from the 50 likeliest tokens if it were not told otherwise
+    # transformers would sample from the 50 most likely tokens by default
     drawn = {"do_sample": True, "temperature": float(temperature), "top_k": 0} if temperature else {"do_sample": False}
     inputs = torch.tensor([ids])
     with torch.no_grad():

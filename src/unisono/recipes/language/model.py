@@ -251,7 +251,7 @@ def _config_from_directory(path: Path) -> Any:
         raise ConfigError(f"model.path: {path} has no config.json")
     if (path / "adapter_config.json").exists():
         raise ConfigError(
-            f"model.path: {path} has adapters beside its model (adapter_config.json), which transformers would load "
+            f"model.path: {path} has adapters next to its model (adapter_config.json), which transformers would load "
             "too; merge them, or move that file away"
         )
     if not any(path.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Several documents in one row, none of which attends to another: the row's content, and the model's extra inputs.
+"""Several documents in one row that do not attend to each other: the row's content, and the model's extra inputs.
 
 The model gets positions, which begin at 0 with each document. transformers turns them into a mask for its plain
 attention, SDPA and flex attention; flash attention is given the documents' borders, since it would find them in
@@ -83,7 +83,7 @@ def check_isolation(model: Any, flash: bool) -> None:
 
     Args:
         model: on the CPU, with plain kernels.
-        flash: whether it will compute with flash attention, and so is told borders.
+        flash: whether flash attention is used, which needs the document borders.
 
     Raises:
         ConfigError: naming it.

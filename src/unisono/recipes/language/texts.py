@@ -73,7 +73,7 @@ class Texts:
 
     @cached_property
     def rows(self) -> sources.Files:
-        """The rows of the files, each of which is a document or null."""
+        """The rows of the files; each is a document or null."""
         return sources.Files(self.found, _schema(self.column, self.separator), bare=True, cache_mb=_CACHE_MB)
 
 

@@ -6,6 +6,6 @@ RECIPE = Recipe(
     tasks={"torch": "unisono.recipes.microbiome.task:Microbiome"},
     verbs={
         "predict": ("unisono.recipes.microbiome.predict:predict", "predict samples, as a table with intervals"),
-        "look": ("unisono.recipes.microbiome.plots:look", "plot a run, and say which taxa matter to it"),
+        "look": ("unisono.recipes.microbiome.plots:look", "plot a run and rank the taxa that matter to it"),
     },
 )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from unisono.recipes.microbiome.nucleotides import BASES
 from unisono.recipes.microbiome.settings import Masking
 
-_SPAN_LENGTHS = (3, 6)  # nucleotides beside each other: 3 to 5
+_SPAN_LENGTHS = (3, 6)  # consecutive nucleotides: 3 to 5
 
 
 def choose_masked(

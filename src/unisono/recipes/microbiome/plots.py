@@ -27,15 +27,15 @@ def look(
     micro_batch: int = 8,
     seed: int = 0,
 ) -> list[Path]:
-    """Plot a run's newest checkpoint, also to its trackers, and write a table of important taxa.
+    """Plot a run's newest checkpoint, also in its trackers, and write a table of important taxa.
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE.
         out: folder for plots and table; by default RUN/plots.
-        rows: which samples of the data; held_out, training or all.
-        draws: rarefactions that are averaged.
-        micro_batch: samples that are computed at the same time.
-        seed: of the draws.
+        rows: held_out, training or all samples.
+        draws: number of rarefactions to average.
+        micro_batch: number of samples per forward pass.
+        seed: of the rarefactions.
     """
     out = out or run.folder / "plots"
     out.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def _plot_ordination(predicted: Predictions, truth: Array) -> Any:
 
 
 def _colours(predicted: Predictions) -> tuple[Array, list[str], str]:
-    """The target, or the group, of each sample: values; their names, of which they are numbers; and what they are."""
+    """The target or group of each sample: values, the names that they index, and a label for both."""
     library = predicted.library
     if library.target is not None:
         values = np.asarray(library.target.values, dtype=np.float64)[predicted.numbers]

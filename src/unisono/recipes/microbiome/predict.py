@@ -72,9 +72,9 @@ class Predictor:
 
     Attributes:
         run: it.
-        draws: rarefactions that are averaged.
-        micro_batch: samples that are computed at the same time.
-        seed: of the draws.
+        draws: number of rarefactions to average.
+        micro_batch: number of samples per forward pass.
+        seed: of the rarefactions.
     """
 
     run: Run
@@ -161,16 +161,16 @@ def predict(
     seed: int = 0,
     baseline: bool = False,
 ) -> Iterator[str]:
-    """Predict samples with a run's newest checkpoint: a table with intervals, distances, and scores of both.
+    """Predict samples with a run's newest checkpoint: a table with intervals, the distances, and how good both are.
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE data.target=null.
         out: table to write; by default RUN/predictions.tsv.
-        rows: which samples of the data; held_out, training or all.
-        draws: rarefactions that are averaged.
-        micro_batch: samples that are computed at the same time.
-        seed: of the draws.
-        baseline: also score random forests, on the model's inputs and on the number of reads alone.
+        rows: held_out, training or all samples.
+        draws: number of rarefactions to average.
+        micro_batch: number of samples per forward pass.
+        seed: of the rarefactions.
+        baseline: also score random forests, on the model's inputs and on the number of reads only.
     """
     predicted = predict_samples(Predictor(run, draws, micro_batch, seed), rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))

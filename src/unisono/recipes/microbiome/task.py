@@ -423,7 +423,7 @@ class Microbiome(Task):
 
 
 def collate_taxa(rows: Sequence[TaxaAndReads]) -> Batch:
-    """Samples beside each other: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
+    """Padded samples: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
     width = max(1, max(len(taxa) for taxa, _ in rows))
     taxa = np.full((len(rows), width), -1, dtype=np.int64)
     counts = np.zeros((len(rows), width), dtype=np.float32)

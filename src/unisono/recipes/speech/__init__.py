@@ -4,5 +4,5 @@ from unisono import Recipe
 
 RECIPE = Recipe(
     tasks={"torch": "unisono.recipes.speech.task:Speech"},
-    verbs={"generate": ("unisono.recipes.speech.generate:generate", "say a text with a trained model, to a WAV file")},
+    verbs={"generate": ("unisono.recipes.speech.generate:generate", "speak a text with a trained model (WAV file)")},
 )

@@ -39,7 +39,7 @@ def read(config: Folder) -> list[Utterance]:
         raise DataError(f"{where} cannot be read: {error}") from error
     entries = found.get("samples") if isinstance(found, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise DataError(f"{where}: 'samples' has to be a list of at least one entry")
+        raise DataError(f"{where}: 'samples' must be a non-empty list")
     voices = Counter(str(entry.get("speaker_id", "")) for entry in entries if isinstance(entry, dict))
     faults, made = [], []
     texts: dict[str, str] = {}

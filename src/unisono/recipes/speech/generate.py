@@ -28,13 +28,13 @@ class Sampling:
     """How codes are drawn.
 
     Attributes:
-        temperature: 0 takes the likeliest code each time.
-        top_k: draw from so many likeliest codes; 0 for all.
-        top_p: draw from the likeliest codes that come to this probability.
-        window: frames back that are looked at for repetitions; 0 for none.
-        repeats: so many of a code in the window have it drawn again, from the whole distribution (as Higgs Audio does
-            with 7 and 2; Chen et al., "VALL-E 2", 2024).
-        seed: of the draws.
+        temperature: 0 takes the most likely code each time.
+        top_k: sample from this many most likely codes; 0 for all.
+        top_p: sample from the most likely codes whose probabilities add up to this.
+        window: number of past frames checked for repetitions; 0 for none.
+        repeats: a code that occurs this often in the window is sampled again, from the whole distribution (as Higgs
+            Audio does with 7 and 2; Chen et al., "VALL-E 2", 2024).
+        seed: of the sampling.
     """
 
     temperature: float = 0.0
@@ -61,23 +61,23 @@ def generate(
     seed: int = 0,
     ema: bool = False,
 ) -> str:
-    """Say a text by a run's newest checkpoint, to a WAV file.
+    """Speak a text with a run's newest checkpoint and write a WAV file.
 
     Args:
         run: its folder.
-        text: to be said.
-        reference: recording of the voice.
-        reference_text: what is said in it; by default that of a file beside it that ends in .txt.
-        scene: where, as in training.
-        out: WAV file to be written.
-        seconds: at most; the model ends earlier by its end code, and it is said where it does not.
-        temperature: 0 takes the likeliest code each time; above it, codes are drawn.
-        top_k: draw from so many likeliest codes; 0 for all.
-        top_p: draw from the likeliest codes that come to this probability.
-        window: frames back that are looked at for repetitions, e.g. 7; 0 for none.
-        repeats: so many of a code in the window have it drawn again.
-        seed: of the draws.
-        ema: let the moving average of the weights speak (ema.decay).
+        text: the text to speak.
+        reference: recording of the voice to imitate.
+        reference_text: its transcript; by default read from the .txt file next to it.
+        scene: the recording environment, as in training.
+        out: WAV file to write.
+        seconds: maximum length; the model normally stops earlier, and a message says when it does not.
+        temperature: 0 takes the most likely code each time; above 0, codes are sampled.
+        top_k: sample from this many most likely codes; 0 for all.
+        top_p: sample from the most likely codes whose probabilities add up to this.
+        window: number of past frames checked for repetitions, e.g. 7; 0 for none.
+        repeats: a code that occurs this often in the window is sampled again.
+        seed: of the sampling.
+        ema: use the moving average of the weights (ema.decay).
 
     Raises:
         RunError: for numbers or texts that leave nothing to say.
@@ -85,8 +85,8 @@ def generate(
     """
     if seconds <= 0 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1 or window < 0 or repeats < 1:
         raise RunError(
-            "seconds has to be above 0, temperature, top_k and window at least 0, top_p above 0 and at most 1, repeats "
-            "at least 1"
+            "seconds must be above 0, temperature, top_k and window at least 0, top_p above 0 and at most 1, and "
+            "repeats at least 1"
         )
     references = _reference(reference, reference_text)
     for name, said in [("text", text), *[("reference_text", said) for said, _ in references]]:

@@ -132,7 +132,7 @@ def header_of(role: str, tokens: Tokens) -> list[int]:
 
 
 def places(count: int, stream: Stream, tokens: Tokens) -> list[int]:
-    """Ids of the places of so many frames; where a stream runs out they have an id of their own, as in transformers."""
+    """Ids of the places of the frames; after the end of a stream they have a separate id, as in transformers."""
     tail = stream.codebooks - 1
     return [tokens.ids[names.AUDIO]] * (count - tail) + [tokens.ids[names.DELAY]] * tail
 
@@ -143,7 +143,7 @@ def audio_places(ids: NDArray[np.int64], tokens: Tokens) -> NDArray[np.bool_]:
 
 
 def next_targets(row: Row, tokens: Tokens) -> tuple[NDArray[np.int64], Codes]:
-    """Of each place, what has to be predicted there: the label of the place after it.
+    """The target of each place: the label of the next place.
 
     Returns:
         (length,) ids and (length, codebooks) codes, -100 where nothing is.

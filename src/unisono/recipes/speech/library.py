@@ -67,7 +67,7 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What is said, by whom, and in recordings of which names and sizes, wherever they lie."""
+        """Texts, speakers, and names and sizes of recordings, independent of their location."""
         described = [_describe(sample) for sample in self.rows]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 

@@ -96,7 +96,7 @@ def build(config: ModelGroup, settings: Any, text_head: bool, saved: Path | None
         config: the `model` group.
         settings: as `check` returns them.
         text_head: whether text is learned too.
-        saved: as of `check`; a pretrained model that is gone has random weights, in place of which a run's are read.
+        saved: as of `check`; if a pretrained model no longer exists, its weights are random and a run's are loaded.
 
     Raises:
         ConfigError: for weights that cannot be read, or do not fit.

@@ -209,7 +209,7 @@ def refuse(where: str, faults: Sequence[str], count: int) -> None:
 
     Args:
         where: the file that has them.
-        faults: each of which names sample and field.
+        faults: messages that name sample and field.
         count: samples in all.
 
     Raises:

@@ -88,7 +88,7 @@ class Speech(Task):
         return batch
 
     def targets(self, row: Row) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What has to be predicted at each place of a row: what comes next."""
+        """The label of each place of a row: what comes next."""
         return labels.next_targets(row, self.tokens)
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Speech(Task):
         return {"nats": torch.cat(nats, 1), "right": torch.cat(right, 1)}
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch, context: Context) -> Loss:
-        """Summed cross-entropies; beside them the share of targets that the model would have chosen itself."""
+        """Summed cross-entropies, and the share of targets that are the most likely prediction."""
         names = [TEXT] * self.text_head + self.audio_terms
         # No `unbind`: its views would be outputs of the wrapped module, of which FSDP2 warns.
         sums = {name: outputs["nats"][:, number].sum() for number, name in enumerate(names)}
@@ -311,7 +311,7 @@ def _scores(logits: Tensor, targets: Tensor, chosen: Tensor, rows: int) -> tuple
         rows: of the micro-batch.
 
     Returns:
-        Nats, and how many targets are the likeliest entry, both (rows, columns).
+        Nats, and the number of targets that are the most likely entry, both (rows, columns).
     """
     import torch
     from torch.nn import functional

@@ -84,7 +84,7 @@ def read(folder: Path) -> Tokens:
 
     path = folder / FILE
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {FILE}; a Higgs Audio v2 model has its tokenizer beside its weights")
+        raise ConfigError(f"{folder} has no {FILE}; a Higgs Audio v2 model has its tokenizer next to its weights")
     try:
         engine = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain exceptions

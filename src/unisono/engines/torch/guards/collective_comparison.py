@@ -89,7 +89,7 @@ class CollectiveComparison(Observer):
         return ()
 
     def begin_check(self) -> None:
-        """Start comparing the calls so far, while other work goes on; collective."""
+        """Start comparing the calls so far in the background; collective."""
         if self._hooks is None:
             return
         value = self._log.check()

@@ -30,7 +30,7 @@ class UpdateGuard(Observer):
         module: laid out.
         dtype: of its master weights.
         every: N.
-        check_replicas: compares copies after so many updates; collective.
+        check_replicas: compares the copies after the given number of updates; collective.
     """
 
     def __init__(

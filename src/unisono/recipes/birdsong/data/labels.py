@@ -89,6 +89,6 @@ def _names_in_column(source: Recordings, column: str, labels: Sequence[Labels] |
 
 
 def number_classes(labels: Sequence[Labels]) -> list[str]:
-    """Names of classes of which nothing but the number is known."""
+    """Names for classes of which only the number is known."""
     largest = max((number for label in labels for number in label or ()), default=-1)
     return [f"class {number}" for number in range(largest + 1)]

@@ -1,4 +1,4 @@
-"""Embeddings of recordings by a frozen encoder, and what is known of the rows beside them."""
+"""Embeddings of recordings by a frozen encoder, and the metadata of their rows."""
 
 from __future__ import annotations
 

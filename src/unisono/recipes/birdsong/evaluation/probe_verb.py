@@ -35,24 +35,25 @@ def probe(
 ) -> Iterator[str]:
     """Fit probes to embeddings of the training rows by the run's frozen encoder, and measure them on the held-out rows.
 
-    Other recordings than the run's are named as in training: data=recordings data.path=DIR data.group=recordist.
-    Intervals are of 95 %, over whole recordings (or recordists) drawn again and again.
+    For recordings other than the run's, set them as in training: data=recordings data.path=DIR data.group=recordist.
+    Scores have 95 % bootstrap intervals, resampling whole recordings (or recordists).
 
     Args:
         run: its folder.
-        out: Parquet file that results are added to; one of the same checkpoint, task, seed and probe is replaced.
-        kinds: of probes, with commas: linear, mlp, centroid.
-        seeds: how many, from 0; of the MLP's first weights, and of the rows that choose a probe's decay.
-        name: of the task in the results; by default the data's.
-        resamples: of the bootstrap.
+        out: Parquet file to add results to; a row with the same checkpoint, task, seed and probe is replaced.
+        kinds: probes, separated by commas: linear, mlp, centroid.
+        seeds: number of seeds, from 0, for the MLP's initial weights and the rows that select a probe's weight decay.
+        name: name of the task in the results; by default that of the data.
+        resamples: number of bootstrap resamples.
         ema: use the moving average of the weights.
-        step: use the checkpoint after this step, in place of the newest.
-        micro_batch: recordings that are embedded at the same time.
+        step: use the checkpoint after this step instead of the newest.
+        micro_batch: number of recordings per forward pass.
     """
     chosen = _kinds(kinds)
     if seeds < 1 or micro_batch < 1 or resamples < 0:
         raise ConfigError(
-            f"seeds={seeds}, micro_batch={micro_batch}, resamples={resamples}: 1 or more, and no less than 0"
+            f"seeds={seeds}, micro_batch={micro_batch}, resamples={resamples}: the first two must be at least 1, "
+            "the last at least 0"
         )
     results.check(out)
     library = cast("Birdsong", run.task).library
@@ -92,8 +93,8 @@ def measure_encoder(
         kinds: of the probes.
         seeds: of the probes.
         task: name of the data; a digest of the rows of both sides is added to it.
-        resamples: of the bootstrap.
-        micro_batch: recordings that are embedded at the same time.
+        resamples: number of bootstrap resamples.
+        micro_batch: number of recordings per forward pass.
         about: `run`, `step` and `weights` of the results.
 
     Raises:
@@ -118,7 +119,7 @@ def measure(
         training: rows to fit.
         test: rows to measure on.
         seed: of the probe.
-        resamples: of the bootstrap.
+        resamples: number of bootstrap resamples.
         about: `checkpoint`, `task`, `run`, `step` and `weights` of the result.
     """
     single = bool((training.truth.sum(axis=1) == 1).all())

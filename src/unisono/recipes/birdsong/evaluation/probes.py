@@ -66,7 +66,7 @@ def fit(
         groups: recording or recordist of each row; none of them is on both sides where the decay is chosen.
         objective: `cross_entropy`, for rows that have one class each, or `asymmetric`, for rows that may have several
             or none; None: by the rows.
-        seed: of the MLP's first weights and of which groups choose the decay.
+        seed: for the MLP's initial weights and the groups that select the weight decay.
 
     Raises:
         DataError: where fewer than two classes have rows.

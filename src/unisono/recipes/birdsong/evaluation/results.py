@@ -34,7 +34,7 @@ class Result:
         train_rows: that the probe was fitted to.
         test_rows: that it was measured on.
         test_groups: recordings or recordists of these.
-        classes: that were told apart.
+        classes: number of classes.
         objective: of the probe.
         decay: L2 that was chosen; None of centroids.
         cmap: class-mean average precision, with the ends of its 95 % interval.

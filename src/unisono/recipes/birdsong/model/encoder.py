@@ -64,7 +64,7 @@ class Encoder(eqx.Module):
 
         Args:
             spectrogram: (frames, mels), normalised; frames up to the settings', in whole patches.
-            visible: (n,) integers, the patches that are looked at; None for all.
+            visible: (n,) integers, the patches to encode; None for all.
         """
         settings = self.settings
         grid = (len(spectrogram) // settings.patch[0], settings.grid[1])

@@ -16,7 +16,7 @@ class Seen(NamedTuple):
     Attributes:
         rows: by name, numbers of each row: (rows, …). A row of a *sample* stays its own row: views of it are a second
             axis.
-        embeddings: (rows, looks, width), what the probe is trained on: of each sample so many looks.
+        embeddings: (rows, looks, width), input of the probe: several looks per sample.
     """
 
     rows: dict[str, Array]

@@ -36,7 +36,7 @@ def pairwise_distances(
 
     Args:
         metric: what a distance is.
-        table: of samples, none of which is empty.
+        table: non-empty samples.
         tree: for UniFrac.
         cache: where it is kept; None for the user's.
 

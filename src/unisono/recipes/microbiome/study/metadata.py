@@ -42,7 +42,7 @@ class Metadata:
         return self.columns[name]
 
     def align(self, samples: Sequence[str]) -> dict[str, list[str]]:
-        """The columns with a value for each of these samples, all of which must be there."""
+        """The columns restricted to these samples, all of which must be present."""
         row = {name: number for number, name in enumerate(self.ids)}
         return {name: [values[row[sample]] for sample in samples] for name, values in self.columns.items()}
 

@@ -52,7 +52,7 @@ def read_fasta(path: Path) -> dict[str, str]:
 
 
 def read_lineages(path: Path, taxa: Sequence[str]) -> list[str]:
-    """The lineage of each taxon, from a table of which the first column is the taxon; `Unassigned` where it has none.
+    """The lineage of each taxon, from a table whose first column is the taxon; `Unassigned` if it is missing.
 
     Raises:
         DataError: for a file that is no table, or that knows none of the taxa.
