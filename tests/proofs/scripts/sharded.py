@@ -1,4 +1,4 @@
-"""FSDP2: the optimizer is built after the model is sharded, or before it; the root is sharded as well, or not."""
+"""FSDP2: the optimizer is built after the model is sharded, or before it; the whole model is sharded, or a layer."""
 
 import sys
 
@@ -11,7 +11,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for layer in (model[0], *([] if "layers" in sys.argv else [model])):
+for layer in (model[0],) if "layer" in sys.argv else (model[0], model[2], model):
     fully_shard(layer)
 if "stale" not in sys.argv:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
