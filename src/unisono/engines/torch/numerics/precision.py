@@ -134,7 +134,7 @@ def loaded_as_double() -> Iterator[None]:
 
     def rebuild(*args: Any) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
-            return _to_double(original(*args))  # type: ignore[no-untyped-call]
+            return _to_double(original(*args))
 
     torch._utils._rebuild_tensor = rebuild
     try:
