@@ -345,7 +345,7 @@ def test_code_that_is_edited_meanwhile_ends_the_proof_before_the_next_case(folde
     (folder / "edited.py").write_text(EDITED)
     (folder / "other.py").write_text("")
     done = prove(folder, "edited.py:Task", *ONE_CASE)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "the code changed during the proof: other.py has changed. Start the proof again" in done.stderr
     assert "(1 of " in done.stderr and "(2 of " not in done.stderr
 
