@@ -51,8 +51,8 @@ OWN = _names("""
     launch.processes.monitor_client launch.processes.preloading observe.events observe.figures observe.logs
     observe.profile observe.tensorboard observe.trackers proof.case_process proof.hangs
     proof.recording.case_recorder proof.recording.trace proof.scripts.rank_facts proof.scripts.rank_progress
-    proof.scripts.script_process recipes.birdsong.evaluation.pictures recipes.language.tokens recipes.puzzles.data.library
-    recipes.puzzles.data.prepared
+    proof.scripts.script_process recipes.birdsong.evaluation.pictures recipes.language.tokens
+    recipes.puzzles.data.library recipes.puzzles.data.prepared
     recipes.speech.library recipes.speech.show recipes.speech.voices runtime.collective_log runtime.files
     runtime.heartbeat runtime.safe_paths supervise.collective_mismatch supervise.identity supervise.monitor
     supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.callbacks.telemetry
