@@ -41,7 +41,7 @@ def list_verbs() -> str:
         if name not in found:
             lines.append(f"  {'':<10} {name:<12} cannot be imported")
         elif not found[name].verbs:
-            lines.append(f"  {'':<10} {name}")
+            lines.append(f"  {'—':<10} {name:<12} none of its own")
         for verb, (_, text) in found[name].verbs.items() if name in found else ():
             lines.append(f"  {verb:<10} {name:<12} {text}")
     return "\n".join(lines)
