@@ -108,7 +108,7 @@ class ScriptWatch:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
         self._trained: set[int] = set()
-        self._kept: list[nn.Module] = []  # whose ids they are, which must not be given to others
+        self._kept: list[Any] = []  # models and data sets whose ids are held, which must not be given to others
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
@@ -305,6 +305,8 @@ class ScriptWatch:
             batch = original(iterator)
             indices = iterator.__dict__.get("_unisono_indices")
             if indices and torch.is_grad_enabled():  # else an evaluation
+                if id(iterator._dataset) not in self._fetched:
+                    self._kept.append(iterator._dataset)
                 source = self._fetched.setdefault(id(iterator._dataset), deque())
                 if iterator.__dict__.pop("_unisono_new", False):
                     source.clear()
