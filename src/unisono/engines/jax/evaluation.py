@@ -88,7 +88,7 @@ class NonFiniteSearchProgram:
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))
         terms = forward.names.terms
 
-        def made(parameters: Parameters, micro: DeviceBatch, own: Any) -> Any:
+        def compute_values(parameters: Parameters, micro: DeviceBatch, own: Any) -> Any:
             context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
             outputs = forward.outputs(parameters, constants, micro, context)
             if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
@@ -102,14 +102,14 @@ class NonFiniteSearchProgram:
                     lambda array: jnp.broadcast_to(array[number], array.shape), (micro.arrays, own)
                 )
                 only = micro.with_rows(arrays, (jnp.arange(len(micro.valid)) == number) & micro.valid)
-                return None, jnp.isfinite(made(parameters, only, state)).all()
+                return None, jnp.isfinite(compute_values(parameters, only, state)).all()
 
             _, finite = jax.lax.scan(row, None, jnp.arange(len(micro.valid)))
             return finite
 
         def one(_: None, given: Any) -> tuple[None, Any]:
             micro, own = given
-            values, pull = jax.vjp(lambda p: made(p, micro, own), dict(parameters))
+            values, pull = jax.vjp(lambda p: compute_values(p, micro, own), dict(parameters))
             (gradients,) = pull(jnp.ones_like(values))
             finite = jnp.stack([jnp.isfinite(gradients[name]).all() for name in sorted(gradients)])
             return None, (jnp.isfinite(values), alone(micro, own), finite)

@@ -118,10 +118,10 @@ class JaxModelView:
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, on one device; see `ModelView`."""
 
-        def made(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
+        def compute_outputs(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
             return forward.outputs(parameters, constants, one, context)
 
-        return self._on_one_device("outputs", made, micro, micro.size, 0, scalars)
+        return self._on_one_device("outputs", compute_outputs, micro, micro.size, 0, scalars)
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
@@ -152,18 +152,18 @@ class JaxModelView:
         if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
             return {}
 
-        def made(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
+        def compute_gradients(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
             return jax.jacrev(lambda p: _term_sums(forward, p, constants, one, context))(dict(parameters))
 
         rows = engine.split.micro_batch  # padded as in the step, so that the same is drawn
-        found = self._on_one_device("term gradients", made, micro, rows, self._step, self._scalars)
+        found = self._on_one_device("term gradients", compute_gradients, micro, rows, self._step, self._scalars)
         return {
             term: {name: np.atleast_1d(np.asarray(value)) for name, value in gradients.items()}
             for term, gradients in found.items()
         }
 
     def _on_one_device(
-        self, what: str, made: Any, micro: MicroBatch, rows: int, step: int, scalars: Mapping[str, float]
+        self, what: str, compute: Any, micro: MicroBatch, rows: int, step: int, scalars: Mapping[str, float]
     ) -> Any:
         """A function of a micro-batch in training, with as many rows, on one device."""
         engine, names = self._engine, ColumnNames.from_micro_batch(micro)
@@ -172,7 +172,7 @@ class JaxModelView:
 
         def call(parameters: Any, constants: Any, one: Any, inputs: Any) -> Any:
             context = forward.context(one, inputs, carry=forward.carry(None, one, inputs))
-            return made(forward, parameters, constants, one, context)
+            return compute(forward, parameters, constants, one, context)
 
         given = engine.train_state.parameters, engine.constants, engine.batches.pad(micro, rows), inputs
         if what == "term gradients":

@@ -24,7 +24,7 @@ _RELATIVE_TOLERANCE = 1e-3  # relative; a row too many in a micro-batch of less 
 def draws_random_numbers(forward: Forward, one: DeviceBatch, inputs: Inputs) -> bool:
     """Whether a micro-batch's result depends on its key; then the micro-batch is part of the mathematics."""
 
-    def made(key: Any, arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
+    def compute_outputs(key: Any, arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         context = replace(
             forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays)), key=key
         )
@@ -34,10 +34,10 @@ def draws_random_numbers(forward: Forward, one: DeviceBatch, inputs: Inputs) -> 
     shapes = _shapes(forward)
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     try:
-        jaxpr = jax.make_jaxpr(made)(key, shapes, _format_shapes(one), _format_shapes(inputs)).jaxpr
+        jaxpr = jax.make_jaxpr(compute_outputs)(key, shapes, _format_shapes(one), _format_shapes(inputs)).jaxpr
     except ConfigError:
         raise
-    except Exception:  # it is met again, with its traceback, where the step is made
+    except Exception:  # it is raised again, as a sentence, where the step is compiled
         return True
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return bool(used[0])
@@ -48,14 +48,14 @@ def check_double_precision(forward: Forward, one: DeviceBatch, inputs: Inputs) -
     if forward.kind != "fp64":
         return
 
-    def made(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
+    def compute_loss(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
         outputs = forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
         if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
             return outputs
         return forward.loss(outputs, one.arrays, one.valid, context)[1]
 
-    jaxpr = jax.make_jaxpr(lambda *given: jax.tree.leaves(made(*given)))(
+    jaxpr = jax.make_jaxpr(lambda *given: jax.tree.leaves(compute_loss(*given)))(
         _shapes(forward), _format_shapes(one), _format_shapes(inputs)
     )
     precision.check_no_downcast(jaxpr, type(forward.task).__name__)
@@ -89,12 +89,12 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
         return  # nothing here can be cut by row; a short micro-batch is refused when it comes
     generator = np.random.default_rng(0)
 
-    def drawn(leaf: Any) -> Any:
+    def draw(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return np.zeros(leaf.shape, leaf.dtype)
         return generator.uniform(0.1, 0.9, leaf.shape).astype(leaf.dtype)
 
-    made = jax.tree.map(drawn, described)
+    outputs = jax.tree.map(draw, described)
 
     def sums(count: int, everything: Any) -> Any:
         """The sums of all rows but the last, of which there are so many."""
@@ -111,7 +111,7 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
             context = replace(context, totals=protocols.compute_totals(forward.task, *cut, context))
         return forward.loss(*cut, micro.valid, context)[1], context.totals
 
-    whole = made, one.arrays
+    whole = outputs, one.arrays
     jax.eval_shape(lambda: sums(rows, whole))
     if not (forward.masked_by_task or protocols.needs_totals(forward.task)):
         return
