@@ -1,7 +1,7 @@
 """What a value may refer to (`${key}`): other keys, never the environment, and together no more than a budget.
 
 References to references grow as powers do: 289 bytes of YAML once kept a start busy for minutes. OmegaConf knows no
-limit, so its one function that resolves a reference is counting_call while a configuration is composed.
+limit, so its one function that resolves a reference is counted while a configuration is composed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def limit_references() -> Iterator[None]:
 
 
 def _size(found: Any) -> int:
-    """Characters of a text, values of a group; references in it are counting_call when they are resolved."""
+    """Characters of a text, values of a group; references in it are counted when they are resolved."""
     from omegaconf import Container, OmegaConf
 
     if not isinstance(found, Container):

@@ -94,17 +94,19 @@ class ScheduledScalars:
     def __init__(self, config: RunConfig, total: int) -> None:
         check(config.schedules, total)
         self._config, self._total = config, total
+        optim, clip_norm = config.optim, config.train.clip_norm
+        self._peaks = {"lr": optim.lr, "weight_decay": optim.weight_decay, "clip_norm": clip_norm}
 
     def __call__(self, step: int) -> dict[str, float]:
         """The values by name; a pure function of the step."""
-        config = self._config
-        peaks = {"lr": config.optim.lr, "weight_decay": config.optim.weight_decay, "clip_norm": config.train.clip_norm}
-        values = {name: peak for name in ("lr", "clip_norm") if (peak := peaks[name]) is not None}
-        for name, schedule in config.schedules.items():
-            peak = peaks.get(name, schedule.peak)
-            assert peak is not None
-            values[name] = scheduled_value(schedule, peak, step, self._total)
-        return values
+        values = {name: peak for name in ("lr", "clip_norm") if (peak := self._peaks[name]) is not None}
+        return values | {name: self._value(name, step) for name in self._config.schedules}
+
+    def _value(self, name: str, step: int) -> float:
+        schedule = self._config.schedules[name]
+        peak = self._peaks.get(name, schedule.peak)
+        assert peak is not None
+        return scheduled_value(schedule, peak, step, self._total)
 
     def step_programs(self, names: Sequence[str]) -> dict[str, str]:
         """How often a step is compiled whose program depends on scheduled values, as a fact to report; {} for once.
@@ -115,6 +117,5 @@ class ScheduledScalars:
         scheduled = [name for name in names if name in self._config.schedules]
         found: dict[str, None] = {}
         for step in range(self._total if scheduled else 0):
-            values = self(step)
-            found.setdefault(", ".join(f"{name}={round(values[name])}" for name in scheduled))
+            found.setdefault(", ".join(f"{name}={round(self._value(name, step))}" for name in scheduled))
         return {"compilations of the step": f"{len(found)} ({'; '.join(found)})"} if len(found) > 1 else {}

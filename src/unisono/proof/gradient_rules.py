@@ -251,9 +251,10 @@ def find_extra_gradients(
         if max(float(np.linalg.norm(one)) for one in once) > limit * max(sizes):
             same = all(float(np.linalg.norm(one - once[0])) <= limit * max(sizes) for one in once)
             found.setdefault(term, {})[name] = same and len(once) > 1
-    for term, of_names in found.items():
-        return term, all(of_names.values()), list(of_names)
-    return None
+    if not found:
+        return None
+    term, of_names = next(iter(found.items()))
+    return term, all(of_names.values()), list(of_names)
 
 
 def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> Diagnosis:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, diagnosis, engines
+from unisono.proof import comparison, diagnosis, engines, predictions
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
 from unisono.proof.verdict import Verdict
@@ -15,7 +15,8 @@ from unisono.runtime.text import join_names
 
 # Of fp64, and of fp32 where it is a step of the ladder: how far sums in another order are from each other.
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
-_UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # in the last place, relative
+# In the last place, relative.
+_UNIT = {"float16": 2.0 ** (1 - predictions.LOWER["fp16"]), "bfloat16": 2.0 ** (1 - predictions.LOWER["bf16"])}
 _MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 
 

@@ -113,8 +113,7 @@ class TorchModelView:
         if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
             return {}
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
-        with torch.no_grad():
-            return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
+        return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""

@@ -16,7 +16,7 @@ from unisono.data.loading.draws import find_drawing_lines, restore_global_genera
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
-from unisono.proof.probes.state import TORCH, describe_state, digest_attributes, digest_model, find_kept, repeat_call
+from unisono.proof.probes.state import TORCH, describe_state, digest_kept, find_kept, repeat_call
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.recorder import is_per_row
 from unisono.proof.recording.trace import Array
@@ -265,16 +265,12 @@ def find_remembered_by_evaluation(
     view: ModelView, task: Task, micro: MicroBatch, held: MicroBatch, scalars: Mapping[str, float], floor: float
 ) -> str:
     """How a training pass is another after an evaluation, in words; empty if it is the same."""
+    model = getattr(view, "module", None)
 
     def train() -> tuple[dict[str, Sketch], dict[str, float]]:
         with view.without_side_effects():
             given = replace(micro, arrays=copy.deepcopy(micro.arrays))
             return build_sketches(view.flatten(view.outputs(given, scalars))), view.sums(given, scalars)
-
-    def keep() -> dict[str, int]:
-        of_model = digest_model(getattr(view, "module", None))
-        of_task = {f"self.{name}": digest for name, digest in digest_attributes(task).items()}
-        return of_task | {f"'{name}' of the model": digest for name, digest in of_model.items()}
 
     def evaluate() -> None:
         with view.without_side_effects():
@@ -282,9 +278,9 @@ def find_remembered_by_evaluation(
 
     with restore_global_generators():
         once, repeated = train(), train()
-        before = keep()
+        before = digest_kept(task, model)
         evaluate()
-        after, again = keep(), train()
+        after, again = digest_kept(task, model), train()
         changed = _find_other(once, again, floor)
         if not changed or _find_other(once, repeated, floor):  # then it is no matter of the evaluation
             return ""

@@ -9,7 +9,7 @@ from unisono.data.loading.checksum import checksum
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView, Observer
 from unisono.proof.predictions import reproduces
-from unisono.proof.probes.state import describe_state, digest_attributes, digest_plain
+from unisono.proof.probes.state import describe_state, digest_kept
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.text import join_names
 from unisono.task import Loss, Task
@@ -59,9 +59,7 @@ class PassProbe(Observer):
             self._facts.kept_by_task = join_names(name for name in now if now[name] != self._attributes.get(name))
 
     def _digest_kept(self) -> dict[str, int]:
-        by_task = {f"self.{name}": digest for name, digest in digest_attributes(self._task).items()}
-        by_model = digest_plain(getattr(self._view, "module", None))
-        return by_task | {f"'{name}' of the model": digest for name, digest in by_model.items()}
+        return digest_kept(self._task, getattr(self._view, "module", None), caches=False)
 
 
 def digest_parameters(view: ModelView) -> dict[str, int]:

@@ -121,9 +121,17 @@ def restore_model(model: Any) -> Iterator[None]:
                 module.__dict__[attribute] = before[name]
 
 
-def digest_plain(model: Any) -> dict[str, int]:
-    """A digest of the numbers and words among what a torch model keeps, by their whole name; not of what it caches."""
-    return {name: _digest(value) for name, (_, _, value) in find_kept(model).items() if isinstance(value, _PLAIN)}
+def digest_kept(task: Task, model: Any, caches: bool = True) -> dict[str, int]:
+    """A digest of everything that a task and a torch model keep, by the words for it in a sentence.
+
+    Args:
+        task: all of whose attributes are digested.
+        model: without parameters and buffers.
+        caches: also what the model keeps that is neither a number nor a word.
+    """
+    of_task = {f"self.{name}": digest for name, digest in digest_attributes(task).items()}
+    kept = {name: value for name, (_, _, value) in find_kept(model).items() if caches or isinstance(value, _PLAIN)}
+    return of_task | {f"'{name}' of the model": _digest(value) for name, value in kept.items()}
 
 
 def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:

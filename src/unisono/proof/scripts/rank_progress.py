@@ -14,6 +14,7 @@ from typing import Any
 from unisono.runtime.errors import UnisonoError
 
 _PATIENCE = 0.2  # of the time that a run may take
+_BEGIN = {"updates": 0, "passes": 0, "since": 0, "ended": False}  # passes in all, and since the last update
 
 
 class UnequalUpdatesError(UnisonoError):
@@ -36,7 +37,7 @@ class RankProgress:
     def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
         self._files = [folder / f"progress-{number}.json" for number in range(size)]
         self._rank, self._patience = rank, _PATIENCE * timeout
-        self._mine = {"updates": 0, "passes": 0, "since": 0, "ended": False}  # since the last update
+        self._mine = dict(_BEGIN)
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -86,6 +87,5 @@ class RankProgress:
 
     def _read(self) -> dict[int, dict[str, Any]]:
         """What the others have done."""
-        unknown = {**self._mine, "updates": 0, "passes": 0, "since": 0, "ended": False}
         others = {rank: file for rank, file in enumerate(self._files) if rank != self._rank}
-        return {r: json.loads(f.read_text("utf-8")) if f.exists() else unknown for r, f in others.items()}
+        return {r: json.loads(f.read_text("utf-8")) if f.exists() else _BEGIN for r, f in others.items()}
