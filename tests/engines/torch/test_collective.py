@@ -87,6 +87,10 @@ def test_a_port_that_our_launcher_keeps_is_shared_with_rank_0_alone(monkeypatch:
         process_group.stop()
 
 
+def test_a_process_that_never_joined_can_stop() -> None:
+    process_group.stop()
+
+
 def test_a_process_that_meets_nobody_says_where_it_was(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it gives torch, which tries twice, half of the time; torch's pause between its tries is random."""
     given: list[float] = []
