@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -210,12 +211,15 @@ class Step:
         kept = device.carry(carry)
         totals = device.totals(kept)
         crosses = protocols.cross_sample_mode(forward.task) is not None
-        gradients, reports, left, outputs = (device.across_samples if crosses else device.by_micro_batch)(totals, kept)
+        compute = partial(device.across_samples if crosses else device.by_micro_batch, totals, kept)
+        on_cpus = forward.grid.devices > 1 and forward.grid.mesh.devices.flat[0].platform == "cpu"
+        computed, transposed = mesh.find_transposed_products(compute) if on_cpus else (compute(), set())
+        gradients, reports, left, outputs = computed
         self.forward.columns = forward.columns
         if self.defer:
             gradients = {name: mesh.scatter(value, forward.spec(name)) for name, value in gradients.items()}
         specs = {name: forward.spec(name) for name in gradients}
-        gradients, reports = mesh.sum_gradients(gradients, specs, reports)
+        gradients, reports = mesh.sum_gradients(gradients, specs, reports, transposed)
         if left is not None:
             if not carry:
                 raise ConfigError(
@@ -282,9 +286,9 @@ class _Device:
 
         def one(gathered: Any, given: Any) -> tuple[Any, tuple[jax.Array, Any, Any]]:
             gradients, made = jax.grad(objective, has_aux=True)(self.parameters, *given)
-            return jax.tree.map(jnp.add, gathered, gradients), made
+            return gradients if gathered is None else jax.tree.map(jnp.add, gathered, gradients), made
 
-        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters))
+        nothing = jax.tree.map(jnp.zeros_like, dict(self.parameters)) if self.step.passes > 1 else None
         gradients, (reports, left, outputs) = _scan(one, nothing, (self.batch, kept))
         return gradients, reports, left, outputs
 
