@@ -54,15 +54,6 @@ def test_a_task_without_one_of_its_five_methods_cannot_be_made(name: str) -> Non
         lacking()
 
 
-@pytest.mark.parametrize("signature", ["rng", "r: np.random.Generator", "generator=None"])
-def test_the_signature_of_sample_of_older_versions_is_refused_with_the_new_one(signature: str) -> None:
-    code = f"class Old(Least):\n    def sample(self, record, {signature}):\n        return record"
-    with pytest.raises(
-        ConfigError, match=r"Old\.sample\(.*older version.*sample\(self, record, context\): draw from conte"
-    ):
-        exec(code, {"Least": Least, "np": np})
-
-
 def test_a_context_that_is_taken_for_a_generator_says_where_the_generator_is() -> None:
     context = SampleContext(np.random.default_rng(0), training=True)
     with pytest.raises(AttributeError, match=r"draw from its generator: context\.rng\.normal\("):
