@@ -27,13 +27,18 @@ from unisono.task import Context, Loss, SampleContext
 STRATEGIES = ["ddp", "fsdp"]
 
 
-def started(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
-    """An engine that is set up, and the micro-batches of its steps."""
+def prepared(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
+    """An engine that is not set up, and the micro-batches of its steps."""
     source = task.data()
     plan = StreamPlan.create(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
     split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     engine = engine_of(task, config, place, group, split)
-    steps = list(Loader(task, source, plan, split, place.rank).steps())
+    return engine, list(Loader(task, source, plan, split, place.rank).steps())
+
+
+def started(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
+    """An engine that is set up, and the micro-batches of its steps."""
+    engine, steps = prepared(place, group, task, config)
     engine.setup(steps[0], {"lr": 0.1})
     return engine, steps
 
