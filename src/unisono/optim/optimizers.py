@@ -57,20 +57,15 @@ def build_optimizer(
 def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
     """One optimizer for all groups."""
     how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in names}
+
     match config:
         case AdamW():
-            return torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, **how
-            )
+            return torch.optim.AdamW(groups, **given("lr", "betas", "eps", "weight_decay"), **how)
         case Sgd():
-            return torch.optim.SGD(
-                groups,
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                weight_decay=config.weight_decay,
-                **how,
-            )
+            return torch.optim.SGD(groups, **given("lr", "momentum", "nesterov", "weight_decay"), **how)
         case settings.Lion():
             from unisono.optim.lion import Lion, LionForeach
 
@@ -79,17 +74,9 @@ def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementat
             optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
             return optimizer
         case settings.AdamAtan2():
-            return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
+            return AdamAtan2(groups, **given("lr", "betas", "a", "b", "weight_decay"), **how)
         case settings.Adafactor():
-            return ShardedAdafactor(
-                groups,
-                lr=config.lr,
-                beta2_decay=config.beta2_decay,
-                eps=config.eps,
-                d=config.clip,
-                weight_decay=config.weight_decay,
-                **how,
-            )
+            return ShardedAdafactor(groups, d=config.clip, **given("lr", "beta2_decay", "eps", "weight_decay"), **how)
     raise AssertionError(config)
 
 
