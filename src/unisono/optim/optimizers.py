@@ -148,7 +148,7 @@ def apply_schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float
             group["weight_decay"] = group["own_decay"] * decay / config.weight_decay
 
 
-def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, bool]:
+def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
     """Which implementation updates the parameters; the same on every layout, since they round differently.
 
     By default, SGD uses foreach, since torch has no fused SGD for sharded parameters (2.13), and Adafactor loops over
