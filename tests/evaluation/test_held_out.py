@@ -43,9 +43,8 @@ layouts = {"size": st.integers(1, 40), "world": st.integers(1, 6), "micro": st.i
 
 @settings(max_examples=60, deadline=None)
 @given(**layouts)
-def test_every_row_is_evaluated_and_counted_exactly_once_on_any_layout_in_equally_many_passes_of_every_rank(
-    size: int, world: int, micro: int
-) -> None:
+def test_every_row_is_evaluated_exactly_once_on_any_layout(size: int, world: int, micro: int) -> None:
+    """And counted once, in equally many passes of every rank."""
     ranks = batches(size, world, micro)
     assert evaluated(ranks) == list(range(size))
     assert len({sum(len(step) for step in rank) for rank in ranks}) == 1

@@ -49,6 +49,9 @@ def test_a_mean_over_micro_batches_is_the_sum_of_sums_over_the_sum_of_counts_in_
     assert result.terms == {"a": 3.0}, "the mean of the means would be 6.1"
     large = 2.0**24  # the next float32 is larger by two
     assert reduced([(micro({"a": 1}), loss({"a": large})), (micro({"a": 0}), loss({"a": 1.0}))]).terms["a"] == large + 1
+
+
+def test_a_sum_that_is_not_finite_is_not_hidden() -> None:
     assert math.isnan(reduced([(micro({"a": 2}), loss({"a": math.nan})), (micro({"a": 2}), loss({"a": 1.0}))]).loss)
 
 
