@@ -54,15 +54,6 @@ def test_a_task_without_one_of_its_five_methods_cannot_be_made(name: str) -> Non
         lacking()
 
 
-@pytest.mark.parametrize("signature", ["rng", "r: np.random.Generator", "generator=None"])
-def test_the_signature_of_sample_of_older_versions_is_refused_with_the_new_one(signature: str) -> None:
-    code = f"class Old(Least):\n    def sample(self, record, {signature}):\n        return record"
-    with pytest.raises(
-        ConfigError, match=r"Old\.sample\(.*older version.*sample\(self, record, context\): draw from conte"
-    ):
-        exec(code, {"Least": Least, "np": np})
-
-
 def test_a_context_that_is_taken_for_a_generator_says_where_the_generator_is() -> None:
     context = SampleContext(np.random.default_rng(0), training=True)
     with pytest.raises(AttributeError, match=r"draw from its generator: context\.rng\.normal\("):
@@ -97,10 +88,12 @@ def test_samples_of_one_shape_are_stacked_by_name_with_their_types() -> None:
 
 
 @pytest.mark.parametrize(("sample", "kind"), [(3, "int"), (np.zeros(2), "ndarray"), ((1, 2), "tuple")])
-def test_samples_that_are_no_dicts_need_a_collate_of_their_own(sample: Any, kind: str) -> None:
+def test_samples_that_are_no_dicts_of_the_same_keys_need_a_collate_of_their_own(sample: Any, kind: str) -> None:
     message = rf"Least\.sample returned a {kind}; the default collate stacks dicts of arrays\. Return a dict, or define"
     with pytest.raises(DataError, match=message):
         Least().collate([sample])
+    with pytest.raises(DataError, match=r"the keys \['x'\] for one row and \['x', 'y'\] for another"):
+        Least().collate([{"x": 1.0}, {"x": 1.0, "y": 2.0}])
 
 
 def test_five_methods_are_enough_and_the_rest_does_nothing_by_default(tmp_path: Path) -> None:
@@ -138,7 +131,7 @@ class Choosy(Least):
         kind: Literal["small", "large"]
 
 
-def test_settings_are_the_defaults_of_their_types_unless_given() -> None:
+def test_settings_are_the_defaults_of_their_types_unless_given_and_a_task_without_any_takes_no_key() -> None:
     task = Configured()
     assert (task.config.depth, task.data_config.folder, task.data_config.prefetch) == (2, "here", Data().prefetch)
     config, data = Configured.Config(depth=5), Configured.Data(folder="there")
@@ -146,9 +139,6 @@ def test_settings_are_the_defaults_of_their_types_unless_given() -> None:
     assert task.config is config
     assert task.data_config is data
     assert Least().data_config == Data()
-
-
-def test_a_task_without_settings_takes_no_key() -> None:
     assert Least().config.model_dump() == {}
     with pytest.raises(ValueError, match="depth"):
         Least.Config(depth=1)
@@ -163,19 +153,16 @@ def test_settings_without_a_default_have_to_be_given() -> None:
 # what a loss and a context are ----------------------------------------------------------------------------------------
 
 
-def test_a_loss_and_a_context_have_no_more_than_they_are_given() -> None:
+def test_a_loss_and_a_context_have_no_more_than_they_are_given_and_cannot_be_changed() -> None:
     loss, context = Loss({"next": torch.ones(())}), Context(step=3, training=True)
     assert (dict(loss.weights), dict(loss.metrics), loss.carry) == ({}, {}, None)
     assert (dict(context.scalars), context.carry) == ({}, None)
     assert Loss({}).metrics is not Loss({}).metrics
-
-
-@pytest.mark.parametrize(
-    ("value", "name"), [(Loss({}), "weights"), (Context(0, True), "step"), (Context(0, True), "scalars")]
-)
-def test_a_loss_and_a_context_cannot_be_changed(value: Any, name: str) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, {})
+    for value, name in ((loss, "weights"), (context, "step"), (context, "scalars")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, {})
+    with pytest.raises(ConfigError, match=r"a metric cannot be called grad_norm, lr: "):  # every event has those
+        Loss({"x": torch.tensor(1.0)}, metrics={"lr": (1.0, 1.0), "grad_norm": (1.0, 1.0), "other": (1.0, 1.0)})
 
 
 # load_weights ---------------------------------------------------------------------------------------------------------
@@ -195,30 +182,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
     return folder, weights
 
 
-def test_a_model_is_filled_with_the_newest_weights_of_a_run(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_a_model_is_filled_with_the_newest_weights_of_a_run_tied_ones_stay_tied_and_all_trainable(
+    run: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     folder, weights = run
-    model = TransformerTask().build()
+    model: Any = TransformerTask().build()
     assert unisono.load_weights(folder, model) == unisono.load_weights(str(folder), model) == 3
     assert model.state_dict().keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_filling_a_model_keeps_tied_weights_tied_and_trainable(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    model: Any = TransformerTask().build()
-    unisono.load_weights(run[0], model)
     assert model.head.weight is model.embedding.weight
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_another_model_is_refused_with_what_does_not_fit(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    message = (
-        r"does not match the model: missing \['model/weight', 'model/bias'\], unexpected .*model/embedding\.weight"
-    )
-    with pytest.raises(CheckpointError, match=message):
+    told = r"does not match the model: missing \['model/weight', 'model/bias'\], unexpected .*model/embedding\.weight"
+    with pytest.raises(CheckpointError, match=told):
         unisono.load_weights(run[0], LinearTask().build())
-
-
-def test_a_model_of_another_size_is_refused_with_both_shapes(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
     model: Any = TransformerTask().build()
     model.norm = nn.LayerNorm(5)
     with pytest.raises(CheckpointError, match=r"'model/norm\.weight' has shape \(16,\) in the checkpoint, but \(5,\)"):
@@ -236,24 +215,14 @@ def test_a_folder_without_a_run_or_a_checkpoint_has_no_weights(tmp_path: Path) -
 # the public face ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", unisono.__all__)
-def test_every_name_of_the_public_face_is_there(name: str) -> None:
-    assert getattr(unisono, name) is not None
-
-
-def test_the_public_face_is_what_its_modules_define() -> None:
+def test_every_name_of_the_public_face_is_there_and_no_other() -> None:
     from unisono.data.order.order import Order
     from unisono.launch.train import train
 
+    assert all(getattr(unisono, name) is not None for name in unisono.__all__)
     assert (unisono.Order, unisono.train, unisono.Task, unisono.__version__) == (Order, train, Task, __version__)
-
-
-def test_every_name_has_a_home_and_no_other_name_does() -> None:
     assert set(unisono._HOME) == set(unisono.__all__) - {"__version__"}
     assert dir(unisono) == sorted(unisono.__all__)
-
-
-def test_an_unknown_name_is_refused_as_in_any_module() -> None:
     with pytest.raises(AttributeError, match="module 'unisono' has no attribute 'trian'"):
         unisono.trian  # noqa: B018
 
@@ -274,14 +243,3 @@ def test_a_name_loads_what_it_needs_and_never_torch(code: str, loaded: str) -> N
     code += f"\nimport sys\nprint(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (told.stdout, told.stderr) == (loaded + "\n", "")
-
-
-def test_a_metric_cannot_take_the_name_of_what_every_event_holds() -> None:
-    with pytest.raises(ConfigError, match=r"a metric cannot be called grad_norm, lr: "):
-        Loss({"x": torch.tensor(1.0)}, metrics={"lr": (1.0, 1.0), "grad_norm": (1.0, 1.0), "other": (1.0, 1.0)})
-
-
-def test_samples_with_different_keys_are_refused() -> None:
-    task = LinearTask()
-    with pytest.raises(DataError, match=r"the keys \['x'\] for one row and \['x', 'y'\] for another"):
-        task.collate([{"x": 1.0}, {"x": 1.0, "y": 2.0}])

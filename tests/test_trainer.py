@@ -96,42 +96,32 @@ def test_a_result_tells_folder_steps_last_loss_and_last_evaluation(whole: tuple[
     assert all(found[-1][name] == value for name, value in result.evaluation.items())
 
 
-def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result]) -> None:
+def test_a_checkpoint_keeps_what_a_resume_has_to_know(whole: tuple[Path, Result], tmp_path: Path) -> None:
     (newest,) = commit.find_checkpoints(whole[0] / "checkpoints")[-1:]
     checkpoint = commit.read_manifest(newest)
     kept = checkpoint.state
     assert kept.keys() == resume_point.KEYS | resume_point.OPTIONAL_KEYS
     assert [kept[name] for name in ("step", "total", "random", "micro_batch", "plan")] == [5, 5, False, 8, None]
     assert checkpoint.about["config"]["train"]["steps"] == 5
-
-
-def test_a_checkpoint_knows_whether_the_forward_pass_draws_random_numbers(tmp_path: Path) -> None:
     run(tmp_path, config(1), TransformerTask(TransformerTask.Config(dropout=0.1)))
     (newest,) = commit.find_checkpoints(tmp_path / "checkpoints")
-    assert commit.read_manifest(newest).state["random"] is True
+    assert commit.read_manifest(newest).state["random"] is True, "the forward pass draws random numbers"
 
 
-def test_evaluating_a_run_gives_what_its_own_last_evaluation_gave(whole: tuple[Path, Result]) -> None:
-    assert evaluate(whole[0], config()) == {"step": 5, **whole[1].evaluation}
-
-
-def test_evaluating_a_run_writes_and_says_nothing(
+def test_evaluating_a_run_gives_what_its_own_last_evaluation_gave_and_writes_and_says_nothing(
     whole: tuple[Path, Result], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()}
-    evaluate(whole[0], config(observe={"progress": True, "trackers": ["tensorboard"]}))
+    found = evaluate(whole[0], config(observe={"progress": True, "trackers": ["tensorboard"]}))
+    assert found == {"step": 5, **whole[1].evaluation}
     assert {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()} == before
     assert capsys.readouterr().out == ""
 
 
-def test_training_learns(tmp_path: Path) -> None:
-    result = run(tmp_path, config(40, optim={"kind": "sgd", "lr": 0.1}), LinearTask())
+def test_training_learns_and_a_task_without_held_out_rows_is_not_evaluated(tmp_path: Path) -> None:
+    result = run(tmp_path, config(40, optim={"kind": "sgd", "lr": 0.1}, eval={"every": 1}), LinearTask())
     assert result.loss is not None
     assert result.loss < 0.1 * events.read_events(tmp_path / "events.jsonl")[0]["loss"]
-
-
-def test_a_task_without_held_out_rows_is_not_evaluated(tmp_path: Path) -> None:
-    result = run(tmp_path, config(2, eval={"every": 1}), LinearTask())
     assert dict(result.evaluation) == {}
     assert evaluations(tmp_path) == []
 

@@ -7,7 +7,6 @@ Features that only some tasks need (packed rows, losses across samples, recurren
 
 from __future__ import annotations
 
-import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from unisono.callback import Callback
 
 Batch = dict[str, Any]
-_OLD_NAMES = frozenset({"rng", "generator", "random", "rand"})  # `sample`'s second argument in older versions
 
 
 @runtime_checkable
@@ -166,11 +164,6 @@ class Task(ABC):
     draws_in_evaluation = False
     """Whether `sample` deliberately draws random numbers for held-out rows, as a masked language model does. If False,
     drawing for them is an error, because it would augment the rows being evaluated."""
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if "sample" in vars(cls):
-            _refuse_old_sample(cls)
 
     def __init__(self, config: Any = None, *, model: Any = None, data: Any = None) -> None:
         self.config = self._settings("Config", config)
@@ -317,18 +310,3 @@ def run_setup(task: Task) -> None:
 def setup_attributes(task: Task) -> set[str]:
     """The attributes that a task's `setup` has set, which are not part of the object's own state."""
     return {"_set_up_by", "_made_by_setup", *vars(task).get("_made_by_setup", ())}
-
-
-def _refuse_old_sample(cls: type[Task]) -> None:
-    """Raise if a class defines `sample(self, record, rng)`, the signature of older versions."""
-    try:
-        parameters = list(inspect.signature(cls.sample).parameters.values())
-    except (TypeError, ValueError):
-        return
-    for parameter in parameters[2:3]:
-        if parameter.name in _OLD_NAMES or "Generator" in str(parameter.annotation):
-            raise ConfigError(
-                f"{cls.__qualname__}.sample(self, record, {parameter.name}) has the signature of an older version. "
-                "Write sample(self, record, context): draw from context.rng, and augment only under "
-                "`if context.training:`"
-            )

@@ -46,12 +46,9 @@ def test_one_spike_in_the_history_moves_the_limit_no_further_than_its_other_numb
     assert spike_limit([*numbers, 1e9], 6.0) <= np.float32(farthest)  # as limits are rounded
 
 
-def test_deviations_are_those_of_normal_numbers() -> None:
+def test_deviations_are_those_of_normal_numbers_and_equal_numbers_leave_room_for_the_next_digit() -> None:
     numbers = np.random.default_rng(0).normal(100.0, 3.0, size=20_000).tolist()
     assert spike_limit(numbers, 6.0) == pytest.approx(118.0, abs=0.5)
-
-
-def test_equal_numbers_leave_room_for_the_next_digit() -> None:
     assert spike_limit([2.0] * 10, 6.0) == pytest.approx(2.12)
 
 
@@ -73,9 +70,12 @@ def skipped(found: SpikeDetection, of: StepResult, step: int = 0) -> str:
     return observers.on_reduced(of, observers.votes()).skipped
 
 
-def test_no_step_is_judged_before_the_history_is_full() -> None:
+def test_no_step_is_judged_before_the_history_is_full_or_without_the_setting() -> None:
     found = spikes()
     assert [skipped(found, result(10.0**step)) for step in range(4)] == [""] * 4
+    found = SpikeDetection(None)
+    assert [skipped(found, result(value)) for value in (1.0, 1.0, 1.0, 1e9)] == [""] * 4
+    assert found.state() == {}
 
 
 @pytest.mark.parametrize(("of", "is_spike"), [(["loss"], False), (["grad_norm"], True), (["loss", "grad_norm"], True)])
@@ -84,12 +84,6 @@ def test_it_is_said_what_was_over_which_limit(of: list[str], is_spike: bool) -> 
     for _ in range(4):
         skipped(found, result(1.0))
     assert skipped(found, result(1.0, 9.0)) == ("grad_norm 9 is over 1.06" if is_spike else "")
-
-
-def test_without_the_setting_nothing_is_judged() -> None:
-    found = SpikeDetection(None)
-    assert [skipped(found, result(value)) for value in (1.0, 1.0, 1.0, 1e9)] == [""] * 4
-    assert found.state() == {}
 
 
 def test_a_new_level_is_accepted_once_half_of_the_history_has_it() -> None:

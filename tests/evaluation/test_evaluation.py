@@ -13,13 +13,10 @@ import torch
 from torch import nn
 
 from tests import processes
+from tests.engines.torch.test_engine import started
 from tests.runs import configuration
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import EngineJob, StepResult
+from unisono.engines.protocol import StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut
@@ -84,15 +81,11 @@ def ready(
 ) -> Iterator[tuple[Any, HeldOut]]:
     """An engine that is set up, and the held-out rows."""
     task = task or ProbedTask()
-    source, batch = task.data(), config.train.global_batch
-    split = BatchSplit.create(batch, place.world_size, config.layout.micro_batch)
-    loader = Loader(task, source, StreamPlan.create(Order(len(source), 0), batch, 4, None), split, place.rank)
-    engine = TorchEngine(EngineJob(task, config, place, group, split))
+    engine, steps = started(place, group, task, config)
     try:
-        engine.setup(next(loader.steps()), {"lr": 0.1})
-        yield engine, HeldOut(task, task.held_out(), config, place, split.micro_batch)
+        micro_batch = config.layout.micro_batch or max(micro.size for micro in steps[0])
+        yield engine, HeldOut(task, task.held_out(), config, place, micro_batch)
     finally:
-        loader.close()
         engine.close()
 
 

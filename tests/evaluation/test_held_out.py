@@ -44,22 +44,12 @@ layouts = {"size": st.integers(1, 40), "world": st.integers(1, 6), "micro": st.i
 @settings(max_examples=60, deadline=None)
 @given(**layouts)
 def test_every_row_is_evaluated_exactly_once_on_any_layout(size: int, world: int, micro: int) -> None:
-    assert evaluated(batches(size, world, micro)) == list(range(size))
-
-
-@settings(max_examples=40, deadline=None)
-@given(**layouts)
-def test_every_rank_makes_equally_many_passes(size: int, world: int, micro: int) -> None:
-    passes = {sum(len(step) for step in rank) for rank in batches(size, world, micro)}
-    assert len(passes) == 1
-
-
-@settings(max_examples=40, deadline=None)
-@given(**layouts)
-def test_counts_of_all_ranks_are_those_of_the_rows(size: int, world: int, micro: int) -> None:
-    everything = [m for rank in batches(size, world, micro) for step in rank for m in step]
-    assert sum(m.counts["square"] for m in everything) == size
-    assert sum(m.work["rows"] for m in everything) == size
+    """And counted once, in equally many passes of every rank."""
+    ranks = batches(size, world, micro)
+    assert evaluated(ranks) == list(range(size))
+    assert len({sum(len(step) for step in rank) for rank in ranks}) == 1
+    everything = [m for rank in ranks for step in rank for m in step]
+    assert sum(m.counts["square"] for m in everything) == sum(m.work["rows"] for m in everything) == size
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,6 +65,7 @@ def test_of_some_rows_each_is_evaluated_once_and_they_are_the_same_on_any_layout
 def test_some_rows_are_drawn_from_all_of_them() -> None:
     chosen = evaluated(batches(1000, 1, 10, rows=100))
     assert all(any(first <= row < first + 100 for row in chosen) for first in range(0, 1000, 100))
+    assert HeldOut(Numbers(), range(10), configuration(eval={"rows": 7}), ProcessInfo(), 4).rows == 7
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 4), (2, 2), (100, 10)])
@@ -83,31 +74,20 @@ def test_the_micro_batch_is_that_of_evaluation_or_else_of_training(given: int | 
     assert len(first[0].rows) == expected
 
 
-def test_the_number_of_rows_is_told() -> None:
-    assert HeldOut(Numbers(), range(10), configuration(eval={"rows": 7}), ProcessInfo(), 4).rows == 7
-
-
-def test_held_out_rows_can_be_evaluated_as_often_as_wanted() -> None:
+def test_held_out_rows_can_be_evaluated_as_often_as_wanted_and_their_samples_are_the_same() -> None:
     held_out = HeldOut(Numbers(), range(10), configuration(), ProcessInfo(), 4)
     first, second = ([m.rows.tolist() for step in held_out.batches() for m in step] for _ in range(2))
     assert first == second == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_samples_of_held_out_rows_are_the_same_every_time() -> None:
     task = TransformerTask()
     held_out = HeldOut(task, task.held_out(), configuration(), ProcessInfo(), 4)
     first, second = ([m.arrays["tokens"] for step in held_out.batches() for m in step] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_an_evaluation_leaves_no_threads() -> None:
+def test_an_evaluation_leaves_no_threads_even_if_it_breaks_off() -> None:
     before = set(threading.enumerate())
     batches(10, 2, 2)
     assert set(threading.enumerate()) == before
-
-
-def test_an_evaluation_that_breaks_off_leaves_no_threads() -> None:
-    before = set(threading.enumerate())
     running = HeldOut(Numbers(), range(10), configuration(), ProcessInfo(), 2).batches()
     next(running)
     running.close()

@@ -11,19 +11,13 @@ from unisono.optim import ema
 from unisono.runtime.errors import ConfigError
 
 
-def test_it_is_the_weights_until_it_begins() -> None:
+def test_it_is_the_weights_until_it_begins_and_is_then_renewed_every_so_many_updates() -> None:
     config = Ema(decay=0.9, start=3)
     assert [ema.decay(config, made) for made in (1, 2, 3)] == [0.0, 0.0, 0.0]
     assert ema.decay(config, 4) == pytest.approx(0.1)
-
-
-def test_it_is_renewed_every_so_many_updates() -> None:
     config = Ema(decay=0.9, start=2, every=3, warmup=False)
     assert [ema.decay(config, made) for made in range(1, 9)] == [0.0, 0.0, None, None, 0.9, None, None, 0.9]
-
-
-def test_without_a_warm_up_it_keeps_all_of_its_decay_from_the_beginning() -> None:
-    assert ema.decay(Ema(decay=0.999, warmup=False), 1) == 0.999
+    assert ema.decay(Ema(decay=0.999, warmup=False), 1) == 0.999, "all of it from the beginning"
 
 
 @given(st.floats(0, 0.9999), st.integers(0, 50), st.integers(1, 9), st.integers(1, 10**6))

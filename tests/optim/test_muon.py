@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests import processes
 from tests.optim.test_optimizers import config
+from tests.runs import configuration
 from tests.tasks import Transformer
 from unisono.config.schema.optimizers import OptimizerGroup
 from unisono.engines.torch.parallel.wrap import find_blocks
@@ -48,12 +50,9 @@ def test_the_iteration_is_a_polynomial_of_the_singular_values(rows: int, columns
     np.testing.assert_allclose(made.numpy(), left @ np.diag(values) @ right, atol=1e-11)
 
 
-def test_singular_values_come_near_one() -> None:
+def test_singular_values_come_near_one_and_a_matrix_of_zeros_stays_one() -> None:
     values = np.linalg.svd(orthogonalise(matrix(32, 48), COEFFICIENTS, 5, 1e-7).numpy(), compute_uv=False)
     assert 0.6 < values.min() < values.max() < 1.2
-
-
-def test_a_matrix_of_zeros_stays_one() -> None:
     assert not orthogonalise(torch.zeros(3, 2), COEFFICIENTS, 5, 1e-7).any()
 
 
@@ -169,24 +168,18 @@ def of_muon(of: OptimizerGroup, model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
-def test_muon_takes_the_matrices_of_blocks_and_nothing_else() -> None:
-    assert of_muon(config("muon"), Transformer(0.0)) == HIDDEN
-
-
-def test_embeddings_inside_of_blocks_are_not_hidden_matrices() -> None:
+def test_muon_takes_the_matrices_of_blocks_and_nothing_else_not_even_their_embeddings() -> None:
     model = Transformer(0.0)
+    assert of_muon(config("muon"), model) == HIDDEN
     for block in model.blocks:
         block.positions = nn.Embedding(5, 5)
     assert of_muon(config("muon"), model) == HIDDEN
 
 
-def test_a_pattern_takes_matrices_away_from_muon_and_gives_it_others() -> None:
+def test_a_pattern_takes_matrices_away_from_muon_and_gives_it_others_but_no_bias() -> None:
     groups = [{"match": "blocks.0.*", "muon": False}, {"match": "embedding.*", "muon": True}]
     found = of_muon(config("muon", groups=groups), Transformer(0.0))
     assert found == {name for name in HIDDEN if "blocks.1" in name} | {"embedding.weight"}
-
-
-def test_a_pattern_that_gives_muon_a_bias_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"assigns 'blocks.0.up.bias' of shape \(64,\) to Muon"):
         of_muon(config("muon", groups=[{"match": "*.up.bias", "muon": True}]), Transformer(0.0))
 
@@ -198,11 +191,21 @@ def test_a_model_without_blocks_has_to_name_its_hidden_matrices() -> None:
     assert of_muon(config("muon", groups=[{"match": "0.weight", "muon": True}]), model) == {"0.weight"}
 
 
-def test_muon_in_a_pattern_belongs_to_muon() -> None:
-    from tests.runs import configuration
-
-    with pytest.raises(ValidationError, match="belongs to optim=muon, but the optimizer is lion"):
-        configuration(optim={"kind": "lion", "groups": [{"match": "*", "muon": False}]})
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        ("lion", {"groups": [{"match": "*", "muon": False}]}, "belongs to optim=muon, but the optimizer is lion"),
+        ("muon", {"lr": 0.02, "adjust_lr": "original"}, "give optim.rest.lr, too"),
+        ("muon", {"rest": {"kind": "adamw", "decay_all": True}}, "optim.rest.decay_all has no effect"),
+        ("muon", {"rest": {"kind": "adamw", "implementation": "loop"}}, "optim.rest.implementation has no effect"),
+        ("muon", {"rest": {"kind": "adamw", "groups": [{"match": "*"}]}}, "optim.rest.groups has no effect"),
+    ],
+)
+def test_settings_of_muon_and_of_its_rest_are_refused_where_they_do_not_belong(
+    kind: str, values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(told)):
+        configuration(optim={"kind": kind, **values})
 
 
 def test_it_is_told_what_updates_what() -> None:
@@ -222,17 +225,6 @@ def test_the_rest_has_the_rate_and_the_decay_of_the_matrices_unless_it_is_given_
     assert (found.rest.kind, found.rest.lr, found.rest.weight_decay) == ("adamw", 0.1, 0.5)
     found = config("muon", lr=0.1, weight_decay=0.5, rest={"kind": "adamw", "lr": 0.2, "weight_decay": 0.0})
     assert (found.rest.lr, found.rest.weight_decay) == (0.2, 0.0)
-
-
-def test_another_scale_of_the_rate_needs_a_rate_for_the_rest() -> None:
-    with pytest.raises(ValidationError, match=r"give optim\.rest\.lr, too"):
-        config("muon", lr=0.02, adjust_lr="original")
-
-
-@pytest.mark.parametrize("values", [{"decay_all": True}, {"implementation": "loop"}, {"groups": [{"match": "*"}]}])
-def test_the_rest_has_no_settings_that_count_for_all(values: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=f"optim.rest.{next(iter(values))} has no effect"):
-        config("muon", rest={"kind": "adamw", **values})
 
 
 def test_schedules_reach_both_parts_in_proportion() -> None:

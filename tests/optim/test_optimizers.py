@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,7 @@ def test_matrices_decay_and_biases_norms_and_embeddings_do_not() -> None:
     assert decays(config(weight_decay=0.1), nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 1)))["0.weight"] == 0.0
 
 
-def test_embeddings_do_not_decay_even_as_the_matrix_of_the_head() -> None:
-    assert decays(config(weight_decay=0.1), Net(tied=True))["embedding.weight"] == 0.0
-
-
-def test_a_tied_embedding_does_not_decay_if_the_head_is_registered_first() -> None:
+def test_embeddings_do_not_decay_even_as_the_matrix_of_a_head_that_is_registered_first() -> None:
     class HeadFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -71,6 +68,7 @@ def test_a_tied_embedding_does_not_decay_if_the_head_is_registered_first() -> No
             self.embedding = nn.Embedding(7, 4)
             self.embedding.weight = self.head.weight
 
+    assert decays(config(weight_decay=0.1), Net(tied=True))["embedding.weight"] == 0.0
     assert decays(config(weight_decay=0.1), HeadFirst()) == {"head.weight": 0.0}
 
 
@@ -88,47 +86,32 @@ def test_every_parameter_is_in_exactly_one_group(tied: bool) -> None:
 # groups by pattern --------------------------------------------------------------------------------------------------
 
 
-def test_a_pattern_gives_its_parameters_their_own_rate() -> None:
+def test_a_pattern_gives_its_parameters_their_own_rate_and_decay_and_leaves_the_others() -> None:
     found = scales(config(groups=[{"match": "middle.*", "lr_scale": 0.5}]), Net())
     assert {name for name, scale in found.items() if scale == 0.5} == {"middle.weight", "middle.bias"}
     assert set(found.values()) == {0.5, 1.0}
-
-
-def test_a_pattern_gives_its_parameters_their_own_decay() -> None:
     found = decays(config(weight_decay=0.1, groups=[{"match": "*norm.*", "weight_decay": 0.3}]), Net())
     assert {name for name, decay in found.items() if decay == 0.3} == {
         "norm.weight", "norm.bias", "wide_norm.weight", "wide_norm.bias",
     }  # fmt: skip
-
-
-def test_a_pattern_can_take_the_decay_away() -> None:
     assert decays(config(groups=[{"match": "middle.weight", "weight_decay": 0}]), Net())["middle.weight"] == 0.0
-
-
-def test_a_pattern_without_a_decay_leaves_it_as_it_is() -> None:
     of, plain = config(weight_decay=0.1, groups=[{"match": "*", "lr_scale": 2}]), config(weight_decay=0.1)
     assert decays(of, Net()) == decays(plain, Net())
 
 
-@pytest.mark.parametrize(("first", "second"), [("middle.*", "*.weight"), ("*.weight", "middle.*")])
-def test_the_first_matching_pattern_counts(first: str, second: str) -> None:
-    groups = [{"match": first, "lr_scale": 0.5}, {"match": second, "lr_scale": 0.25}]
-    assert scales(config(groups=groups), Net())["middle.weight"] == 0.5
+def test_the_first_matching_pattern_counts_even_if_it_leaves_others_nothing() -> None:
+    for first, second in (("middle.*", "*.weight"), ("*.weight", "middle.*"), ("*", "middle.*")):
+        groups = [{"match": first, "lr_scale": 0.5}, {"match": second, "lr_scale": 0.25}]
+        found = scales(config(groups=groups), Net())
+        assert found["middle.weight"] == 0.5
+    assert set(found.values()) == {0.5}
 
 
-def test_a_pattern_whose_parameters_were_all_taken_before_it_is_fine() -> None:
-    groups = [{"match": "*", "lr_scale": 0.5}, {"match": "middle.*", "lr_scale": 0.25}]
-    assert set(scales(config(groups=groups), Net()).values()) == {0.5}
-
-
-def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"'midle\.weight' matches no parameter, did you mean 'middle\.weight'\?"):
-        build_optimizer(config(groups=[{"match": "midle.weight"}]), Net())
-
-
-def test_patterns_do_not_fold_case() -> None:
-    with pytest.raises(ConfigError, match="matches no parameter"):
-        build_optimizer(config(groups=[{"match": "MIDDLE.*"}]), Net())
+@pytest.mark.parametrize(("match", "nearest"), [("midle.weight", "middle.weight"), ("MIDDLE.*", "")])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(match: str, nearest: str) -> None:
+    told = f", did you mean '{nearest}'?" if nearest else ""
+    with pytest.raises(ConfigError, match=re.escape(f"'{match}' matches no parameter{told}")):
+        build_optimizer(config(groups=[{"match": match}]), Net())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -145,27 +128,16 @@ def test_the_optimizer_has_the_settings_of_its_groups(kind: str) -> None:
 # what trains --------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_are_in_no_group() -> None:
+def test_frozen_parameters_are_in_no_group_and_a_model_with_nothing_to_train_is_refused() -> None:
     model = Net()
     model.middle.requires_grad_(False)
     held = {id(p) for group in build_optimizer(config(), model).param_groups for p in group["params"]}
     assert held == {id(p) for name, p in model.named_parameters() if not name.startswith("middle")}
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        build_optimizer(config(), Net().requires_grad_(False))
+        build_optimizer(config(), model.requires_grad_(False))
 
 
 # schedules ----------------------------------------------------------------------------------------------------------
-
-
-def _scheduled(of: OptimizerGroup, **scalars: float) -> dict[str, dict[str, Any]]:
-    model = Net()
-    optimizer = build_optimizer(of, model)
-    apply_schedule(optimizer, scalars, of)
-    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 GROUPS = [{"match": "head.*", "lr_scale": 0.5, "weight_decay": 0.4}, {"match": "norm.*", "lr_scale": 0}]
@@ -173,35 +145,25 @@ GROUPS = [{"match": "head.*", "lr_scale": 0.5, "weight_decay": 0.4}, {"match": "
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_the_scheduled_rate_reaches_every_group(kind: str) -> None:
-    found = _scheduled(config(kind, groups=GROUPS), lr=0.02)
-    assert all(
-        group["lr"] == {"head": 0.01, "norm": 0.0}.get(name.split(".")[0], 0.02) for name, group in found.items()
-    )
+    of, model = config(kind, groups=GROUPS), Net()
+    optimizer = build_optimizer(of, model)
+    apply_schedule(optimizer, {"lr": 0.02}, of)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert rates[id(parameter)] == {"head": 0.01, "norm": 0.0}.get(name.split(".")[0], 0.02)
 
 
-def test_a_decay_without_a_schedule_stays_as_it_is() -> None:
-    found = _scheduled(config(weight_decay=0.1, groups=GROUPS), lr=0.02)
-    assert (found["middle.weight"]["weight_decay"], found["head.weight"]["weight_decay"]) == (0.1, 0.4)
-
-
-def test_a_scheduled_decay_reaches_every_group_in_proportion() -> None:
-    found = _scheduled(config(weight_decay=0.1, groups=GROUPS), lr=0.02, weight_decay=0.05)
-    assert found["middle.weight"]["weight_decay"] == pytest.approx(0.05)
-    assert found["head.weight"]["weight_decay"] == pytest.approx(0.2)
-
-
-def test_a_scheduled_decay_leaves_alone_what_does_not_decay() -> None:
-    assert _scheduled(config(weight_decay=0.1), lr=0.02, weight_decay=0.05)["middle.bias"]["weight_decay"] == 0.0
-
-
-def test_a_schedule_does_not_compound() -> None:
+def test_a_scheduled_decay_reaches_every_group_in_proportion_and_does_not_compound() -> None:
     of, model = config(weight_decay=0.1, groups=GROUPS), Net()
     optimizer = build_optimizer(of, model)
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    parts = [found[id(part.weight)] for part in (model.middle, model.head)] + [found[id(model.middle.bias)]]
+    apply_schedule(optimizer, {"lr": 0.02}, of)
+    assert [part["weight_decay"] for part in parts] == [0.1, 0.4, 0.0], "not scheduled"
     for _ in range(3):
         apply_schedule(optimizer, {"lr": 0.02, "weight_decay": 0.05}, of)
-    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    assert found[id(model.head.weight)]["lr"] == 0.01
-    assert found[id(model.head.weight)]["weight_decay"] == pytest.approx(0.2)
+    assert parts[1]["lr"] == 0.01
+    assert [part["weight_decay"] for part in parts] == pytest.approx([0.05, 0.2, 0.0])
 
 
 # formulas -----------------------------------------------------------------------------------------------------------

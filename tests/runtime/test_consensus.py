@@ -71,11 +71,8 @@ def test_an_error_is_the_first_ones_and_the_others_are_let_go(both: list[Channel
         assert second.result(20) is None
 
 
-def test_whoever_is_gone_holds_up_nothing(both: list[Channel]) -> None:
+def test_whoever_is_gone_holds_up_nothing_and_alone_it_is_a_call(both: list[Channel]) -> None:
     assert run_on_first(both[0], lambda: time.sleep(0.1) or "made", "the work") == "made"
-
-
-def test_alone_it_is_a_call() -> None:
     threads = threading.active_count()
     assert run_on_first(SingleProcess(), threading.active_count, "the work") == threads
 
@@ -119,14 +116,11 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank(both: lis
     assert all(error.agreed for error in found)
 
 
-def test_what_all_say_is_said_without_a_rank_and_else_the_first_is(both: list[Channel]) -> None:
+def test_what_all_who_work_say_is_said_without_a_rank_and_else_the_first_is(both: list[Channel]) -> None:
     found = outcomes(both, fails(ConfigError("a")), fails(ConfigError("a")))
     assert [str(error) for error in found] == ["a"] * 2
     found = outcomes(both, fails(ConfigError("a")), fails(ConfigError("b")))
     assert [str(error) for error in found] == ["rank 0: a"] * 2
-
-
-def test_of_what_one_rank_does_for_all_the_rank_is_not_named(both: list[Channel]) -> None:
     found = outcomes(both, fails(KernelError("none", "A fault")), None)
     assert [(type(error), str(error), error.fault) for error in found] == [(KernelError, "none", "A fault")] * 2
 

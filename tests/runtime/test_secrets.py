@@ -83,14 +83,11 @@ def test_what_the_environment_keeps_secret_is_seen_anywhere(monkeypatch: pytest.
         secrets.refuse({"task": {"name": CANARY}})
 
 
-def test_values_under_secret_names_are_hidden_wherever_they_are_nested() -> None:
+def test_values_under_secret_names_are_hidden_wherever_they_are_nested_and_a_secret_type_is_refused() -> None:
     values = {"a": [{"token": CANARY, "n": 1}], "api_key": CANARY, "none": None, "password": None, "secret": 3}
     assert secrets.hidden(values) == {
         "a": [{"token": secrets.MASK, "n": 1}], "api_key": secrets.MASK, "none": None, "password": None, "secret": 3,
     }  # fmt: skip
-
-
-def test_settings_of_a_secret_type_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'task\.pin' is the name of a secret"):
         secrets.refuse({"task": {"pin": SecretStr(CANARY)}})
 
@@ -114,15 +111,19 @@ def test_no_packaged_recipe_has_anything_to_hide() -> None:
 @pytest.mark.parametrize(
     "name", ["PGPASSWORD", "OPENAI_KEY", "AZURE_STORAGE_KEY", "DB_PASS", "SLURM_JWT", "SAS_TOKEN", "HTTP_AUTHORIZATION"]
 )
-def test_variables_that_name_a_secret_are_hidden_in_every_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_name_a_secret_are_hidden_in_every_text_and_control_characters_in_what_is_printed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(name, CANARY)
     assert secrets.mask(f"cannot connect with {CANARY}") == "cannot connect with [hidden]"
+    console.say(f"host \x1b[2J{CANARY}\r done", error=True)
+    assert capsys.readouterr().err == "host \\x1b[2J[hidden]\\x0d done\n"
 
 
 @pytest.mark.parametrize(
     "text", ["${oc.env:PLAIN}", "${oc.env:PLAIN,none}", "${oc.decode:${oc.env:PLAIN}}", "${oc.${which}:PLAIN}"]
 )
-def test_a_configuration_does_not_read_the_environment(
+def test_neither_a_configuration_nor_an_override_reads_the_environment(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAIN", CANARY)
@@ -130,10 +131,6 @@ def test_a_configuration_does_not_read_the_environment(
     with pytest.raises(ConfigError, match=r"oc\.env:PLAIN.*may not read environment variables") as refused:
         compose("mine", config_dir=tmp_path)
     assert CANARY not in str(refused.value)
-
-
-def test_an_override_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLAIN", CANARY)
     with pytest.raises(ConfigError, match="may not read environment variables"):
         compose("language", ["run.name='${oc.env:PLAIN}'"])
 
@@ -157,14 +154,6 @@ def test_a_store_takes_where_it_lies_and_how_it_is_spoken_to() -> None:
     text = "{endpoint_url: 'http://127.0.0.1:9', anon: true, client_kwargs: {region_name: eu-1}}"
     config = validate_config(compose("language", [f"checkpoint.upload.options={text}"]))
     assert config.checkpoint.upload.options == given
-
-
-def test_what_is_printed_has_neither_secrets_nor_control_characters(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PGPASSWORD", CANARY)
-    console.say(f"host \x1b[2J{CANARY}\r done", error=True)
-    assert capsys.readouterr().err == "host \\x1b[2J[hidden]\\x0d done\n"
 
 
 def test_events_hold_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ OWN = _names("""
     recipes.puzzles.data.library recipes.puzzles.data.prepared
     recipes.speech.library recipes.speech.show recipes.speech.voices runtime.collective_log runtime.files
     runtime.heartbeat runtime.safe_paths supervise.collective_mismatch supervise.identity supervise.monitor
-    supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.callbacks.telemetry
+    supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.telemetry
 """)
 
 

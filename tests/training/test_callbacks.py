@@ -187,16 +187,21 @@ def test_what_a_callback_raises_ends_the_run_with_its_name_and_the_point(tmp_pat
     assert caught.value.exit_code == 1
 
 
-def test_a_mistake_that_a_callback_reports_is_told_without_a_traceback(tmp_path: Path) -> None:
+def test_a_mistake_that_a_callback_reports_is_told_without_a_traceback_and_what_is_no_wish_is_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match=r"^callback Failing on rank 0, on_step after step 1: by zero$"):
-        run(tmp_path, config(4), Failing("step", error=ConfigError))
+        run(tmp_path / "a", config(4), Failing("step", error=ConfigError))
+    told = r"on_step after step 1: TypeError: returned 'stop'; a callback returns None"
+    with pytest.raises(CallbackError, match=told):
+        run(tmp_path / "b", config(4), Recording({("step", 1): "stop"}))  # type: ignore[dict-item]
 
 
-def test_what_is_no_wish_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CallbackError, match=r"on_step after step 1: TypeError: returned 'stop'; a callback returns None"
-    ):
-        run(tmp_path, config(4), Recording({("step", 1): "stop"}))  # type: ignore[dict-item]
+def test_the_log_of_the_run_has_the_traceback_of_a_callback(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError):
+        run(tmp_path, config(2), Failing("step"))
+    assert "ZeroDivisionError: by zero" in (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])["step"] == 1
 
 
 # state ----------------------------------------------------------------------------------------------------------------
@@ -279,24 +284,17 @@ def test_a_run_is_stopped_early_and_stays_so_until_it_is_given_more_patience(tmp
     assert run(tmp_path, how, stopping(**{**patient, "patience": 4})).step == 5
 
 
-def test_a_metric_that_no_evaluation_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"metric=accuarcy: this task's evaluations have no such metric, did you mean 'accuracy'"
-    ):
-        run(tmp_path, config(4, eval={"every": 1}), stopping(metric="accuarcy"))
-
-
-def test_a_run_that_is_not_evaluated_cannot_be_stopped_by_its_evaluations() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.every is null"):
-        stopping().check(config(4))
-
-
 class Needy(Callback):
     class Config(Settings):
         count: PositiveInt
 
 
-def test_settings_that_a_callback_needs_are_named() -> None:
+def test_what_a_callback_cannot_work_with_is_refused(tmp_path: Path) -> None:
+    told = r"metric=accuarcy: this task's evaluations have no such metric, did you mean 'accuracy'"
+    with pytest.raises(ConfigError, match=told):
+        run(tmp_path, config(4, eval={"every": 1}), stopping(metric="accuarcy"))
+    with pytest.raises(ConfigError, match=r"eval\.every is null"):
+        stopping().check(config(4))
     with pytest.raises(ConfigError, match="Needy needs settings: count"):
         Needy()
 
@@ -338,10 +336,3 @@ def test_what_one_rank_asks_for_or_raises_is_everyones(tmp_path: Path) -> None:
     assert first[1:] == [
         [f"callback Failing on rank 1, {where}: ZeroDivisionError: by zero", True] for where in POINTS.values()
     ]
-
-
-def test_the_log_of_the_run_has_the_traceback_of_a_callback(tmp_path: Path) -> None:
-    with pytest.raises(CallbackError):
-        run(tmp_path, config(2), Failing("step"))
-    assert "ZeroDivisionError: by zero" in (tmp_path / "logs" / "rank-00000.log").read_text()
-    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])["step"] == 1

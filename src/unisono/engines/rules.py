@@ -10,14 +10,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Communicator
-from unisono.runtime.errors import ConfigError, KernelError, MemoryExhaustedError
+from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError
 from unisono.task import Batch, Context, Loss, Task
 
 ReportNames = list[list[str]]  # of terms, metrics and work
+OUTPUTS = "outputs"  # a non-finite entry that explains all others: what is computed across samples follows from them
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -203,6 +206,22 @@ def shrinking_factor(norm: Any, largest: Any) -> Any:
     return largest / (norm + _CLIP_EPSILON)
 
 
+def check_moved(before: Mapping[str, Any], after: Mapping[str, Any], with_gradient: Sequence[str], lr: float) -> None:
+    """Check that parameters with a gradient were changed by an update, by their digests before and after it.
+
+    Raises:
+        GuardError: if none changed although the learning rate is not zero; a few may stay equal by rounding.
+    """
+    still = [name for name in with_gradient if np.array_equal(before[name], after[name])]
+    if lr > 0 and still and len(still) == len(with_gradient):
+        names = ", ".join(still[:4]) + (", …" if len(still) > 4 else "")
+        raise GuardError(
+            f"the update changed none of the {len(still)} parameters that have a gradient ({names}): "
+            "the optimizer does not reach the parameters that the model computes with",
+            fault="Parameters do not train",
+        )
+
+
 # what ranks must agree on ---------------------------------------------------------------------------------------------
 
 
@@ -248,6 +267,25 @@ def gather_first_pass(communicator: Communicator, left_out: Sequence[str], rando
     """Whether any rank's first pass drew random numbers, and the parameters that any of them left out; collective."""
     everyone = communicator.gather([list(left_out), random], "the others to warm up")
     return any(drew for _, drew in everyone), sorted({name for names, _ in everyone for name in names})
+
+
+def format_non_finite(communicator: Communicator, own: list[list[Any]], nothing: str) -> str:
+    """A description of what is not finite in which micro-batches; collective.
+
+    Args:
+        communicator: of all processes.
+        own: rank, number, source rows, and what is not finite, of each such micro-batch of this process.
+        nothing: the description if there is no such micro-batch.
+    """
+    everyone = [entry for entries in communicator.gather(own, "where the step is not finite") for entry in entries]
+    everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}, "
+        f"{f'source rows {rows}' if rows else 'which has padding rows alone (divide by at least one there)'}: "
+        f"{', '.join(what)}"
+        for rank, number, rows, what in everyone
+    )
+    return f"and the parameters were not updated. {where or nothing}"
 
 
 def _format(values: Mapping[str, Any]) -> str:

@@ -6,12 +6,14 @@ checkpoint of one layout can be read by any other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from unisono.engines.host_arrays import Array
+from unisono.runtime.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,21 @@ class StateReader(Protocol):
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
         """Read the piece of an array that begins at `offset` into a contiguous array of its shape and dtype."""
+
+
+def check_arrays(mine: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has exactly the expected arrays, given the shapes of both by name.
+
+    Raises:
+        CheckpointError: naming arrays that are missing, unexpected, or of another shape.
+    """
+    missing = [name for name in mine if name not in saved]
+    unexpected = [name for name in saved if name not in mine]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the checkpoint does not match the model: missing {missing[:4] or 'nothing'}, unexpected "
+            f"{unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all)"
+        )
+    for name, shape in mine.items():
+        if tuple(shape) != tuple(saved[name]):
+            raise CheckpointError(f"'{name}' has shape {saved[name]} in the checkpoint, but {shape} in the model")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +14,10 @@ from unisono.config.schema import optimizers as settings
 from unisono.config.schema.optimizers import AdamW, OptimizerGroup, Sgd
 from unisono.optim.adafactor import ShardedAdafactor
 from unisono.optim.adam_atan2 import AdamAtan2
+from unisono.optim.groups import ParameterSettings, choose_settings
 from unisono.optim.muon import Muon
 from unisono.optim.sign_sgd import RowSignSgd
-from unisono.runtime.errors import ConfigError, nearest
-from unisono.runtime.text import join_names
+from unisono.runtime.errors import ConfigError
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -45,7 +43,10 @@ def build_optimizer(
         parts.append(RowSignSgd(by_row, lr=config.lr))
         groups = [group for group in groups if group["rule"] is None]
     if isinstance(config, settings.Muon):
-        parts.append(_build_muon(config, [group for group in groups if group["muon"]]))
+        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr")
+        dtype = torch.bfloat16 if config.ns_dtype == "bf16" else None
+        given = {name: getattr(config, name) for name in names}
+        parts.append(Muon([group for group in groups if group["muon"]], ns_dtype=dtype, **given))
         groups = [group for group in groups if not group["muon"]]
     if groups:
         rest = config.rest if isinstance(config, settings.Muon) else config
@@ -53,38 +54,18 @@ def build_optimizer(
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-def _build_muon(config: settings.Muon, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return Muon(
-        groups,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        ns_coefficients=config.ns_coefficients,
-        ns_steps=config.ns_steps,
-        ns_dtype=torch.bfloat16 if config.ns_dtype == "bf16" else None,
-        eps=config.eps,
-        adjust_lr=config.adjust_lr,
-    )
-
-
 def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
     """One optimizer for all groups."""
     how = _kernel(config, implementation, [parameter for group in groups for parameter in group["params"]])
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in names}
+
     match config:
         case AdamW():
-            return torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, **how
-            )
+            return torch.optim.AdamW(groups, **given("lr", "betas", "eps", "weight_decay"), **how)
         case Sgd():
-            return torch.optim.SGD(
-                groups,
-                lr=config.lr,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                weight_decay=config.weight_decay,
-                **how,
-            )
+            return torch.optim.SGD(groups, **given("lr", "momentum", "nesterov", "weight_decay"), **how)
         case settings.Lion():
             from unisono.optim.lion import Lion, LionForeach
 
@@ -93,17 +74,9 @@ def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementat
             optimizer: torch.optim.Optimizer = kind(groups, lr=config.lr or 1.0, betas=config.betas)
             return optimizer
         case settings.AdamAtan2():
-            return AdamAtan2(groups, config.lr, config.betas, config.a, config.b, config.weight_decay, how["foreach"])
+            return AdamAtan2(groups, **given("lr", "betas", "a", "b", "weight_decay"), **how)
         case settings.Adafactor():
-            return ShardedAdafactor(
-                groups,
-                lr=config.lr,
-                beta2_decay=config.beta2_decay,
-                eps=config.eps,
-                d=config.clip,
-                weight_decay=config.weight_decay,
-                **how,
-            )
+            return ShardedAdafactor(groups, d=config.clip, **given("lr", "beta2_decay", "eps", "weight_decay"), **how)
     raise AssertionError(config)
 
 
@@ -133,57 +106,25 @@ class CombinedOptimizer(torch.optim.Optimizer):
 def parameter_groups(
     config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
 ) -> list[dict[str, Any]]:
-    """Groups of parameters that share a learning rate scale, a weight decay and an optimizer.
-
-    Two defaults apply, unless the first matching pattern overrides them: weight decay applies to matrices, but not to
-    biases, norm weights and embeddings (unless `decay_all`); Muon updates the matrices of blocks, but not embeddings.
-    """
+    """Groups of parameters with the same settings; see `choose_settings`."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ConfigError("the model has no trainable parameter: every requires_grad is False")
     exempt, embeddings = _parameters_of(model, _NO_DECAY), _parameters_of(model, _EMBEDDINGS)
     hidden = {id(parameter) for block in blocks for parameter in block.parameters()} - embeddings
-    rest = config.rest if isinstance(config, settings.Muon) else config
-    groups: dict[tuple[float, float, bool, str | None], dict[str, Any]] = {}
-    for name, parameter in trainable.items():
-        pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), settings.ParameterGroup(match="*"))
-        matrix = not name.endswith("bias")  # biases of stacked experts have two axes
-        muon = isinstance(config, settings.Muon) and matrix and parameter.dim() == 2 and id(parameter) in hidden
-        muon = muon and pattern.rule is None
-        if pattern.muon is not None:
-            muon = pattern.muon
-        if muon and (parameter.dim() != 2 or parameter.is_complex()):
-            raise ConfigError(
-                f"optim.groups: '{pattern.match}' assigns '{name}' of shape {tuple(parameter.shape)} to Muon, which "
-                "updates real matrices only; make the pattern match only those"
-            )
-        own = config if muon else rest
-        lr_scale = pattern.lr_scale * (own.lr / config.lr if own is not config else 1.0)
-        decays = config.decay_all or (matrix and parameter.dim() >= 2 and id(parameter) not in exempt)
-        decay = (own.weight_decay if decays else 0.0) if pattern.weight_decay is None else pattern.weight_decay
-        group = groups.setdefault(
-            (lr_scale, decay, muon, pattern.rule),
-            {
-                "params": [],
-                "weight_decay": decay,
-                "own_decay": decay,
-                "lr_scale": lr_scale,
-                "muon": muon,
-                "rule": pattern.rule,
-            },
-        )
-        group["params"].append(parameter)
-    for pattern in config.groups:
-        if not any(fnmatchcase(name, pattern.match) for name in trainable):
-            raise ConfigError(
-                f"optim.groups: '{pattern.match}' matches no parameter, {_suggest_names(pattern.match, trainable)}"
-            )
-    if isinstance(config, settings.Muon) and not any(group["muon"] for group in groups.values()):
-        raise ConfigError(
-            "optim=muon: the model has no repeated blocks with matrices, so its hidden matrices are not "
-            "known. Name them: optim.groups=[{match: '*.weight', muon: true}]; its parameters are "
-            f"{join_names(trainable)}"
-        )
+    chosen = choose_settings(
+        config,
+        {name: tuple(parameter.shape) for name, parameter in trainable.items()},
+        hidden={name for name, parameter in trainable.items() if id(parameter) in hidden},
+        exempt={name for name, parameter in trainable.items() if id(parameter) in exempt},
+        not_muon={name for name, parameter in trainable.items() if parameter.dim() != 2 or parameter.is_complex()},
+        muon_updates="real matrices",
+    )
+    groups: dict[ParameterSettings, dict[str, Any]] = {}
+    for name, one in chosen.items():
+        named = {"lr_scale": one.lr_scale, "muon": one.muon, "rule": one.rule}
+        group = groups.setdefault(one, {"params": [], "weight_decay": one.decay, "own_decay": one.decay, **named})
+        group["params"].append(trainable[name])
     return list(groups.values())
 
 
@@ -192,11 +133,9 @@ def describe_updates(config: OptimizerGroup, optimizer: torch.optim.Optimizer, m
     names = {parameter: name for name, parameter in model.named_parameters()}
     lines = []
     for group in optimizer.param_groups:
-        kind = config.rest.kind if isinstance(config, settings.Muon) and not group["muon"] else config.kind
-        kind = group["rule"] or kind
+        one = ParameterSettings(group["lr_scale"], group["own_decay"], group["muon"], group["rule"])
         count = sum(parameter.numel() for parameter in group["params"])
-        rates = f"lr {config.lr * group['lr_scale']:g}, weight decay {group['own_decay']:g}"
-        lines.append(f"{kind}, {rates}: {count:,} parameters in {join_names(names[p] for p in group['params'])}")
+        lines.append(one.describe(config, [names[p] for p in group["params"]], count))
     return lines
 
 
@@ -209,7 +148,7 @@ def apply_schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float
             group["weight_decay"] = group["own_decay"] * decay / config.weight_decay
 
 
-def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, bool]:
+def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
     """Which implementation updates the parameters; the same on every layout, since they round differently.
 
     By default, SGD uses foreach, since torch has no fused SGD for sharded parameters (2.13), and Adafactor loops over
@@ -231,12 +170,3 @@ def _kernel(config: OptimizerGroup, implementation: str, parameters: list[nn.Par
 def _parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
     """The ids of parameters owned directly by modules of certain types."""
     return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
-
-
-def _suggest_names(pattern: str, names: Iterable[str]) -> str:
-    """A suggestion: the names nearest to a pattern."""
-    one = nearest(pattern, names)
-    if one.startswith("did you mean"):
-        return one
-    similarity = {name: SequenceMatcher(None, pattern, name).ratio() for name in names}
-    return f"the nearest are {join_names(sorted(similarity, key=lambda name: (-similarity[name], name)))}"

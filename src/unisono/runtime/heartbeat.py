@@ -20,16 +20,13 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
 
-DIRECTORY_VARIABLE = (
-    "UNISONO_PULSE"  # the environment variable that names the directory; without it nothing is reported
-)
+DIRECTORY_VARIABLE = "UNISONO_PULSE"  # names the directory; without it nothing is reported
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
 NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused by torch, Slurm and glibc
@@ -43,7 +40,6 @@ _STEPS = struct.Struct(f"<I{_MAX_DURATIONS}d")
 _RECORD_OFFSET = _HEAD.size
 _DURATIONS_OFFSET = _RECORD_OFFSET + 4 + _NOW.size + _DETAIL_BYTES
 _SIZE = _DURATIONS_OFFSET + 4 + _STEPS.size
-_NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 # For fault injection: called when a phase begins, with its name, its detail and the current step.
 phase_hook: Callable[[str, str, int], None] | None = None
@@ -113,13 +109,13 @@ class HeartbeatWriter:
         self._step_ended = 0
         self._totals = [0] * len(PHASES)
         self._durations: list[float] = []
-        self._phase, self._outer, self._detail = 0, 0, b""
+        self._phase, self._outer, self._detail = 0, 0, ""
         self._stacks = _register_stack_dump(directory, rank)
         self._write()
         self._write_durations()
         self._map[:_RECORD_OFFSET] = _HEAD.pack(_MAGIC, _SIZE)
 
-    def set_phase(self, phase: int, outer: int, detail: bytes) -> None:
+    def set_phase(self, phase: int, outer: int, detail: str) -> None:
         """Report a new phase."""
         now = monotonic_ns()
         self._totals[self._phase] += now - self._last
@@ -127,7 +123,7 @@ class HeartbeatWriter:
         self._phase, self._outer, self._detail = phase, outer, detail
         self._write()
 
-    def current_phase(self) -> tuple[int, int, bytes]:
+    def current_phase(self) -> tuple[int, int, str]:
         """The phase reported last, for `set_phase`."""
         return self._phase, self._outer, self._detail
 
@@ -156,53 +152,12 @@ class HeartbeatWriter:
 
     def _write(self) -> None:
         self._number += 1
-        detail = self._detail
+        detail = self._detail.encode(errors="replace")[:_DETAIL_BYTES]
         packed = _NOW.pack(
             self._number, self._pid, self.rank, self.steps_done, self._last, self._began, self._step_ended,
-            self._phase,
-            self._outer, *self._totals, len(detail),
+            self._phase, self._outer, *self._totals, len(detail),
         ) + detail.ljust(_DETAIL_BYTES, b"\0")  # fmt: skip
         self._map[_RECORD_OFFSET:_DURATIONS_OFFSET] = zlib.crc32(packed).to_bytes(4, "little") + packed
-
-
-class _RestoredPhase:
-    """A context that restores the initial phase when it ends."""
-
-    __slots__ = ("_before", "_pulse")
-
-    def __init__(self, pulse: HeartbeatWriter) -> None:
-        self._pulse = pulse
-
-    def __enter__(self) -> None:
-        self._before = self._pulse.current_phase()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None and self._pulse is _pulse and self._pulse.current_phase() != self._before:
-            self._pulse.set_phase(*self._before)
-
-
-class _PhaseContext:
-    """The context of a phase."""
-
-    __slots__ = ("_before", "_detail", "_name", "_pulse")
-
-    def __init__(self, pulse: HeartbeatWriter, name: str, detail: str) -> None:
-        self._pulse, self._name, self._detail = pulse, name, detail
-
-    def __enter__(self) -> None:
-        pulse = self._pulse
-        self._before = before = pulse.current_phase()
-        # A wait is part of the enclosing phase; any other phase stands for itself.
-        outer = before[0] if before[0] != _WAIT else before[1]
-        pulse.set_phase(_NUMBER[self._name], outer, self._detail.encode(errors="replace")[:_DETAIL_BYTES])
-        if phase_hook is not None:
-            phase_hook(self._name, self._detail, current_step())
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error the phase stays where it failed, for the report once this process is gone. `stop` may have
-        # been called inside.
-        if kind is None and self._pulse is _pulse:
-            self._pulse.set_phase(*self._before)
 
 
 _NUMBER = {name: number for number, name in enumerate(PHASES)}
@@ -222,41 +177,58 @@ def stop(code: int | None = None) -> None:
     global _pulse
     if _pulse is not None:
         last, _, detail = _pulse.current_phase()
-        _pulse.set_phase(_NUMBER["left"], last, b"%d %s" % (code or 0, detail[: _DETAIL_BYTES - 8]))
+        _pulse.set_phase(_NUMBER["left"], last, f"{code or 0} {detail}")
         _pulse.close()
         _pulse = None
 
 
-def phase(name: str, detail: str = "") -> AbstractContextManager[Any]:
-    """Return a context during which this process is in a phase; phases nest.
+@contextmanager
+def phase(name: str, detail: str = "") -> Iterator[None]:
+    """A context during which this process is in a phase; phases nest.
 
     Args:
         name: One of `PHASES`.
         detail: For people, e.g. what is waited for.
     """
-    pulse = _pulse
-    if pulse is None or threading.get_ident() != pulse.thread:
-        return _NULL_CONTEXT
-    return _PhaseContext(pulse, name, detail)
+    pulse = _own_pulse()
+    if pulse is None:
+        yield
+        return
+    before = pulse.current_phase()
+    # A wait is part of the enclosing phase; any other phase stands for itself.
+    pulse.set_phase(_NUMBER[name], before[0] if before[0] != _WAIT else before[1], detail)
+    if phase_hook is not None:
+        phase_hook(name, detail, current_step())
+    # After an error the phase stays where it failed, for the report once this process is gone.
+    yield
+    if pulse is _pulse:  # `stop` may have been called inside
+        pulse.set_phase(*before)
 
 
-def restore_phase() -> AbstractContextManager[Any]:
-    """Return a context that restores the current phase when it ends, even after `mark_waiting`."""
-    pulse = _pulse
-    return _NULL_CONTEXT if pulse is None or threading.get_ident() != pulse.thread else _RestoredPhase(pulse)
+@contextmanager
+def restore_phase() -> Iterator[None]:
+    """A context that restores the current phase when it ends, even after `mark_waiting`."""
+    pulse = _own_pulse()
+    if pulse is None:
+        yield
+        return
+    before = pulse.current_phase()
+    yield
+    if pulse is _pulse and pulse.current_phase() != before:
+        pulse.set_phase(*before)
 
 
 def record_step(steps_done: int, seconds: float | None = None) -> None:
     """Report how many steps are done, and how long the last one took, if this process ran it."""
-    if _pulse is not None and threading.get_ident() == _pulse.thread:
-        _pulse.step(steps_done, seconds)
+    if (pulse := _own_pulse()) is not None:
+        pulse.step(steps_done, seconds)
 
 
 def mark_waiting(detail: str) -> None:
     """Report that from here to the end of the enclosing context this process waits for others."""
-    pulse = _pulse
-    if pulse is not None and threading.get_ident() == pulse.thread and pulse.current_phase()[0] != _WAIT:
-        pulse.set_phase(_WAIT, pulse.current_phase()[0], detail.encode(errors="replace")[:_DETAIL_BYTES])
+    pulse = _own_pulse()
+    if pulse is not None and pulse.current_phase()[0] != _WAIT:
+        pulse.set_phase(_WAIT, pulse.current_phase()[0], detail)
 
 
 def is_active() -> bool:
@@ -266,11 +238,15 @@ def is_active() -> bool:
 
 def current_step() -> int:
     """Return the current step, from 1; 0 before the first, and if nothing is reported."""
-    return (
-        0
-        if _pulse is None
-        else _step_at(_pulse.steps_done, PHASES[_pulse.current_phase()[0]], PHASES[_pulse.current_phase()[1]])
-    )
+    if _pulse is None:
+        return 0
+    now, outer, _ = _pulse.current_phase()
+    return _step_at(_pulse.steps_done, PHASES[now], PHASES[outer])
+
+
+def _own_pulse() -> HeartbeatWriter | None:
+    """The writer, if this is the thread that reports."""
+    return _pulse if _pulse is not None and threading.get_ident() == _pulse.thread else None
 
 
 def _step_at(steps_done: int, phase: str, outer: str) -> int:

@@ -1,26 +1,28 @@
 """The training loop, top to bottom: micro-batches, step, then evaluate, save or stop. Independent of torch and JAX.
 
-Everything around a step (evaluation, saving, the ledger, uploads, …) is a callback of the loop, one module each in
-`unisono.training.callbacks`; the user's callbacks are called at the same points.
+Evaluation, saving and telemetry have a module each; the user's callbacks are called at the same points.
 """
 
 from __future__ import annotations
 
 import shlex
+import uuid
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from unisono.callback import Callback, RunInfo
+from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
+from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import MicroBatch
-from unisono.data.order.planning import checkable_sources
 from unisono.engines.protocol import StepResult
 from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
+from unisono.observe.profile import Profile
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, docs_link
@@ -28,16 +30,11 @@ from unisono.supervise import run_lock
 from unisono.supervise.shape_tracking import ShapeTracker
 from unisono.supervise.step_sync import Decision, RankRequests, StepSync
 from unisono.task import Task
-from unisono.training.callbacks.data_changes import DataChanges
-from unisono.training.callbacks.disk_space import DiskSpace
 from unisono.training.callbacks.dispatch import Callbacks
-from unisono.training.callbacks.evaluation import Evaluation
-from unisono.training.callbacks.ledger import LedgerWriter
-from unisono.training.callbacks.profiling import Profiling
-from unisono.training.callbacks.saving import Saving
-from unisono.training.callbacks.telemetry import Telemetry
-from unisono.training.callbacks.uploads import CheckpointUploads
+from unisono.training.evaluation import Evaluation
 from unisono.training.parts import TrainingParts
+from unisono.training.saving import Saving
+from unisono.training.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def train(
         with _suggest_proof(run.config.recipe), Training(task, run, process, communicator, callbacks) as training:
             with heartbeat.phase("record"):
                 results = deque(training.steps(), maxlen=1)
-            training.telemetry.say(f"run: {run.directory}")
+            training.say(f"run: {run.directory}")
             loss = results[0].loss if results else None
             return Result(run.directory, training.step, loss, training.evaluated, training.stopped)
     finally:
@@ -116,8 +113,10 @@ class Training:
         first: updates made before this start.
         step: updates made.
         stopped: why the run ended before its last step; empty if it did not.
-        telemetry: shows and records the run.
+        say: shows a line on the console of rank 0.
     """
+
+    say: Callable[[str], None]
 
     def __init__(
         self,
@@ -139,41 +138,41 @@ class Training:
     def __enter__(self) -> Training:
         with ExitStack() as opened:
             opened.callback(self._parts.close)
-            parts, run, communicator = self._parts, self._run, self._communicator
+            parts, run, communicator, process = self._parts, self._run, self._communicator, self._process
             resumption = parts.resume()
             facts, self.first = parts.setup(resumption)
             self.step = self.first
-            if self._process.is_first:
+            if process.is_first:
                 trackers.restore_ids(run.directory, resumption.saved_value("trackers") or {})
-            about = {**parts.data, **parts.scalars.step_programs(self._task.static_scalars), **self._task.facts()}
-            self.telemetry = Telemetry(
-                run, parts, self._process, communicator, facts, about, lambda: self._unsaved_since
-            )
-            best = Best(resumption.saved_value("best"))
-            self._evaluation = Evaluation(run.config, parts, communicator, self.telemetry, best)
-            self._ledger = LedgerWriter(communicator)
-            self._uploads = CheckpointUploads(communicator, self.telemetry)
-            self._profiling = Profiling(parts.engine, self.telemetry)
-            sources = [parts.source, *([parts.held_out.source] if parts.held_out is not None else [])]
-            files = [one for source in sources for one in checkable_sources(source)]
+            self._evaluation = Evaluation(run.config, parts, communicator, Best(resumption.saved_value("best")))
             self._saving = Saving(
-                run, parts, communicator, self._sync, resumption, self._evaluation, self._ledger, self._last_step,
-                before=lambda step: self._callbacks.before_save(step),
-                saved=lambda step, path: self._callbacks.on_save(step, path),
-                callbacks=lambda: self._callbacks.state(), say=self.telemetry.say,
+                run, parts, communicator, self._sync, resumption, self._evaluation, self._last_step,
+                finished=self._on_saved, callbacks=lambda: self._callbacks.state(), say=lambda line: self.say(line),
             )  # fmt: skip
-            own = [
-                DiskSpace(communicator, facts.parameters), DataChanges(files, self._process, communicator),
-                self._evaluation, self._saving, self._ledger, self.telemetry, self._uploads, self._profiling,
-            ]  # fmt: skip
-            self._callbacks = Callbacks(own, self._user_callbacks, self._process.rank)
-            opened.push(self._ledger.close)
-            opened.push(self.telemetry.close)
+            self._saving.check_disk_space(facts.parameters)
+            self._evaluation.check_metric(self.first)
+            due = RankRequests(evaluate=self._evaluation.was_missed(run.directory, self.first))
+            start = communicator.gather(uuid.uuid4().hex, "a name for this start of the run")[0]
+            self._ledger = opened.enter_context(
+                Ledger(run.directory, process.rank, process.world_size, self.first, start)
+            )
+            about = {**parts.data, **parts.scalars.step_programs(self._task.static_scalars), **self._task.facts()}
+            self._telemetry = Telemetry(run, parts, process, communicator, facts, about, self.first)
+            record = opened.enter_context(self._telemetry.record)
+            self.say = record.say
+            opened.push(self._saving.close)
+            self._uploads = Uploads(run.config, run.directory, process.is_first, record.say, record.note)
+            opened.callback(self._uploads.close)
+            self._profile = opened.enter_context(
+                Profile(run.config.observe.profile, parts.engine, run.directory, self.first, self._total, record.say)
+            )
+            self._profile.start_or_stop(self.first)
             opened.push(self._end)
-            place = (self._process.rank, self._process.world_size)
-            info = RunInfo(run.directory, run.config, self.first, self._total, *place, self.telemetry.publish)
-            self._initial_wishes = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {})
-            self.telemetry.introduce(resumption, self.first)
+            place = (process.rank, process.world_size)
+            info = RunInfo(run.directory, run.config, self.first, self._total, *place, record.publish)
+            self._callbacks = Callbacks(self._user_callbacks, process.rank)
+            self._initial_wishes = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {}, due)
+            self._telemetry.introduce(resumption, self.first)
             self._exit_stack = opened.pop_all()
         return self
 
@@ -184,7 +183,7 @@ class Training:
 
     def steps(self) -> Iterator[StepResult]:
         """Run all remaining steps, each with whatever is due or requested after it."""
-        parts, callbacks, total = self._parts, self._callbacks, self._total
+        parts, total = self._parts, self._total
         self._sync.take_over_signals()
         decision = self._act_on(self.first, self._initial_wishes)
         heartbeat.record_step(self.first)
@@ -193,22 +192,24 @@ class Training:
         for step in range(self.first, self._last_step):
             if decision.stop or decision.preempted:
                 break
-            callbacks.before_step(step)
+            self._telemetry.stopwatch.lap()  # time between steps does not count
             scalars = parts.scalars(step)
-            with self._profiling.step(), heartbeat.restore_phase():
+            with self._profile.step(), heartbeat.restore_phase():
                 micro_batches = next(batches)
                 with heartbeat.phase("compute", shapes.update(micro_batches)), self._mark_random_draws():
                     result = parts.engine.step(micro_batches, step, scalars)
             self.step = step + 1
-            self._ledger.set_consumed(micro_batches)
-            self.telemetry.set_result(result, micro_batches)
+            due = RankRequests(save=self._saving.check(self.step), evaluate=self._evaluation.is_due(self.step))
+            self._ledger.step(step, micro_batches)
+            self._telemetry.record_step(self.step, result, micro_batches, self._saving.saver.unsaved_since)
+            self._uploads.check()
             values = {**result.values, "grad_norm": result.grad_norm, **scalars}
-            decision = self._act_on(self.step, callbacks.on_step(self.step, values))
-            callbacks.after_step(self.step)
+            decision = self._act_on(self.step, self._callbacks.on_step(self.step, values, due))
+            self._profile.start_or_stop(self.step)
             yield result
         self._finish(decision)
         if self.first >= total:
-            self.telemetry.say(f"nothing to do: all {total} steps are already done")
+            self.say(f"nothing to do: all {total} steps are already done")
             self._evaluation.values = events.last_evaluation(events.read_events(self._run.directory / "events.jsonl"))
 
     @property
@@ -219,58 +220,78 @@ class Training:
     def _act_on(self, step: int, wishes: RankRequests) -> Decision:
         """Do what is due or requested after a step, all ranks together; returns the decision."""
         decision = self._decide(wishes)
-        if decision.evaluate and self._evaluation.evaluate(step):
+        if decision.evaluate and self._evaluation.evaluate(step, self._telemetry.record):
             decision |= self._decide(self._callbacks.on_evaluation(step, self._evaluation.values))
         if decision.save and step:
-            self._saving.save(step, at_once=decision.preempted)
+            self._saving.save(step, self._ledger, at_once=decision.preempted)
             decision |= self._decide(self._callbacks.take_pending())
         return decision
 
     def _decide(self, wishes: RankRequests | None = None) -> Decision:
         decision = self._sync.decide(wishes, self._saving.saver.seconds)
         for reason in decision.reasons:
-            self.telemetry.say(f"step {self.step}: {reason}")
+            self.say(f"step {self.step}: {reason}")
         if decision.stop and not self.stopped:
             self.stopped = "; ".join(decision.reasons) or "as requested"
         return decision
 
     def _finish(self, decision: Decision) -> None:
         """Wait for pending saves and uploads, and report why the run ends here."""
-        say, resumes = self.telemetry.say, self._run.resume_hint
+        say, resumes = self.say, self._run.resume_hint
         if not decision.preempted:
             self._saving.saver.finish()
-        cut_short = self._uploads.wait(decision, lambda: self._decide())
+        cut_short = self._wait_for_uploads(decision)
         if decision.preempted or cut_short:
             raise self._sync.preempted_error(
                 self.step, self._total, self._saving.saver.saved, decision.not_saved_because
             )
         if decision.stop and self.step < self._total:
-            self.telemetry.note(self.step, {"stopped": self.stopped})
+            self._telemetry.record.note(self.step, {"stopped": self.stopped})
             say(f"stopped after step {self.step} of {self._total}: {self.stopped}. Resume with:\n  {resumes}")
         elif self._last_step < self._total:
             self.stopped = f"run.stop_after={self._last_step}"
             say(f"stopped after step {self.step} of {self._total} (run.stop_after). Resume with:\n  {resumes}")
         else:
             self.stopped = ""
-        self._sync.decide(self._callbacks.on_user_end(self.step, "stopped" if self.stopped else "finished"))
+        self._sync.decide(self._callbacks.on_end(self.step, "stopped" if self.stopped else "finished"))
+
+    def _on_saved(self, path: Path) -> None:
+        """Hand a finished checkpoint over to be uploaded, and to the user's callbacks."""
+        self._uploads.enqueue(path)
+        self._callbacks.on_save(int(path.name.rpartition("-")[2]), path)
+
+    def _wait_for_uploads(self, decision: Decision) -> bool:
+        """Wait for the last upload, all ranks together; returns whether a preemption cut the wait short.
+
+        Raises:
+            UploadError: if it is not uploaded in time, and must be.
+        """
+        if self._run.config.checkpoint.upload.url is None:
+            return False
+        waits = True
+        while waits and decision.seconds_left > 0:
+            with heartbeat.phase("save", "the last upload"):
+                seconds = max(0.0, min(1.0, decision.seconds_left))
+                waits = bool(self._communicator.reduce_max([int(self._uploads.wait(seconds))], "the last upload")[0])
+            decision |= self._decide()
+        self._uploads.finish(required=not decision.preempted)
+        return waits
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Call `on_end` of all callbacks; the user's were already called if nothing failed."""
-        reason = "finished"
+        """Call `on_end` of the user's callbacks, unless nothing failed: then that was done before."""
         if kind is not None:
             reason = "failed"
             if issubclass(kind, Preempted):
                 reason = "preempted"
             elif issubclass(kind, KeyboardInterrupt):
                 reason = "interrupted"
-            self._callbacks.on_user_end(self.step, reason)
-        self._callbacks.on_loop_end(self.step, reason)
+            self._callbacks.on_end(self.step, reason)
 
     def _micro_batches(self) -> Generator[list[MicroBatch]]:
         """The micro-batches of all remaining steps; time spent waiting for them is measured."""
         steps = self._parts.loader.steps(self.first)
         for _ in range(self.first, self._total):
-            with self.telemetry.waiting(), self._parts.engine.profiler.part("data"):
+            with self._telemetry.stopwatch.waiting(), self._parts.engine.profiler.part("data"):
                 micro_batches = next(steps)
             yield micro_batches
 
@@ -282,10 +303,6 @@ class Training:
         except MemoryExhaustedError as error:
             error.random = self._parts.engine.random
             raise
-
-    @property
-    def _unsaved_since(self) -> int | None:
-        return self._saving.saver.unsaved_since
 
 
 @contextmanager

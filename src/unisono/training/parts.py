@@ -14,13 +14,15 @@ from unisono.config.batch_split import BatchSplit
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch
-from unisono.data.order.planning import build_plan, build_source, source_facts
+from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.errors import DataError
 from unisono.task import Task, run_setup
 
 
@@ -84,6 +86,23 @@ class TrainingParts:
         with heartbeat.phase("setup"):
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
             return facts, resumption.load(self.engine, self.plan)
+
+    def check_files(self) -> None:
+        """Check that the data files are unchanged, each process of a host its share of them; collective.
+
+        Raises:
+            DataError: on every rank, naming a file.
+        """
+        sources = [self.source, *([self.held_out.source] if self.held_out is not None else [])]
+
+        def check() -> None:
+            for source in (one for some in sources for one in checkable_sources(some)):
+                try:
+                    source.check_files(self._process.local_rank, self._process.local_world_size)
+                except DataError as error:
+                    raise DataError(f"{error}. Training since the newest checkpoint was not saved") from error
+
+        raise_everywhere(self._communicator, check, "whether the data are unchanged")
 
     def close(self) -> None:
         """Stop workers and release memory and processes."""

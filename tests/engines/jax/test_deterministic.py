@@ -37,17 +37,15 @@ def test_xla_compiles_with_the_flag_and_the_run_records_it(tmp_path: Path, words
         assert yaml.safe_load((run / "config.yaml").read_text())["layout"]["deterministic"] == (switch == "true")
 
 
-def test_where_jax_was_started_without_the_flag_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_jax_was_started_before_the_switch_is_refused_unless_it_has_the_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     jax.devices()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     config = configuration(layout=layout(deterministic=True))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     with pytest.raises(ConfigError, match="but JAX was started in this process before"):
         runtime.start(config, ProcessInfo(), SingleProcess())
     assert os.environ["XLA_FLAGS"] == "--xla_backend_optimization_level=0"
-
-
-def test_where_jax_was_started_with_the_flag_it_is_not_set_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.devices()
     monkeypatch.setenv("XLA_FLAGS", FLAG)
-    runtime.start(configuration(layout=layout(deterministic=True)), ProcessInfo(), SingleProcess())
-    assert os.environ["XLA_FLAGS"] == FLAG
+    runtime.start(config, ProcessInfo(), SingleProcess())
+    assert os.environ["XLA_FLAGS"] == FLAG, "it is not set twice"

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests import processes
-from tests.runs import FirstGradients, configuration, engine_of
+from tests.engines.torch.test_engine import started
+from tests.runs import FirstGradients, configuration
 from tests.tasks import TransformerTask
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics import gradients
 from unisono.runtime.communicator import Communicator, ProcessInfo
 
@@ -66,12 +63,8 @@ def added(
         task = TransformerTask()
         settings = {"world_size": place.world_size, "micro_batch": 1, **LAYOUTS[layout][1]}
         config = configuration(layout=settings, train={"precision": "bf16", "steps": 1, "clip_norm": None})
-        split = BatchSplit.create(12, place.world_size, 1)
-        loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 12), split, place.rank)
-        engine = engine_of(task, config, place, group, split)
+        engine, (batches,) = started(place, group, task, config)
         try:
-            (batches,) = loader.steps()
-            engine.setup(batches, {"lr": 0.1})
             factor = place.world_size if config.layout.strategy == "ddp" else 1
             adding = Adding(engine.view, engine.train_state.parallel.module, factor)
             engine.observe(adding)
@@ -86,7 +79,6 @@ def added(
                 sums[name] = [gradient, exact.numpy(), low.numpy()]
             found[layout] = (adding.passes, sums)
         finally:
-            loader.close()
             engine.close()
     return found
 
@@ -96,19 +88,14 @@ def reduced(place: ProcessInfo, group: Communicator, micro_batch: int, broken: b
     task = TransformerTask()
     settings = {"world_size": place.world_size, "micro_batch": micro_batch, "strategy": "ddp"}
     config = configuration(layout=settings, train={"steps": 2})
-    split = BatchSplit.create(12, place.world_size, micro_batch)
-    loader = Loader(task, task.data(), StreamPlan(Order(27, 0), 12, 24), split, place.rank)
-    engine = engine_of(task, config, place, group, split)
+    engine, (first, second) = started(place, group, task, config)
     try:
-        first, second = loader.steps()
-        engine.setup(first, {"lr": 0.1})
         engine.step(first, 0, {"lr": 0.1})  # DDP orders its buckets anew after it
         if broken:
             engine.train_state.parallel.wrapped.no_sync = nullcontext
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             engine.step(second, 1, {"lr": 0.1})
     finally:
-        loader.close()
         engine.close()
     calls = [event for event in seen.events() if event.name == "gloo:all_reduce"]
     sizes = [sum(int(np.prod(shape)) for shape in call.input_shapes if shape) for call in calls]

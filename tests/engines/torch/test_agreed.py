@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.engines.torch.test_engine import layout
+from tests.engines.torch.test_engine import layout, prepared
 from tests.proofs.matrix import LAYOUTS
 from tests.runs import SGD, Trace, configuration, distance, trace, traces
 from tests.tasks import LinearTask
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
-from unisono.engines.protocol import EngineJob
-from unisono.engines.torch.engine import TorchEngine
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context, Loss, Task
@@ -135,8 +135,6 @@ class Choosing(Products):
     """Chooses kernels as it was told for each rank, by the environment variable of its process."""
 
     def kernels(self, device: str, precision: str) -> dict[str, str]:
-        import os
-
         chosen = os.environ["CHOSEN"]
         if chosen == "refused":
             raise KernelError("model.kernel=fast cannot be used: it is not installed")
@@ -144,25 +142,14 @@ class Choosing(Products):
 
 
 def setup(place: ProcessInfo, group: Communicator, choices: list[str]) -> Any:
-    import os
-
     os.environ["CHOSEN"] = choices[place.rank]
-    made = configuration(layout=layout("ddp" if place.world_size > 1 else "single"))
-    from unisono.config.batch_split import BatchSplit
-    from unisono.data.loading.loader import Loader
-    from unisono.data.order.order import Order
-    from unisono.data.order.plan import StreamPlan
-
-    task = Choosing()
-    split = BatchSplit.create(12, place.world_size, 3)
-    loader = Loader(task, task.data(), StreamPlan.create(Order(ROWS, 0), 12, 2, None), split, place.rank)
-    engine = TorchEngine(EngineJob(task, made, place, group, split))
+    made = configuration(layout=layout("ddp" if place.world_size > 1 else "single", micro_batch=3))
+    engine, steps = prepared(place, group, Choosing(), made)
     try:
-        return dict(engine.setup(next(iter(loader.steps())), {"lr": 0.1}).kernels)
+        return dict(engine.setup(steps[0], {"lr": 0.1}).kernels)
     except KernelError as error:
         return str(error)
     finally:
-        loader.close()
         engine.close()
 
 
@@ -181,8 +168,6 @@ def test_the_kernels_are_told() -> None:
     ],
 )
 def test_ranks_choose_the_same_kernels_or_all_stop(choices: list[str], told: str | None) -> None:
-    import re
-
     for answer in processes.run(setup, 2, choices):
         if told is None:
             assert answer == {"kernel": "slow", "told": "cpu fp32"}

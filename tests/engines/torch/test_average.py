@@ -127,7 +127,7 @@ def evaluated(place: ProcessInfo, group: Communicator, config: Any, folder: Path
         before = {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
         average = {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
         said = dict(training.evaluated)
-        training._evaluation.evaluate(4)
+        training._evaluation.evaluate(4, training._telemetry.record)
         left = before == {n: replicas.digest(p) for n, p in engine.view.module.named_parameters()}
         left = left and average == {n: replicas.digest(p) for n, p in engine.train_state.average.tensors.items()}
         with engine.train_state.average.swap_in():

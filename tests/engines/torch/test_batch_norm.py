@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.runs import FirstGradients, configuration, distance, engine_of, parameters, whole
+from tests.engines.torch.test_engine import started
+from tests.runs import FirstGradients, configuration, distance, parameters, whole
 from tests.tasks import LinearTask
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
@@ -153,12 +154,8 @@ def run(place: ProcessInfo, group: Communicator, layouts: list[dict[str, Any]]) 
             train={"epochs": 1, "global_batch": 12, "precision": "fp64", "guard_every": 1},
         )
         task = Normed()
-        source = task.data()
-        plan = StreamPlan.create(Order(len(source), 0), 12, None, 1)
+        engine, steps = started(place, group, task, config)
         split = BatchSplit.create(12, place.world_size, config.layout.micro_batch)
-        engine = engine_of(task, config, place, group, split)
-        steps = list(Loader(task, source, plan, split, place.rank).steps())
-        engine.setup(steps[0], {"lr": 0.05})
         first = FirstGradients(engine.view)
         engine.observe(first)
         results = [engine.step(batches, number, {"lr": 0.05}) for number, batches in enumerate(steps)]

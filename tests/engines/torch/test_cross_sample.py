@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -300,20 +301,15 @@ class CarriesAll(Carrying):
     cross_sample = "whole"  # type: ignore[assignment]
 
 
-class Mean(Paired):
-    def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
-        return {**super().outputs(model, batch, context), "mean": batch["x"].mean()}
+def giving(more: Callable[[dict[str, Any], Any], dict[str, Any]]) -> type[Paired]:
+    """A task that returns more outputs, made of the usual ones and of the batch."""
 
+    class Giving(Paired):
+        def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
+            made = super().outputs(model, batch, context)
+            return {**made, **more(made, batch)}
 
-class Twice(Paired):
-    def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
-        made = super().outputs(model, batch, context)
-        return {**made, "both": torch.cat([made["error"], made["error"]])}
-
-
-class Growing(Paired):
-    def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
-        return {**super().outputs(model, batch, context), "long": batch["x"].repeat(1, 1 + int(batch["number"][0]))}
+    return Giving
 
 
 class Named(Paired):
@@ -321,31 +317,31 @@ class Named(Paired):
         return {"name": [str(number) for number in batch["number"]]}
 
 
-class Drawing(Paired):
-    """Draws from a generator that nobody seeds again."""
-
-    def build(self) -> nn.Module:
-        self.rng = np.random.default_rng(0)
-        return super().build()
-
-    def outputs(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
-        made = super().outputs(model, batch, context)
-        return {**made, "error": made["error"] * self.rng.uniform()}
+DRAWN = np.random.default_rng(0)  # which nobody seeds again
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         (Sideways, r"Sideways.cross_sample is 'pairs'; it can be None, 'rows' or 'whole'"),
+        (CarriesAll, r"CarriesAll carries state of rows from step to step, .* use 'rows', or remove initial_carry\(\)"),
         (
-            CarriesAll,
-            r"CarriesAll carries state of rows from step to step, .* use 'rows', or remove initial_carry\(\)",
+            giving(lambda made, batch: {"mean": batch["x"].mean()}),
+            r"micro-batch 0: 'outputs mean' is of torch.float64 with 0 axes; for a loss across samples",
         ),
-        (Mean, r"Mean, micro-batch 0: 'outputs mean' is of torch.float64 with 0 axes; for a loss across samples"),
-        (Twice, r"Twice, micro-batch 0: 'outputs both' has 8 rows, but the micro-batch 4; .* must be the row"),
-        (Growing, r"Growing, micro-batch 1 returns .* but the previous one .*: return the same shape for every row"),
+        (
+            giving(lambda made, batch: {"both": torch.cat([made["error"], made["error"]])}),
+            r"micro-batch 0: 'outputs both' has 8 rows, but the micro-batch 4; .* must be the row",
+        ),
+        (
+            giving(lambda made, batch: {"long": batch["x"].repeat(1, 1 + int(batch["number"][0]))}),
+            r"micro-batch 1 returns .* but the previous one .*: return the same shape for every row",
+        ),
         (Named, r"Named, micro-batch 0: 'shared name' is a list; .* and shared\(\) a dict of arrays"),
-        (Drawing, r"Drawing: the output 'error' differs in a second forward pass over the same rows"),
+        (
+            giving(lambda made, batch: {"error": made["error"] * DRAWN.uniform()}),
+            r"the output 'error' differs in a second forward pass over the same rows",
+        ),
     ],
 )
 def test_what_cannot_cross_samples_is_refused_before_the_first_step(task: type[Paired], message: str) -> None:

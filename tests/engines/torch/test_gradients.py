@@ -83,29 +83,19 @@ def test_a_parameter_without_a_gradient_is_left_out() -> None:
 # clipping -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("largest", [None, "the norm itself", 1e3])
-def test_gradients_within_the_limit_are_left_as_they_are(largest: Any) -> None:
-    parts, before = some(), some()
-    norm = vector_norm(parts)
-    gradients.clip_gradients(parts, norm, norm if isinstance(largest, str) else largest)
-    assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
-
-
-@pytest.mark.parametrize("largest", [0.01, 1.0])
-def test_gradients_beyond_the_limit_are_scaled_to_it_and_keep_their_direction(largest: float) -> None:
-    parts, before = some(torch.float64), some(torch.float64)
-    norm = vector_norm(parts)
-    gradients.clip_gradients(parts, norm, largest)
-    assert vector_norm(parts) == pytest.approx(largest, rel=1e-6)
-    assert vector_norm(parts) <= largest
-    for part, was in zip(parts, before, strict=True):
-        torch.testing.assert_close(part * norm / vector_norm(parts), was, rtol=1e-12, atol=0)
-
-
-def test_the_limit_is_one_of_the_whole_gradient_and_not_of_its_parts() -> None:
-    parts = [torch.tensor([3.0]), torch.tensor([4.0])]
-    gradients.clip_gradients(parts, 5.0, 4.5)
-    assert torch.cat(parts).tolist() == pytest.approx([2.7, 3.6], rel=1e-6)
+def test_gradients_within_the_limit_stay_and_those_beyond_it_are_scaled_to_it_as_one() -> None:
+    before = some(torch.float64)
+    norm = vector_norm(before)
+    for largest in (None, norm, 1e3, 0.01, 1.0):
+        parts = some(torch.float64)
+        gradients.clip_gradients(parts, norm, largest)
+        if largest is None or largest >= norm:
+            assert all(torch.equal(part, was) for part, was in zip(parts, before, strict=True))
+            continue
+        assert vector_norm(parts) == pytest.approx(largest, rel=1e-6)
+        assert vector_norm(parts) <= largest
+        for part, was in zip(parts, before, strict=True):
+            torch.testing.assert_close(part * norm / vector_norm(parts), was, rtol=1e-12, atol=0)
     gradients.clip_gradients([], 5.0, 1.0)  # a process without gradients has nothing to clip
 
 
@@ -286,24 +276,18 @@ def test_gradients_are_summed_in_the_order_of_the_tree(passes: int) -> None:
     assert torch.equal(total, summed(values, tree(list(range(passes)))))
 
 
-def test_another_order_has_other_bits() -> None:
-    """Else the tests around this one would say nothing."""
+def test_the_sums_of_processes_added_in_rank_order_are_the_sum_of_one_and_another_order_has_other_bits() -> None:
     values = micro_gradients(12)
-    total = ordered(values)
-    assert total is not None
-    assert not torch.equal(total, torch.stack(values).sum(0))
-    assert not torch.equal(total, summed(values, over(3, 12)))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_sums_of_processes_added_in_rank_order_are_the_sum_of_one(world: int) -> None:
-    values = micro_gradients(12)
-    share = len(values) // world
-    parts = [ordered(values[rank * share : (rank + 1) * share]) for rank in range(world)]
-    total, alone = ordered([part for part in parts if part is not None]), ordered(values)
-    assert total is not None
+    alone = ordered(values)
     assert alone is not None
-    assert torch.equal(total, alone)
+    for world in (2, 4):
+        share = len(values) // world
+        parts = [ordered(values[rank * share : (rank + 1) * share]) for rank in range(world)]
+        total = ordered([part for part in parts if part is not None])
+        assert total is not None
+        assert torch.equal(total, alone)
+    assert not torch.equal(alone, torch.stack(values).sum(0))
+    assert not torch.equal(alone, summed(values, over(3, 12)))
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
@@ -314,25 +298,14 @@ def test_passes_before_the_first_count_as_made_and_as_having_had_no_gradient(fir
     torch.testing.assert_close(total, torch.stack(values).sum(0))
 
 
-def test_a_new_step_forgets_the_previous_one() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    sums = OrderedSum([parameter], 2, 1)
-    for value in (100.0, 1.0):
-        sums.begin(2)
-        for _ in range(2):
-            parameter.grad = torch.full((2,), value)
-            sums.end_pass()
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [2.0, 2.0]
-
-
-def test_a_parameter_without_a_gradient_in_some_passes_has_the_sum_of_the_others() -> None:
+def test_a_parameter_without_a_gradient_in_some_passes_has_the_sum_of_the_others_in_every_step() -> None:
     sometimes, never = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     sums = OrderedSum([sometimes, never], 4, 1)
-    sums.begin(4)
-    for value in (None, 1.0, 2.0, None):
-        sometimes.grad = None if value is None else torch.tensor([value])
-        sums.end_pass()
+    for factor in (100.0, 1.0):  # a new step forgets the previous one
+        sums.begin(4)
+        for value in (None, 1.0, 2.0, None):
+            sometimes.grad = None if value is None else torch.tensor([factor * value])
+            sums.end_pass()
     assert sometimes.grad is not None
     assert sometimes.grad.tolist() == [3.0]
     assert never.grad is None, "no zero, which an optimizer would decay"

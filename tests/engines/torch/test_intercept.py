@@ -139,11 +139,21 @@ def test_compiled_code_is_seen_when_it_runs_and_not_when_it_is_traced(found: dic
     assert found["fake"] == []
 
 
-def test_collectives_that_torch_makes_for_tensors_and_modules_are_seen(found: dict[str, list[str]]) -> None:
+def test_functional_collectives_and_those_of_tensors_and_modules_are_seen_once(found: dict[str, list[str]]) -> None:
+    assert found["functionals"] == ["1"] * 9
     assert found["redistributed"] == [f"all_reduce(SUM, float32, [4, 2]) at {line('part.redistribute')}"]
     assert any(call.startswith("broadcast(") for call in found["wrapping"])
     assert found["backward"][0] == "all_reduce(SUM, float32, [5]) at collective of the backward pass 0"
     assert len(found["backward"]) >= 2
+
+
+def test_threads_of_the_user_have_no_place_in_the_order_and_nothing_is_seen_after_the_end(
+    found: dict[str, list[str]],
+) -> None:
+    (call,) = found["thread"]
+    assert call.endswith(" aside")
+    assert found["turns in order"] == ["True"]
+    assert found["closed"] == []
 
 
 def test_lists_are_told_by_their_first_and_their_last(found: dict[str, list[str]]) -> None:
@@ -158,20 +168,6 @@ def test_what_goes_round_the_dispatcher_is_noted_as_if_it_did_not(found: dict[st
     assert gathered == f"all_gather_into_tensor(float32, [8]) at {line('gather(torch.empty(8), ones)')}"
     assert scattered == f"reduce_scatter_tensor(MAX, float32, [4]) at {line('scatter(torch.empty(2), ones')}"
     assert told == "all_gather_into_tensor(float32, [8]) at a place"
-
-
-def test_every_functional_collective_is_seen_once(found: dict[str, list[str]]) -> None:
-    assert found["functionals"] == ["1"] * 9
-
-
-def test_threads_of_the_user_have_no_place_in_the_order(found: dict[str, list[str]]) -> None:
-    (call,) = found["thread"]
-    assert call.endswith(" aside")
-    assert found["turns in order"] == ["True"]
-
-
-def test_nothing_is_seen_after_the_end(found: dict[str, list[str]]) -> None:
-    assert found["closed"] == []
 
 
 @pytest.mark.parametrize(

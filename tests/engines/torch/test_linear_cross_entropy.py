@@ -89,20 +89,13 @@ def test_padding_that_is_masked_counts_as_little_as_padding_that_is_taken_out(
     assert furthest(with_gradients(chunked, given, chunk=chunk), taken_out) < TOLERANCE[dtype]
 
 
-def test_a_scaled_loss_has_scaled_gradients() -> None:
+def test_a_scaled_loss_has_scaled_gradients_and_they_are_those_of_finite_differences() -> None:
     given = inputs(torch.float64)
     once, scaled = with_gradients(chunked, given), with_gradients(chunked, given, scale=-0.37)
     for name in ("hidden", "weight", "bias"):
         torch.testing.assert_close(scaled[name], -0.37 * once[name], rtol=1e-15, atol=0)
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
     hidden, weight, bias, targets = inputs(torch.float64, tokens=11)
-
-    def loss(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return chunked(h, w, b, targets, chunk=4)
-
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda h, w, b: chunked(h, w, b, targets, chunk=4), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
@@ -163,7 +156,7 @@ def test_under_bf16_autocast_the_sum_and_the_gradients_are_fp32() -> None:
 # targets that count for nothing -----------------------------------------------------------------------------------
 
 
-def test_ignored_targets_contribute_nothing() -> None:
+def test_ignored_targets_contribute_nothing_whatever_their_hidden_states_are() -> None:
     hidden, weight, bias, targets = inputs(torch.float64)
     kept = targets != IGNORED
     all_tokens = with_gradients(chunked, (hidden, weight, bias, targets))
@@ -172,6 +165,9 @@ def test_ignored_targets_contribute_nothing() -> None:
     assert torch.equal(all_tokens.pop("hidden")[kept], only_kept.pop("hidden"))
     for name, value in only_kept.items():
         assert torch.equal(all_tokens[name], value), name
+    spoilt = hidden.detach().clone()
+    spoilt[~kept] = torch.nan
+    assert torch.equal(chunked(spoilt, weight, bias, targets), chunked(hidden, weight, bias, targets))
 
 
 def test_without_any_target_the_sum_and_all_gradients_are_zero() -> None:
@@ -181,31 +177,19 @@ def test_without_any_target_the_sum_and_all_gradients_are_zero() -> None:
     assert found["hidden"].shape == hidden.shape
 
 
-def test_hidden_states_of_ignored_targets_may_be_anything() -> None:
-    hidden, weight, bias, targets = inputs(torch.float64)
-    spoilt = hidden.detach().clone()
-    spoilt[targets == IGNORED] = torch.nan
-    assert torch.equal(chunked(spoilt, weight, bias, targets), chunked(hidden, weight, bias, targets))
-
-
 # right predictions ------------------------------------------------------------------------------------------------
 
 
-def test_right_predictions_are_counted_without_gradients() -> None:
+def test_right_predictions_are_counted_only_without_gradients() -> None:
     hidden, weight, bias, targets = inputs(torch.float32)
     best = F.linear(hidden, weight, bias).argmax(-1)
+    assert int(linear_cross_entropy(hidden, weight, bias, best)[1]) == 0
     targets = torch.where(torch.arange(TOKENS) % 3 == 0, best, targets)
     targets[0] = IGNORED
     right = int(((best == targets) & (targets != IGNORED)).sum())
     assert right >= TOKENS // 3 - 1
     with torch.no_grad():
         assert int(linear_cross_entropy(hidden, weight, bias, targets, chunk=7)[1]) == right
-
-
-def test_right_predictions_are_not_counted_where_gradients_are_wanted() -> None:
-    hidden, weight, bias, _ = inputs(torch.float32)
-    best = F.linear(hidden, weight, bias).argmax(-1)
-    assert int(linear_cross_entropy(hidden, weight, bias, best)[1]) == 0
 
 
 def test_from_logits_the_sum_and_the_right_predictions_are_the_same() -> None:

@@ -51,6 +51,9 @@ LEFT: dict[str, tuple[Made, torch.dtype]] = {
     "argmax": (lambda x: x.argmax(), torch.int64),
     "double": (lambda x: x.double(), torch.float64),
     "complex128": (lambda x: x.to(torch.complex128), torch.complex128),
+    "complex64": (lambda x: x.to(torch.complex64), torch.complex128),
+    "cfloat": (lambda x: x.cfloat(), torch.complex128),
+    "to cfloat": (lambda x: x.to(torch.cfloat), torch.complex128),
 }
 
 
@@ -69,16 +72,10 @@ def test_a_request_for_a_lower_floating_dtype_is_one_for_float64(name: str) -> N
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_other_dtypes_are_what_was_asked_for(name: str) -> None:
+def test_other_dtypes_are_what_was_asked_for_and_lower_complex_ones_are_complex128(name: str) -> None:
     made, dtype = LEFT[name]
     with precision.promotion("fp64"):
         assert made(third()).dtype == dtype
-
-
-@pytest.mark.parametrize("made", [lambda x: x.to(torch.complex64), lambda x: x.cfloat(), lambda x: x.to(torch.cfloat)])
-def test_a_request_for_a_lower_complex_dtype_is_one_for_complex128(made: Made) -> None:
-    with precision.promotion("fp64"):
-        assert made(third()).dtype == torch.complex128
 
 
 def test_a_cast_and_back_loses_no_bit() -> None:
@@ -152,13 +149,10 @@ def test_gradients_are_scaled_and_unscaled_in_every_precision(name: str) -> None
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0]
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_other_precisions_promote_nothing(name: str) -> None:
-    with precision.promotion(name):
-        assert third().float().dtype == torch.float32
-
-
-def test_after_an_error_nothing_is_promoted() -> None:
+def test_other_precisions_promote_nothing_and_after_an_error_nothing_is_promoted() -> None:
+    for name in ("fp32", "bf16"):
+        with precision.promotion(name):
+            assert third().float().dtype == torch.float32
     with pytest.raises(ZeroDivisionError), precision.promotion("fp64"):
         raise ZeroDivisionError
     assert third().float().dtype == torch.float32
@@ -209,24 +203,14 @@ def test_other_precisions_cast_nothing(name: str) -> None:
 # batches --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_floating_arrays_of_a_batch_are_float64_under_fp64(kind: Callable[..., Any]) -> None:
-    array = kind([0.5, 1.5]).astype(np.float32) if kind is np.array else kind([0.5, 1.5])
-    moved = precision.to_device(array, CPU, "fp64")
-    assert moved.dtype == torch.float64
-    assert moved.tolist() == [0.5, 1.5]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(np.int64, "fp64"), (np.bool_, "fp64"), (np.uint8, "fp64"), ("f4", "bf16")]
-)
-def test_other_arrays_of_a_batch_and_other_precisions_keep_their_dtype(dtype: Any, name: str) -> None:
-    assert precision.to_device(np.ones(2, dtype), CPU, name).numpy().dtype == dtype
-
-
-@pytest.mark.parametrize("value", ["text", 3, None, ["a", "b"]])
-def test_what_is_no_array_passes_as_it_is(value: Any) -> None:
-    assert precision.to_device(value, CPU, "fp64") is value
+def test_floating_arrays_of_a_batch_are_float64_under_fp64_and_all_else_stays_as_it_is() -> None:
+    for array in (np.array([0.5, 1.5], np.float32), torch.tensor([0.5, 1.5])):
+        moved = precision.to_device(array, CPU, "fp64")
+        assert (moved.dtype, moved.tolist()) == (torch.float64, [0.5, 1.5])
+    for dtype, name in ((np.int64, "fp64"), (np.bool_, "fp64"), (np.uint8, "fp64"), ("f4", "bf16")):
+        assert precision.to_device(np.ones(2, dtype), CPU, name).numpy().dtype == dtype
+    for value in ("text", 3, None, ["a", "b"]):
+        assert precision.to_device(value, CPU, "fp64") is value
 
 
 # a model that casts to fp32 in many places ----------------------------------------------------------------------------

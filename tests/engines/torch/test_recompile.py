@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from tests import processes
+from tests.engines.torch.test_engine import prepared
 from tests.runs import configuration
 from tests.tasks import TransformerTask
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import EngineJob, StepResult
-from unisono.engines.torch.engine import TorchEngine
+from unisono.engines.protocol import StepResult
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 
@@ -49,27 +45,20 @@ def results(
     task = Growing(Growing.Config(shorter=shorter))
     layout = {"strategy": strategy, "world_size": place.world_size, "compile": True, "micro_batch": 3}
     config = configuration(layout=layout, train={"steps": 5, "global_batch": 12, "guard_every": 2})
-    rows = task.data()
-    plan = StreamPlan.create(Order(len(rows), 0), 12, 5, None)
-    split = BatchSplit.create(12, place.world_size, 3)
-    engine, loader = (
-        TorchEngine(EngineJob(task, config, place, group, split)),
-        Loader(task, rows, plan, split, place.rank),
-    )
+    engine, steps = prepared(place, group, task, config)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("unisono").addHandler(handler)
     done = []
     try:
-        engine.setup(next(iter(loader.steps())), {"lr": 0.1})
-        for step, batches in enumerate(loader.steps()):
+        engine.setup(steps[0], {"lr": 0.1})
+        for step, batches in enumerate(steps):
             done.append(engine.step(batches, step, {"lr": 0.1}))
             if step == 1:
                 engine.evaluate([batches], step, {"lr": 0.1})
     finally:
         logging.getLogger("unisono").removeHandler(handler)
-        loader.close()
         engine.close()
     assert len({result.loss for result in done}) == 5
     assert np.isfinite([result.loss for result in done]).all()

@@ -44,9 +44,15 @@ def reduced(parts: list[tuple[MicroBatch, Loss]], world_size: int = 1, squares: 
 # one process ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mean_over_micro_batches_is_the_sum_of_sums_over_the_sum_of_counts() -> None:
+def test_a_mean_over_micro_batches_is_the_sum_of_sums_over_the_sum_of_counts_in_the_wide_dtype() -> None:
     result = reduced([(micro({"a": 1}), loss({"a": 10.0})), (micro({"a": 9}), loss({"a": 20.0}))])
     assert result.terms == {"a": 3.0}, "the mean of the means would be 6.1"
+    large = 2.0**24  # the next float32 is larger by two
+    assert reduced([(micro({"a": 1}), loss({"a": large})), (micro({"a": 0}), loss({"a": 1.0}))]).terms["a"] == large + 1
+
+
+def test_a_sum_that_is_not_finite_is_not_hidden() -> None:
+    assert math.isnan(reduced([(micro({"a": 2}), loss({"a": math.nan})), (micro({"a": 2}), loss({"a": 1.0}))]).loss)
 
 
 def test_the_loss_is_the_weighted_sum_of_the_terms_and_an_unnamed_weight_is_one() -> None:
@@ -79,15 +85,6 @@ def test_a_term_and_a_metric_whose_count_is_zero_are_zero(total: float) -> None:
     assert result.loss == 0.5
 
 
-def test_a_sum_that_is_not_finite_is_not_hidden() -> None:
-    assert math.isnan(reduced([(micro({"a": 2}), loss({"a": math.nan})), (micro({"a": 2}), loss({"a": 1.0}))]).loss)
-
-
-def test_sums_are_added_in_the_wide_dtype() -> None:
-    large = 2.0**24  # the next float32 is larger by two
-    assert reduced([(micro({"a": 1}), loss({"a": large})), (micro({"a": 0}), loss({"a": 1.0}))]).terms["a"] == large + 1
-
-
 def test_sums_keep_no_graph() -> None:
     term = torch.tensor(2.0, requires_grad=True) * 3
     sums = reduction().sums()
@@ -95,14 +92,11 @@ def test_sums_keep_no_graph() -> None:
     assert not any(vector.requires_grad for vector in sums.vectors())
 
 
-def test_the_norm_is_the_root_of_the_squares_and_zero_without_a_gradient() -> None:
-    assert reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=9.0).grad_norm == 3.0
-    assert reduced([(micro({"a": 1}), loss({"a": 1.0}))]).grad_norm == 0.0
-
-
-@pytest.mark.parametrize("squares", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_makes_a_result_that_is_not(squares: float) -> None:
-    assert not reduced([(micro({"a": 1}), loss({"a": 1.0}))], squares=squares).is_finite
+def test_the_norm_is_the_root_of_the_squares_zero_without_a_gradient_and_not_finite_if_they_are_not() -> None:
+    part = micro({"a": 1}), loss({"a": 1.0})
+    assert reduced([part], squares=9.0).grad_norm == 3.0
+    assert reduced([part]).grad_norm == 0.0
+    assert not any(reduced([part], squares=squares).is_finite for squares in (math.nan, math.inf))
 
 
 def test_votes_and_flags_are_added_up_beside_the_sums_and_do_not_touch_them() -> None:

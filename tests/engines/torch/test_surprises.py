@@ -49,9 +49,11 @@ class Routed(LinearTask):
 ROUTED = {"train": {"steps": 6, "global_batch": 8, "precision": "fp64"}}
 
 
-def test_fsdp_trains_parameters_that_later_steps_leave_out_as_one_process_does() -> None:
+@pytest.mark.parametrize(("strategy", "told"), [("fsdp", False), ("ddp", True)])
+def test_parameters_that_later_steps_leave_out_are_trained_as_on_one_process(strategy: str, told: bool) -> None:
     one = processes.alone(trace, Routed(), configuration(layout={"micro_batch": 1}, **ROUTED))
-    many = processes.run(trace, 2, Routed(), configuration(layout=layout("fsdp", micro_batch=1), **ROUTED))[0]
+    config = configuration(layout=layout(strategy, micro_batch=1, find_unused_parameters=told), **ROUTED)
+    many = processes.run(trace, 2, Routed(), config)[0]
     assert max(distance(many.parameters, one.parameters).values()) < 1e-12
     assert many.losses == pytest.approx(one.losses, rel=1e-12)
 
@@ -60,13 +62,6 @@ def test_ddp_that_was_not_told_refuses_them_before_an_update() -> None:
     config = configuration(layout=layout("ddp", micro_batch=1), launch={"timeout": 20}, **ROUTED)
     with pytest.raises(AssertionError, match="did not use parameters that the first pass used"):
         processes.run(trace, 2, Routed(), config)
-
-
-def test_ddp_that_was_told_trains_them_as_one_process_does() -> None:
-    one = processes.alone(trace, Routed(), configuration(layout={"micro_batch": 1}, **ROUTED))
-    config = configuration(layout=layout("ddp", micro_batch=1, find_unused_parameters=True), **ROUTED)
-    many = processes.run(trace, 2, Routed(), config)[0]
-    assert max(distance(many.parameters, one.parameters).values()) < 1e-12
 
 
 # names, weights and counts --------------------------------------------------------------------------------------------

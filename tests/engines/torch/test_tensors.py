@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,18 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     return sharded_tensors.model_tensors(model) | sharded_tensors.optimizer_tensors(model, optimizer)
 
 
+def all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
+    """What one process saves of them."""
+    return Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays
+
+
+def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, reader: Any) -> None:
+    sharded_tensors.init_optimizer_state(optimizer, model, reader)
+    sharded_tensors.load(named(model, optimizer), reader)
+
+
 def saved(seed: int, kind: str = "adamw") -> Whole:
-    return Whole.of(sharded_tensors.shards(named(*made(seed, kind)), ProcessInfo()))
+    return Whole(all_of(*made(seed, kind)))
 
 
 def same(mine: Arrays, other: Arrays) -> bool:
@@ -124,22 +135,19 @@ def same(mine: Arrays, other: Arrays) -> bool:
 # names ----------------------------------------------------------------------------------------------------------------
 
 
-def test_tied_weights_have_one_name_and_buffers_that_persist_have_theirs() -> None:
+def test_tensors_of_a_model_are_the_very_ones_it_computes_with_tied_ones_once_and_buffers_if_they_persist() -> None:
+    model = Model()
+    found = sharded_tensors.model_tensors(model)
     block = ["inner.weight", "inner.bias", "gain", "seen"]
-    assert sorted(sharded_tensors.model_tensors(Model())) == sorted(
+    assert sorted(found) == sorted(
         [f"model/blocks.{number}.{name}" for number in range(2) for name in block]
         + ["model/embedding.weight", "model/frozen", "model/steps"]
     )
-
-
-def test_tensors_of_a_model_are_the_very_ones_it_computes_with() -> None:
-    model = Model()
-    found = sharded_tensors.model_tensors(model)
     assert found["model/embedding.weight"] is model.head.weight
     assert found["model/steps"].data_ptr() == model.steps.data_ptr()
 
 
-def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
+def test_tensors_of_an_optimizer_have_the_names_of_its_parameters_and_there_are_none_before_an_update() -> None:
     model, optimizer = made(1)
     found = sharded_tensors.optimizer_tensors(model, optimizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -147,10 +155,6 @@ def test_tensors_of_an_optimizer_have_the_names_of_its_parameters() -> None:
         f"optimizer/{name}/{entry}" for name in trained for entry in ("step", "exp_avg", "exp_avg_sq")
     }
     assert found["optimizer/blocks.1.gain/exp_avg"] is optimizer.state[model.blocks[1].gain]["exp_avg"]
-
-
-def test_an_optimizer_that_has_made_no_update_has_no_tensors() -> None:
-    model = Model()
     assert sharded_tensors.optimizer_tensors(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == {}
 
 
@@ -165,24 +169,22 @@ def test_copies_are_saved_once_and_dealt_out_among_the_ranks(world: int) -> None
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_an_empty_tensor_is_saved() -> None:
+def test_an_empty_tensor_is_saved_and_pieces_carry_no_graph() -> None:
     (shard,) = sharded_tensors.shards({"model/nothing": torch.zeros(0, 3)}, ProcessInfo())
     assert (shard.shape, shard.offset, tuple(shard.data.shape)) == ((0, 3), (0, 0), (0, 3))
-
-
-def test_pieces_carry_no_graph() -> None:
     (shard,) = sharded_tensors.shards({"model/weight": nn.Parameter(torch.ones(2))}, ProcessInfo())
     assert not shard.data.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_what_was_saved_is_loaded_bit_for_bit(kind: str) -> None:
-    checkpoint = saved(1, kind)
-    model, optimizer = made(2, kind)
+def test_what_was_saved_is_loaded_bit_for_bit_into_the_same_memory(kind: str) -> None:
+    checkpoint, (model, optimizer) = saved(1, kind), made(2, kind)
+    before = {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()}
     assert not same(saved(2, kind).arrays, checkpoint.arrays)
-    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
-    sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
+    loaded(model, optimizer, checkpoint)
+    assert same(all_of(model, optimizer), checkpoint.arrays)
+    assert {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()} == before
+    assert model.head.weight is model.embedding.weight
 
 
 def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> None:
@@ -191,47 +193,40 @@ def test_an_optimizer_that_was_loaded_goes_on_as_the_one_that_was_saved() -> Non
         if optimizer is None:
             trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(trainable, lr=0.1, fused=True)
-            sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
-            sharded_tensors.load(named(model, optimizer), checkpoint)
+            loaded(model, optimizer, checkpoint)
         torch.manual_seed(9)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        results.append(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays)
+        results.append(all_of(model, optimizer))
     assert same(*results)
     assert not same(results[0], checkpoint.arrays)
-
-
-def test_an_optimizer_that_has_state_is_loaded_into_its_memory() -> None:
-    checkpoint, (model, optimizer) = saved(1), made(2)
-    before = {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()}
-    assert not same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
-    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
-    sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, checkpoint.arrays)
-    assert {name: tensor.data_ptr() for name, tensor in named(model, optimizer).items() if tensor.dim()} == before
-
-
-def test_loading_leaves_tied_weights_tied() -> None:
-    model = Model()
-    sharded_tensors.load(sharded_tensors.model_tensors(model), saved(1), kinds=("model/",))
-    assert model.head.weight is model.embedding.weight
 
 
 # what does not fit ----------------------------------------------------------------------------------------------------
 
 
-def test_an_array_that_is_missing_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "array", "told"),
+    [
+        ("blocks.0.gain", None, "missing ['model/blocks.0.gain'], unexpected nothing (1 and 0"),
+        ("other", np.zeros(3, np.float32), "missing nothing, unexpected ['model/other'] (0 and 1"),
+        *(
+            (
+                "blocks.1.gain", np.ones(shape, np.float32),
+                f"'model/blocks.1.gain' has shape {shape} in the checkpoint, but (1,) in the model",
+            )
+            for shape in ((2,), (), (1, 1))
+        ),
+    ],
+    ids=["missing", "not expected", "longer", "a scalar", "a matrix"],
+)  # fmt: skip
+def test_an_array_that_does_not_fit_is_named(name: str, array: np.ndarray | None, told: str) -> None:
     checkpoint = saved(1)
-    del checkpoint.arrays["model/blocks.0.gain"]
-    with pytest.raises(CheckpointError, match=r"missing \['model/blocks\.0\.gain'\], unexpected nothing \(1 and 0"):
-        sharded_tensors.load(named(*made(1)), checkpoint)
-
-
-def test_an_array_that_is_not_expected_is_named() -> None:
-    checkpoint = saved(1)
-    checkpoint.arrays["model/other"] = np.zeros(3, np.float32)
-    with pytest.raises(CheckpointError, match=r"missing nothing, unexpected \['model/other'\] \(0 and 1"):
+    checkpoint.arrays[f"model/{name}"] = array  # type: ignore[assignment]
+    if array is None:
+        del checkpoint.arrays[f"model/{name}"]
+    with pytest.raises(CheckpointError, match=re.escape(told)):
         sharded_tensors.load(named(*made(1)), checkpoint)
 
 
@@ -243,26 +238,14 @@ def test_an_array_of_another_kind_is_not_asked_about() -> None:
     assert np.array_equal(model.frozen.detach().numpy(), checkpoint.arrays["model/frozen"])
 
 
-@pytest.mark.parametrize("shape", [(2,), (), (1, 1)])
-def test_an_array_of_another_shape_is_named_with_both_shapes(shape: tuple[int, ...]) -> None:
-    checkpoint = saved(1)
-    checkpoint.arrays["model/blocks.1.gain"] = np.ones(shape, np.float32)
-    with pytest.raises(CheckpointError) as refused:
-        sharded_tensors.load(named(*made(1)), checkpoint)
-    assert f"'model/blocks.1.gain' has shape {shape} in the checkpoint, but (1,) in the model" in str(refused.value)
-
-
-def test_optimizer_state_of_a_parameter_that_is_not_there_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("blocks.7.gain", "'blocks.7.gain', which the model does not have"), ("frozen", "'frozen', which is not trained")],
+)
+def test_optimizer_state_of_a_parameter_that_is_not_there_or_not_trained_is_named(name: str, told: str) -> None:
     model, optimizer = made(1)
-    checkpoint = Whole({"optimizer/blocks.7.gain/exp_avg": np.ones(1, np.float32)})
-    with pytest.raises(CheckpointError, match=r"optimizer state for 'blocks\.7\.gain', which the model does not have"):
-        sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
-
-
-def test_optimizer_state_of_a_parameter_that_is_not_trained_any_more_is_named() -> None:
-    model, optimizer = made(1)
-    checkpoint = Whole({"optimizer/frozen/exp_avg": np.ones(3, np.float32)})
-    with pytest.raises(CheckpointError, match="optimizer state for 'frozen', which is not trained here"):
+    checkpoint = Whole({f"optimizer/{name}/exp_avg": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match=f"optimizer state for {re.escape(told)}"):
         sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
 
 
@@ -286,8 +269,7 @@ def sharded(
     reader = Whole(given)
     before = sharded_tensors.shards(sharded_tensors.model_tensors(model), place)
     before = [ArrayShard(s.name, s.shape, s.offset, s.data.clone().numpy()) for s in before]
-    sharded_tensors.init_optimizer_state(optimizer, model, reader)
-    sharded_tensors.load(named(model, optimizer), reader)
+    loaded(model, optimizer, reader)
     after = sharded_tensors.shards(named(model, optimizer), place)
     return before, [ArrayShard(s.name, s.shape, s.offset, s.data.numpy()) for s in after]
 
@@ -299,20 +281,15 @@ def moved() -> tuple[Arrays, list[Any]]:
     return given, processes.run(sharded, 2, given, "adamw")
 
 
-def test_two_processes_load_what_one_has_saved_and_save_the_same(moved: tuple[Arrays, list[Any]]) -> None:
+def test_two_processes_load_what_one_has_saved_and_one_what_two_have(moved: tuple[Arrays, list[Any]]) -> None:
     given, ranks = moved
     before = Whole.of([shard for first, _ in ranks for shard in first]).arrays
     assert not np.array_equal(before["model/embedding.weight"], given["model/embedding.weight"])
-    assert same(Whole.of([shard for _, last in ranks for shard in last]).arrays, given)
-
-
-def test_one_process_loads_what_two_have_saved(moved: tuple[Arrays, list[Any]]) -> None:
-    given, ranks = moved
     checkpoint = Whole.of([shard for _, last in ranks for shard in last])
+    assert same(checkpoint.arrays, given)
     model, optimizer = made(3)
-    sharded_tensors.init_optimizer_state(optimizer, model, checkpoint)
-    sharded_tensors.load(named(model, optimizer), checkpoint)
-    assert same(Whole.of(sharded_tensors.shards(named(model, optimizer), ProcessInfo())).arrays, given)
+    loaded(model, optimizer, checkpoint)
+    assert same(all_of(model, optimizer), given)
 
 
 def test_sides_that_do_not_divide_are_cut_unevenly_and_an_empty_piece_is_not_saved(

@@ -127,28 +127,21 @@ def hugging_face(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_blocks_of_a_language_model_are_its_layers(name: str) -> None:
+def test_blocks_of_a_language_model_are_its_layers_and_its_width_is_its_hidden_size(name: str) -> None:
     model = hugging_face(name)
     layers = model.model.layers if name == "llama" else model.transformer.h
     assert len(layers) == 3
     assert identical(wrap.find_blocks(model), list(layers))
+    assert wrap.model_width(model) == 16
 
 
 # width and buckets ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_width_of_a_language_model_is_its_hidden_size(name: str) -> None:
-    assert wrap.model_width(hugging_face(name)) == 16
-
-
-def test_the_width_is_that_of_most_elements_and_not_of_most_matrices() -> None:
+def test_the_width_is_that_of_most_elements_and_not_of_most_matrices_and_one_without_matrices() -> None:
     small = [nn.Linear(4, 100) for _ in range(3)]
     assert wrap.model_width(nn.ModuleList([*small, nn.Linear(64, 64)])) == 64
     assert wrap.model_width(nn.ModuleList([*small, nn.Linear(16, 16)])) == 4
-
-
-def test_a_model_without_matrices_has_a_width_of_one() -> None:
     assert wrap.model_width(nn.Sequential(nn.LayerNorm(7), nn.Conv2d(8, 8, 3))) == 1
 
 
@@ -342,8 +335,10 @@ def test_fsdp_shards_the_blocks_and_then_the_rest_and_a_model_without_blocks_as_
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_fsdp_gathers_one_block_at_a_time(both: list[dict[str, Any]], kind: str) -> None:
-    assert [result[kind]["one at a time"] for result in both] == [[True], [True]]
+def test_fsdp_gathers_one_block_at_a_time_from_master_weights_in_fp32(both: list[dict[str, Any]], kind: str) -> None:
+    for result in both:
+        assert result[kind]["one at a time"] == [True]
+        assert result[kind]["master"] == result[kind]["gradients"] == {"torch.float32"}
 
 
 def test_under_bf16_matrices_of_blocks_are_gathered_in_bf16_and_all_else_in_fp32(both: list[dict[str, Any]]) -> None:
@@ -359,22 +354,12 @@ def test_under_bf16_matrices_of_blocks_are_gathered_in_bf16_and_all_else_in_fp32
         assert own_groups == {f"model.{norm}" for norm in norms}
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_master_weights_and_their_gradients_are_fp32(both: list[dict[str, Any]], kind: str) -> None:
-    for result in both:
-        assert result[kind]["master"] == result[kind]["gradients"] == {"torch.float32"}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_step_that_is_called_through_its_wrapper_has_the_sum_of_all_gradients(
-    both: list[dict[str, Any]], strategy: str
+def test_a_step_called_through_its_wrapper_has_the_sum_of_all_gradients_and_one_called_round_it_its_own(
+    both: list[dict[str, Any]],
 ) -> None:
     for result in both:
-        assert result[strategy] == pytest.approx(result["sum"], rel=1e-5)
-
-
-def test_a_step_that_is_called_round_its_wrapper_has_its_own_gradient_only(both: list[dict[str, Any]]) -> None:
-    for result in both:
+        for strategy in ("ddp", "fsdp"):
+            assert result[strategy] == pytest.approx(result["sum"], rel=1e-5)
         assert result["wrapper"] == (True, True)
         assert (result["round"] == result["own"]).all()
         assert result["round"] != pytest.approx(result["sum"], rel=1e-2)

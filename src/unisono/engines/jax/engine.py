@@ -21,7 +21,7 @@ from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
 from unisono.engines.jax.forward import Columns, Inputs
 from unisono.engines.jax.guards import checks, faults, replicas, task_errors
 from unisono.engines.jax.guards.compilation import Compiler
-from unisono.engines.jax.numerics import optimizers, precision, results
+from unisono.engines.jax.numerics import optimizers, precision
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.profiler import JaxProfiler
 from unisono.engines.jax.programs import Programs, Scalars
@@ -109,9 +109,9 @@ class JaxEngine:
         self.structure = model.build_structure(task, self.seed)
         recompute = model.recompute_interval(self.structure, self._config.layout)
         self.optimizer = optimizers.build_optimizer(self._config.optim, self.structure)
-        given = tuple(sorted(name for name in scalars if name not in task.static_scalars))
+        dynamic = tuple(sorted(name for name in scalars if name not in task.static_scalars))
         self.programs = Programs(
-            task, self._config, self.structure, self.optimizer, self.grid, self._compiler, given, recompute
+            task, self._config, self.structure, self.optimizer, self.grid, self._compiler, dynamic, recompute
         )
         rules.sum_counts(batches)
         names = ColumnNames.from_micro_batch(batches[0])
@@ -126,9 +126,8 @@ class JaxEngine:
         self.view = JaxModelView(self)
         inputs = self.programs.inputs(0, scalars, self._carry_started, {})
         rows = self._count_rows(batches, "the first step")
-        _, columns = self.programs.step(
-            self.train_state, self.constants, batch, inputs, names, scalars, rows, self._observed
-        )
+        given = self.train_state, self.constants, batch, inputs
+        _, columns = self.programs.step(given, names, scalars, rows, self._observed)
         reported = [list(columns.terms), list(columns.metrics), list(names.work)]
         rules.check_names(self.communicator, reported, "the first step")
         self._digests = self.digests()
@@ -189,7 +188,7 @@ class JaxEngine:
             inputs = self.programs.inputs(step, scalars, self._carry_started, self._controls(step, scalars))
             given = self.train_state, self.constants, batch, inputs
             rows = self._count_rows(batches, f"step {step + 1}")
-            program, columns = self.programs.step(*given, names, scalars, rows, self._observed)
+            program, columns = self.programs.step(given, names, scalars, rows, self._observed)
             with self._observers.part("forward"):
                 after, packed, *seen = program(*given)
             if not self._observed:
@@ -197,7 +196,7 @@ class JaxEngine:
             self.batches.look_ahead()
             with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
                 outcome = StepOutcome.unpack(np.asarray(packed), len(after.parameters), columns.count)
-            result = results.combine_reports(columns, [outcome.reports], outcome.grad_norm)
+            result = columns.combine([outcome.reports], outcome.grad_norm)
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
                 self._raise_not_finite(batches, batch, names, result, step, scalars)
             self._carry_started = True
@@ -278,7 +277,8 @@ class JaxEngine:
         if self._steps_made == 1:
             names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
-            replicas.check_moved(before, self._digests, gradients, scalars["lr"])
+            moving = [name for name, square in gradients.items() if square > 0]
+            rules.check_moved(before, self._digests, moving, scalars["lr"])
             if still := [name for name, square in gradients.items() if square == 0]:
                 log.warning(
                     "no gradient in the first step of %s; they decay like the others. `frozen` keeps them unchanged",
@@ -297,8 +297,8 @@ class JaxEngine:
         """Find where the first non-finite number came from, and raise that on every rank."""
         inputs = self.programs.inputs(step, scalars, self._carry_started, {})
         before = self.train_state
-        search = self.programs.search(before, self.constants, batch, inputs, names, scalars)
-        found = search(before.parameters, self.constants, before.carry, batch, inputs)
+        given = before.parameters, self.constants, before.carry, batch, inputs
+        found = self.programs.search(given, names, scalars)(*given)
         task = self._job.task
         faults.raise_not_finite(
             self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
@@ -323,15 +323,14 @@ class JaxEngine:
                 real = self._count_rows(batches, "the evaluation")
                 batch = self.batches.to_devices(batches, rows)
                 inputs = self.programs.inputs(step, scalars, False, None)
-                program, columns = self.programs.evaluation(
-                    parameters, self.constants, batch, inputs, names, scalars, real
-                )
-                reports.append(program(parameters, self.constants, batch, inputs))
+                given = parameters, self.constants, batch, inputs
+                program, columns = self.programs.evaluation(given, names, scalars, real)
+                reports.append(program(*given))
                 if len(reports) > 1:  # let the next batch be made while this one is computed
                     reports[-2] = np.asarray(reports[-2])
             assert columns is not None
             with heartbeat.phase("wait", "the sums of the evaluation"):
-                return results.combine_reports(columns, [np.asarray(part) for part in reports])
+                return columns.combine([np.asarray(part) for part in reports])
 
     # state ------------------------------------------------------------------------------------------------------
 

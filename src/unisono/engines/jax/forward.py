@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,6 +19,7 @@ from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.mesh import Grid
+from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
 from unisono.task import Context, Loss, Task
@@ -100,6 +101,37 @@ class Columns:
         """Numbers (…, n) by what they are: sums and weights of terms, metrics, counts and work."""
         ends = [0, *accumulate(self._widths.values())]
         return {name: numbers[..., a:b] for name, a, b in zip(self._widths, ends, ends[1:], strict=False)}
+
+    def combine(self, reports: Sequence[Any], grad_norm: float = 0.0) -> StepResult:
+        """The result of all micro-batches together.
+
+        Sums are added here, in float64 and in the order of the global micro-batches, so no layout changes what is
+        reported beyond what its devices computed.
+
+        Args:
+            reports: of each global batch, (micro-batches, numbers).
+            grad_norm: of the whole gradient.
+        """
+        parts = self.split(np.concatenate([np.asarray(part, dtype=np.float64) for part in reports]))
+        counts = dict(zip(self.names.terms, parts["counts"].sum(0).tolist(), strict=True))
+        pairs = parts["metrics"].sum(0).reshape(-1, 2).tolist()
+        return rules.build_step_result(
+            {n: (total, counts[n]) for n, total in zip(self.terms, parts["sums"].sum(0).tolist(), strict=True)},
+            dict(zip(self.terms, self._weights(parts["weights"]), strict=True)),
+            {name: (total, count) for name, (total, count) in zip(self.metrics, pairs, strict=True)},
+            dict(zip(self.names.work, parts["work"].sum(0).tolist(), strict=True)),
+            grad_norm,
+        )
+
+    def _weights(self, weights: Any) -> list[float]:  # (micro-batches, terms)
+        """The weight of each term, which all micro-batches have to give alike."""
+        given = weights[(weights != 0).any(axis=1)]  # a loss of all rows together is counted once, with the first
+        if (given != given[:1]).any() and not np.allclose(given, given[0], rtol=1e-6):
+            raise ConfigError(
+                f"loss() gives the terms {', '.join(self.terms)} different weights in different micro-batches; a "
+                "weight must be the same for all rows, and what depends on rows belongs in the sums"
+            )
+        return [float(weight) for weight in (given[0] if len(given) else weights[0])]
 
     @property
     def count(self) -> int:

@@ -83,8 +83,8 @@ def build_structure(task: Task, seed: int) -> Structure:
     def build() -> dict[str, jax.Array]:
         model = _build_task_model(task, init_key(seed))
         found["model"] = jax.tree.map(lambda leaf: _ARRAY_MARKER if is_array(leaf) else leaf, model)
-        found["names"] = tuple(_named_arrays(model))  # in the order of the tree; JAX sorts what a dict is made of
-        return _named_arrays(model)
+        found["names"] = tuple(named_arrays(model))  # in the order of the tree; JAX sorts what a dict is made of
+        return named_arrays(model)
 
     with jax.enable_x64(False):  # initial weights are the same in every precision
         shapes = jax.eval_shape(build)
@@ -138,7 +138,7 @@ def initialise(task: Task, structure: Structure, seed: int, grid: Grid, kind: st
     """
     shardings = {name: grid.sharding(grid.spec(structure.shapes[name].shape)) for name in structure.names}
     with jax.enable_x64(False):
-        arrays = jax.jit(lambda: _named_arrays(_build_task_model(task, init_key(seed))), out_shardings=shardings)()
+        arrays = jax.jit(lambda: named_arrays(_build_task_model(task, init_key(seed))), out_shardings=shardings)()
     return jax.jit(lambda arrays: precision.to_master(arrays, kind), out_shardings=shardings)(arrays)
 
 
@@ -190,7 +190,8 @@ def _build_task_model(task: Task, key: jax.Array) -> Any:
     return model
 
 
-def _named_arrays(model: Any) -> dict[str, jax.Array]:
+def named_arrays(model: Any) -> dict[str, jax.Array]:
+    """The arrays of a model by name, in the order of the tree."""
     return {
         keystr(path, simple=True, separator="."): jnp.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)

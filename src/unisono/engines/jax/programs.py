@@ -21,6 +21,10 @@ from unisono.engines.jax.step import CONTROLS, ObservedStep, State, Step
 from unisono.task import Task
 
 Scalars = Mapping[str, float]
+Arrays = Mapping[str, Any]
+StepArguments = tuple[State, Arrays, DeviceBatch, Inputs]
+EvaluationArguments = tuple[Arrays, Arrays, DeviceBatch, Inputs]
+SearchArguments = tuple[Arrays, Arrays, Arrays, DeviceBatch, Inputs]
 
 
 @dataclass
@@ -50,19 +54,10 @@ class Programs:
 
     def forward(self, training: bool, scalars: Scalars, names: ColumnNames, grid: Grid | None = None) -> Forward:
         """The functions of the task, with the scheduled values that a program is compiled for."""
-        static = self._static(scalars)
-        precision = self.config.train.precision
         return Forward(
-            self.task,
-            self.structure,
-            grid or self.grid,
-            precision,
-            names,
-            self.scalars,
-            static,
-            training,
-            self.recompute,
-        )
+            self.task, self.structure, grid or self.grid, self.config.train.precision, names, self.scalars,
+            self._static(scalars), training, self.recompute,
+        )  # fmt: skip
 
     def _static(self, scalars: Scalars) -> dict[str, int]:
         """Scheduled values that programs are compiled for, in whole numbers: a ramp compiles once for each."""
@@ -76,28 +71,18 @@ class Programs:
         return Inputs.for_step(step, self.config.run.seed, purpose, started, floats, self.config.train.precision)
 
     def step(
-        self,
-        state: State,
-        constants: Mapping[str, Any],
-        batch: DeviceBatch,
-        inputs: Inputs,
-        names: ColumnNames,
-        scalars: Scalars,
-        rows: int,
-        observed: bool = False,
+        self, given: StepArguments, names: ColumnNames, scalars: Scalars, rows: int, observed: bool = False
     ) -> tuple[Callable[..., Any], Columns]:
         """The training step. Its first argument, the state, is donated, unless the step is observed.
 
         Args:
-            state: of the run; like the other three, what the program will be called with.
-            constants: arrays that are not trained.
-            batch: of this step.
-            inputs: of this step.
+            given: what the program will be called with: state, arrays that are not trained, batch and inputs.
             names: of the micro-batches.
             scalars: scheduled values.
             rows: real rows of the global batch, for a loss across samples; else 0.
             observed: whether it also returns what observers look at; see `Step.observed`.
         """
+        state, _, batch, _ = given
 
         def make(forward: Forward) -> Any:
             placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
@@ -109,43 +94,27 @@ class Programs:
             return jax.jit(step, donate_argnums=0, out_shardings=placed)
 
         name = "the observed step" if observed else "the step"
-        return self._get_program(name, make, True, names, scalars, rows, batch, state, constants, batch, inputs)
+        return self._get_program(name, make, True, names, scalars, rows, batch, given)
 
     def evaluation(
-        self,
-        parameters: Mapping[str, Any],
-        constants: Mapping[str, Any],
-        batch: DeviceBatch,
-        inputs: Inputs,
-        names: ColumnNames,
-        scalars: Scalars,
-        rows: int,
+        self, given: EvaluationArguments, names: ColumnNames, scalars: Scalars, rows: int
     ) -> tuple[Callable[..., jax.Array], Columns]:
-        """The sums of a global batch without an update; arguments as for `step`."""
+        """The sums of a global batch without an update; arguments as for `step`, with parameters for the state."""
 
         def make(forward: Forward) -> Any:
             return jax.jit(EvaluationProgram(forward, rows), out_shardings=self.grid.replicated)
 
-        return self._get_program(
-            "the evaluation", make, False, names, scalars, rows, batch, parameters, constants, batch, inputs
-        )
+        return self._get_program("the evaluation", make, False, names, scalars, rows, given[2], given)
 
     def search(
-        self,
-        state: State,
-        constants: Mapping[str, Any],
-        batch: DeviceBatch,
-        inputs: Inputs,
-        names: ColumnNames,
-        scalars: Scalars,
-    ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-        """The search for the first non-finite number; arguments as for `step`."""
+        self, given: SearchArguments, names: ColumnNames, scalars: Scalars
+    ) -> Callable[..., tuple[jax.Array, ...]]:
+        """The search for the first non-finite number; `given` begins with parameters, constants and carry."""
 
         def make(forward: Forward) -> Any:
             return jax.jit(NonFiniteSearchProgram(forward), out_shardings=self.grid.replicated)
 
-        given = state.parameters, constants, state.carry, batch, inputs
-        program, _ = self._get_program("the search", make, True, names, scalars, 0, batch, *given)
+        program, _ = self._get_program("the search", make, True, names, scalars, 0, given[3], given)
         return program
 
     def _get_program(
@@ -157,11 +126,10 @@ class Programs:
         scalars: Scalars,
         rows: int,
         batch: DeviceBatch,
-        *arguments: Any,
+        given: tuple[Any, ...],
     ) -> tuple[Any, Any]:
-        static = tuple(self._static(scalars).items())
-        key = ProgramKey(name, signature(batch), static, rows)
+        key = ProgramKey(name, signature(batch), tuple(self._static(scalars).items()), rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
-        program = self.compiler.get(key, lambda: make(self._forwards[key]), *arguments)
+        program = self.compiler.get(key, lambda: make(self._forwards[key]), *given)
         return program, self._forwards[key].columns

@@ -11,9 +11,7 @@ from jax.tree_util import DictKey, keystr
 
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import State
-from unisono.engines.state import ArrayShard, StateReader
-from unisono.runtime.errors import CheckpointError
-from unisono.runtime.text import join_names
+from unisono.engines.state import ArrayShard, StateReader, check_arrays
 
 MODEL, AVERAGE, OPTIMIZER, CARRY, SPIKES = "model/", "ema/", "optimizer/", "carry/", "spikes/"
 
@@ -89,7 +87,7 @@ def load(
     """
     mine = {name: array for name, array in named_arrays(state, constants).items() if name.startswith(kinds)}
     saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
-    _check_arrays(mine, saved)
+    check_arrays({name: array.shape for name, array in mine.items()}, saved)
     found = {name: _read(reader, name, array) for name, array in mine.items()}
 
     def loaded(kind: str, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,21 +135,3 @@ def _read(reader: StateReader, name: str, like: jax.Array) -> jax.Array:
 
 def _offset(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(cut.indices(size)[0] for cut, size in zip(index, shape, strict=True))
-
-
-def _check_arrays(mine: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]]) -> None:
-    missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-    if missing or unknown:
-        parts = [
-            "lacks " + join_names(map("'{}'".format, missing)) if missing else "",
-            "also has " + join_names(map("'{}'".format, unknown)) if unknown else "",
-        ]
-        raise CheckpointError(
-            f"the checkpoint belongs to another model or optimizer: it {' and '.join(filter(None, parts))}"
-        )
-    for name, array in mine.items():
-        if tuple(array.shape) != tuple(saved[name]):
-            raise CheckpointError(
-                f"the checkpoint belongs to another model: '{name}' has shape {tuple(saved[name])} there, "
-                f"{array.shape} here"
-            )

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from unisono.engines.jax import model, state
-from unisono.engines.state import StateReader
-from unisono.runtime.errors import CheckpointError, RunError
+from unisono.engines.state import StateReader, check_arrays
+from unisono.runtime.errors import RunError
 from unisono.task import Task
 
 
@@ -30,31 +30,20 @@ def load_arrays(pytree: Any, reader: StateReader, ema: bool, folder: str) -> Any
 
     Raises:
         RunError: where there is no average.
-        CheckpointError: naming an array that is not there, or of another shape.
+        CheckpointError: for a checkpoint of another model; see `check_arrays`.
     """
     if ema and not any(name.startswith(state.AVERAGE) for name in reader.shapes):
         raise RunError(f"{folder} has no moving average of its weights; it was trained without ema.decay")
-    names = {name for name in reader.shapes if name.startswith(state.MODEL)}
+    arrays = {f"{state.MODEL}{name}": array for name, array in model.named_arrays(pytree).items()}
+    saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(state.MODEL)}
+    check_arrays({name: array.shape for name, array in arrays.items()}, saved)
 
     def array(path: Any, leaf: Any) -> Any:
         if not model.is_array(leaf):
             return leaf
         own = keystr(path, simple=True, separator=".")
         name = f"{state.AVERAGE}{own}" if ema and f"{state.AVERAGE}{own}" in reader.shapes else f"{state.MODEL}{own}"
-        if name not in reader.shapes:
-            raise CheckpointError(f"{folder}: the checkpoint belongs to another model: it lacks '{own}'")
-        shape = reader.shapes[name]
-        if shape != leaf.shape:
-            raise CheckpointError(
-                f"{folder}: the checkpoint belongs to another model: '{own}' has shape {shape} there, {leaf.shape} here"
-            )
-        names.discard(f"{state.MODEL}{own}")
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # a NumPy array of 64 bits is one of 32 in JAX
-        return jnp.asarray(reader.read(name, (0,) * len(shape), shape), dtype)
+        return jnp.asarray(reader.read(name, (0,) * leaf.ndim, leaf.shape), dtype)
 
-    filled = jax.tree_util.tree_map_with_path(array, pytree)
-    for name in sorted(names):
-        raise CheckpointError(
-            f"{folder}: the checkpoint belongs to another model: it also has '{name.removeprefix(state.MODEL)}'"
-        )
-    return filled
+    return jax.tree_util.tree_map_with_path(array, pytree)

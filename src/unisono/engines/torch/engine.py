@@ -48,7 +48,7 @@ class TorchEngine:
     view: TorchModelView
 
     def __init__(self, job: EngineJob) -> None:
-        self.communicator, self._job, self._parts = job.communicator, job, EngineParts.from_job(job)
+        self.communicator, self._job, self._parts = job.communicator, job, EngineParts(job)
         self.profiler = self._parts.profiler
         self._default_dtype, self._random = torch.get_default_dtype(), False
 

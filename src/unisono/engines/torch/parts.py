@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
-
 from unisono.engines.observers import Observers
 from unisono.engines.protocol import EngineJob
 from unisono.engines.spike_detection import SpikeDetection
@@ -18,37 +14,20 @@ from unisono.engines.torch.profiler import TorchProfiler
 from unisono.engines.torch.transfer import Transfer
 
 
-@dataclass
 class EngineParts:
     """The shared objects of one process, which are independent of each other."""
 
-    job: EngineJob
-    device: torch.device
-    comparison: CollectiveComparison
-    profiler: TorchProfiler
-    random_state: RandomState
-    recurrent: RecurrentState
-    reduction: MetricReduction
-    spikes: SpikeDetection
-    transfer: Transfer
-    observers: Observers = field(default_factory=Observers)
-
-    @classmethod
-    def from_job(cls, job: EngineJob) -> EngineParts:
-        """The parts for a job."""
+    def __init__(self, job: EngineJob) -> None:
         config, process = job.config, job.process
-        device = select_device(config.layout.device, process)
-        profiler = TorchProfiler(device)
-        return cls(
-            job=job,
-            device=device,
-            comparison=CollectiveComparison(
-                process, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp"
-            ),
-            profiler=profiler,
-            random_state=RandomState(config.run.seed, device),
-            recurrent=RecurrentState(job, device),
-            reduction=MetricReduction(process.world_size, device),
-            spikes=SpikeDetection(config.optim.skip_spikes),
-            transfer=Transfer(device, config.train.precision, profiler.part),
+        self.job = job
+        self.device = device = select_device(config.layout.device, process)
+        self.comparison = CollectiveComparison(
+            process, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp"
         )
+        self.profiler = TorchProfiler(device)
+        self.random_state = RandomState(config.run.seed, device)
+        self.recurrent = RecurrentState(job, device)
+        self.reduction = MetricReduction(process.world_size, device)
+        self.spikes = SpikeDetection(config.optim.skip_spikes)
+        self.transfer = Transfer(device, config.train.precision, self.profiler.part)
+        self.observers = Observers()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unisono.engines.state import ArrayShard, StateReader
+from unisono.engines.state import ArrayShard, StateReader, check_arrays
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.numerics.gradients import local
 from unisono.runtime.communicator import ProcessInfo, usable_cores
@@ -67,18 +67,7 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
         CheckpointError: if an array is missing, unexpected, or has another shape.
     """
     saved = {name: shape for name, shape in reader.shapes.items() if name.startswith(kinds)}
-    missing = [name for name in tensors if name not in saved]
-    unexpected = [name for name in saved if name not in tensors]
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the checkpoint does not match the model: missing {missing[:4] or 'nothing'}, unexpected "
-            f"{unexpected[:4] or 'nothing'} ({len(missing)} and {len(unexpected)} in all)"
-        )
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != saved[name]:
-            raise CheckpointError(
-                f"'{name}' has shape {saved[name]} in the checkpoint, but {tuple(tensor.shape)} in the model"
-            )
+    check_arrays({name: tuple(tensor.shape) for name, tensor in tensors.items()}, saved)
 
     def fill_one(name: str) -> None:
         with torch.no_grad():  # the grad mode is per thread

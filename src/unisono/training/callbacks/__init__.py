@@ -1,1 +1,1 @@
-"""What happens around the steps of a run, one behaviour per module."""
+"""What users add to the loop of a run: their callbacks, and ours that are written like theirs."""

@@ -15,7 +15,7 @@ from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs
 from unisono.engines.jax.numerics import precision
 from unisono.runtime.errors import ConfigError
-from unisono.task import GlobalBatch
+from unisono.task import Context, GlobalBatch
 
 _LAST_ROWS = 8  # rows that are marked as padding, one after the other
 _RELATIVE_TOLERANCE = 1e-3  # relative; a row too many in a micro-batch of less than a thousand is more
@@ -24,17 +24,12 @@ _RELATIVE_TOLERANCE = 1e-3  # relative; a row too many in a micro-batch of less 
 def draws_random_numbers(forward: Forward, one: DeviceBatch, inputs: Inputs) -> bool:
     """Whether a micro-batch's result depends on its key; then the micro-batch is part of the mathematics."""
 
-    def compute_outputs(key: Any, arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
-        context = replace(
-            forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays)), key=key
-        )
-        model = forward.structure.model(arrays)
-        return jax.tree.leaves(forward.task.outputs(model, one.arrays, context))
+    def leaves(key: Any, *given: Any) -> Any:
+        return jax.tree.leaves(_outputs(forward, *given, key=key)[0])
 
-    shapes = _shapes(forward)
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     try:
-        jaxpr = jax.make_jaxpr(compute_outputs)(key, shapes, _format_shapes(one), _format_shapes(inputs)).jaxpr
+        jaxpr = jax.make_jaxpr(leaves)(key, *_shapes(forward, one, inputs)).jaxpr
     except ConfigError:
         raise
     except Exception:  # it is raised again, as a sentence, where the step is compiled
@@ -49,15 +44,13 @@ def check_double_precision(forward: Forward, one: DeviceBatch, inputs: Inputs) -
         return
 
     def compute_loss(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
-        context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
-        outputs = forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
+        outputs, context = _outputs(forward, arrays, one, inputs)
         if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
             return outputs
         return forward.loss(outputs, one.arrays, one.valid, context)[1]
 
-    jaxpr = jax.make_jaxpr(lambda *given: jax.tree.leaves(compute_loss(*given)))(
-        _shapes(forward), _format_shapes(one), _format_shapes(inputs)
-    )
+    leaves = jax.make_jaxpr(lambda *given: jax.tree.leaves(compute_loss(*given)))
+    jaxpr = leaves(*_shapes(forward, one, inputs))
     precision.check_no_downcast(jaxpr, type(forward.task).__name__)
 
 
@@ -79,11 +72,7 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     if rows < 2 or protocols.cross_sample_mode(forward.task) == "whole":
         return
 
-    def outputs(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
-        context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
-        return forward.task.outputs(forward.structure.model(arrays), one.arrays, context)
-
-    described = jax.eval_shape(outputs, _shapes(forward), _format_shapes(one), _format_shapes(inputs))
+    described = jax.eval_shape(lambda *given: _outputs(forward, *given)[0], *_shapes(forward, one, inputs))
     leaves = [*jax.tree.leaves(described), *jax.tree.leaves(one.arrays)]
     if any(not leaf.shape or leaf.shape[0] != rows for leaf in leaves):
         return  # nothing here can be cut by row; a short micro-batch is refused when it comes
@@ -131,15 +120,19 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
             )
 
 
-def _shapes(forward: Forward) -> Any:
-    return {
-        name: jax.ShapeDtypeStruct(
-            shape.shape,
-            precision.COMPUTE[forward.kind] if jnp.issubdtype(shape.dtype, jnp.floating) else shape.dtype,
-        )
+def _outputs(forward: Forward, arrays: Any, one: DeviceBatch, inputs: Inputs, **changes: Any) -> tuple[Any, Context]:
+    """The task's outputs for a micro-batch with these arrays of the model, and the context in which it gave them."""
+    context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
+    context = replace(context, **changes)
+    return forward.task.outputs(forward.structure.model(arrays), one.arrays, context), context
+
+
+def _shapes(forward: Forward, one: DeviceBatch, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Shapes and dtypes of the model's arrays as they compute, of a micro-batch and of inputs."""
+    compute = precision.COMPUTE[forward.kind]
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape.shape, compute if jnp.issubdtype(shape.dtype, jnp.floating) else shape.dtype)
         for name, shape in forward.structure.shapes.items()
     }
-
-
-def _format_shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), np.asarray(array).dtype), tree)
+    like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), np.asarray(array).dtype), (one, inputs))
+    return arrays, *like

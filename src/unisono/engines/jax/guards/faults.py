@@ -50,7 +50,7 @@ def raise_not_finite(
     for micro in batches:
         wrong = [f"term '{name}'" for name, good in zip(names.terms, terms[micro.number], strict=False) if not good]
         if not by_term:
-            wrong = [] if terms[micro.number].all() else ["outputs"]
+            wrong = [] if terms[micro.number].all() else [rules.OUTPUTS]
         wrong = wrong or [
             f"gradient of '{name}'" for name, good in zip(parameters, gradients[micro.number], strict=True) if not good
         ]
@@ -59,21 +59,13 @@ def raise_not_finite(
         elif wrong:
             alone = [int(micro.rows[row]) for row in range(len(micro.rows)) if not rows[micro.number][row]]
             own.append([group.rank, micro.number, alone or micro.rows.tolist(), wrong[:3]])
-    everyone = [entry for entries in group.gather(own, "where the step is not finite") for entry in entries]
-    where = "; ".join(
-        f"rank {rank}, micro-batch {number}, {_describe_rows(rows)}: {', '.join(what)}"
-        for rank, number, rows, what in everyone
-    )
-    where = where or (
+    nothing = (
         "No micro-batch gives it by itself. Either their sum overflows, or the loss multiplies by a mask what is not "
         "finite: XLA makes that 0 in one program and NaN in another, so write jnp.where(mask, x, 0) instead of x * mask"
     )
     what = "gradient" if math.isfinite(result.loss) else "loss"
-    raise NonFiniteError(f"step {step + 1}: the {what} is not finite, and the parameters were not updated. {where}")
-
-
-def _describe_rows(rows: Sequence[int]) -> str:
-    return f"source rows {list(rows)}" if rows else "which has padding rows alone (divide by at least one there)"
+    where = rules.format_non_finite(group, own, nothing)
+    raise NonFiniteError(f"step {step + 1}: the {what} is not finite, {where}")
 
 
 def raise_known_error(

@@ -81,22 +81,6 @@ def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None
         )
 
 
-def check_moved(before: Digests, after: Digests, squares: Mapping[str, float], lr: float) -> None:
-    """Check that an update changed the parameters with a gradient.
-
-    Raises:
-        GuardError: if none moved; that a few did not can be rounding, and is allowed.
-    """
-    trained = [name for name, square in squares.items() if square > 0]
-    still = [name for name in trained if np.array_equal(before[name], after[name])]
-    if lr > 0 and still and len(still) == len(trained):
-        raise GuardError(
-            f"the update changed none of the {len(still)} parameters that have a gradient ({', '.join(still[:4])}): "
-            "the optimizer does not reach the parameters that the model computes with",
-            fault="Parameters do not train",
-        )
-
-
 @cache
 def _program(grid: Grid, names: tuple[str, ...], cuts: tuple[PartitionSpec, ...]) -> Any:
     specs = dict(zip(names, cuts, strict=True))

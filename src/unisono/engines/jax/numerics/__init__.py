@@ -1,1 +1,1 @@
-"""Numerics of the JAX engine: precision, optimizers, reported results."""
+"""Numerics of the JAX engine: precision, optimizers."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -17,30 +16,13 @@ import jax.numpy as jnp
 import optax
 
 from unisono.config.schema import optimizers as settings
-from unisono.config.schema.optimizers import OptimizerGroup, ParameterGroup
+from unisono.config.schema.optimizers import OptimizerGroup
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import transforms
-from unisono.runtime.errors import ConfigError, nearest
-from unisono.runtime.text import join_names
+from unisono.optim.groups import ParameterSettings, choose_settings
+from unisono.runtime.errors import ConfigError
 
 Tree = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ParameterSettings:
-    """The optimizer settings of a parameter.
-
-    Attributes:
-        lr_scale: of the scheduled learning rate.
-        decay: weight decay, before its schedule.
-        muon: whether Muon takes it.
-        rule: another update than the optimizer's own, as `optim.groups` has it.
-    """
-
-    lr_scale: float
-    decay: float
-    muon: bool
-    rule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,14 +80,10 @@ class Optimizer:
         groups: dict[ParameterSettings, list[str]] = {}
         for name, chosen in self.chosen.items():
             groups.setdefault(chosen, []).append(name)
-        lines = []
-        for chosen, names in groups.items():
-            own = self.config.rest if isinstance(self.config, settings.Muon) and not chosen.muon else self.config
-            kind = chosen.rule or own.kind
-            count = sum(prod(structure.shapes[name].shape) for name in names)
-            rates = f"lr {self.config.lr * chosen.lr_scale:g}, weight decay {chosen.decay:g}"
-            lines.append(f"{kind}, {rates}: {count:,} parameters in {join_names(names)}")
-        return lines
+        return [
+            chosen.describe(self.config, names, sum(prod(structure.shapes[name].shape) for name in names))
+            for chosen, names in groups.items()
+        ]
 
     def _relative(self, lr: jax.Array, state: transforms.Factors) -> jax.Array:
         return jnp.minimum(lr, 1 / jnp.sqrt(state.updates.astype(lr.dtype)))
@@ -123,10 +101,7 @@ class Optimizer:
 
 
 def build_optimizer(config: OptimizerGroup, structure: Structure) -> Optimizer:
-    """The optimizer of a model's trained parameters, grouped as the config says.
-
-    Matrices decay, but no biases, norms and embeddings (unless `decay_all`); Muon takes the matrices of blocks. The
-    first pattern of `optim.groups` that matches a parameter can say otherwise.
+    """The optimizer of a model's trained parameters, grouped as the config says; see `choose_settings`.
 
     Raises:
         ConfigError: for a pattern that matches no parameter, or a matrix that Muon cannot take.
@@ -136,40 +111,16 @@ def build_optimizer(config: OptimizerGroup, structure: Structure) -> Optimizer:
             f"optim.implementation={config.implementation} chooses among torch's kernels, but XLA compiles the update; "
             "remove this setting"
         )
-    trained = [name for name in structure.names if name in structure.trained]
-    hidden = frozenset[str]().union(*structure.blocks) - structure.no_decay
-    for pattern in config.groups:
-        if not any(fnmatchcase(name, pattern.match) for name in trained):
-            raise ConfigError(
-                f"optim.groups: '{pattern.match}' matches no parameter, {nearest(pattern.match, trained)}"
-            )
-    chosen = {name: _choose_settings(config, structure, name, name in hidden) for name in trained}
-    if isinstance(config, settings.Muon) and not any(one.muon for one in chosen.values()):
-        raise ConfigError(
-            "optim=muon: the model has no repeated blocks with matrices, so its hidden matrices are not "
-            f"known. Name them: optim.groups=[{{match: '*.weight', muon: true}}]; its parameters are "
-            f"{join_names(trained)}"
-        )
-    return Optimizer(config, chosen)
-
-
-def _choose_settings(config: OptimizerGroup, structure: Structure, name: str, hidden: bool) -> ParameterSettings:
-    pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), ParameterGroup(match="*"))
-    shape = structure.shapes[name].shape
-    matrix = not name.endswith("bias")
-    muon = isinstance(config, settings.Muon) and matrix and len(shape) == 2 and hidden and pattern.rule is None
-    muon = muon if pattern.muon is None else pattern.muon
-    if muon and len(shape) < 2:
-        raise ConfigError(
-            f"optim.groups: '{pattern.match}' assigns '{name}' of shape {shape} to Muon, which updates matrices (and "
-            "stacks of them) only; let the pattern match those alone"
-        )
-    own = config.rest if isinstance(config, settings.Muon) and not muon else config
-    decays = config.decay_all or (matrix and len(shape) >= 2 and name not in structure.no_decay)
-    decay = (own.weight_decay if decays else 0.0) if pattern.weight_decay is None else pattern.weight_decay
-    return ParameterSettings(
-        pattern.lr_scale * (own.lr / config.lr if own is not config else 1.0), decay, muon, pattern.rule
+    shapes = {name: structure.shapes[name].shape for name in structure.names if name in structure.trained}
+    chosen = choose_settings(
+        config,
+        shapes,
+        hidden=frozenset[str]().union(*structure.blocks) - structure.no_decay,
+        exempt=structure.no_decay,
+        not_muon={name for name, shape in shapes.items() if len(shape) < 2},
+        muon_updates="matrices (and stacks of them)",
     )
+    return Optimizer(config, chosen)
 
 
 def _build_direction(config: OptimizerGroup) -> optax.GradientTransformation:

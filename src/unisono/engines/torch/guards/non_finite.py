@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
 from unisono.engines.observers import Observer, StepVerdict
 from unisono.engines.protocol import StepResult
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
-from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import NonFiniteError
 from unisono.task import Loss
-
-OUTPUTS = "outputs"  # everything computed across samples follows from them
 
 
 class NonFiniteSearch(Observer):
@@ -50,7 +47,8 @@ class NonFiniteSearch(Observer):
                 rows = [int(micro.rows[row]) for row in rows] or micro.rows.tolist()
                 found.append([self._communicator.rank, micro.number, rows, what[:3]])
         kind = "gradient" if math.isfinite(result.loss) else "loss"
-        where = format_non_finite(self._communicator, found)
+        nothing = "No single micro-batch is at fault: the sum overflows"
+        where = rules.format_non_finite(self._communicator, found, nothing)
         return StepVerdict(NonFiniteError(f"step {self._step + 1}: the {kind} is not finite, {where}"))
 
     def _search(self, micro: MicroBatch) -> tuple[list[str], list[int]]:
@@ -65,7 +63,7 @@ class NonFiniteSearch(Observer):
         what = terms or [f"gradient of '{name}'" for name, good in finite.items() if not good]
         if self._passes.cross_sample is not None:
             rows = [] if micro.idle else self._passes.cross_sample.rows_not_finite(micro)
-            return [OUTPUTS] if rows else what, rows
+            return [rules.OUTPUTS] if rows else what, rows
         # If rows are normalised together or have a state, a row computed alone gives a different result.
         together = any(isinstance(module, _BatchNorm) for module in self._state.module.modules())
         if together or self._recurrent or not micro.by_row:
@@ -82,19 +80,3 @@ def find_bad_rows(micro: MicroBatch, count: int, loss_of: Callable[[MicroBatch],
         if not all(bool(torch.isfinite(term)) for term in loss_of(micro.select_row(row)).sums.values()):
             wrong.add(row)
     return sorted(wrong)
-
-
-def format_non_finite(communicator: Communicator, own: list[list[Any]]) -> str:
-    """A description of what is not finite in which micro-batches; collective.
-
-    Args:
-        communicator: of all processes.
-        own: rank, number, source rows, and what is not finite, of each such micro-batch of this process.
-    """
-    everyone = [entry for entries in communicator.gather(own, "where the step is not finite") for entry in entries]
-    everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
-    where = "; ".join(
-        f"rank {rank}, micro-batch {number}, source rows {rows}: {', '.join(what)}"
-        for rank, number, rows, what in everyone
-    )
-    return f"and the parameters were not updated. {where or 'No single micro-batch is at fault: the sum overflows'}"

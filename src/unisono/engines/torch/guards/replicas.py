@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from unisono.engines import rules
 from unisono.engines.observers import Observer
 from unisono.engines.protocol import StepResult
 from unisono.engines.torch.numerics.gradients import local
@@ -54,11 +55,11 @@ class UpdateGuard(Observer):
         """Check the parameters after the update; collective.
 
         Raises:
-            GuardError: see `check_moved`, `check_dtype` and `check_copies`.
+            GuardError: see `rules.check_moved`, `check_dtype` and `check_copies`.
         """
         if result.skipped or self._before is None:
             return
-        check_moved(self._before, digests(dict(self._module.named_parameters())), self._with_gradient, self._lr)
+        rules.check_moved(self._before, digests(dict(self._module.named_parameters())), self._with_gradient, self._lr)
         check_dtype(self._module, self._dtype)
         self._check_replicas(step + 1)
 
@@ -137,21 +138,6 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def check_moved(before: Mapping[str, int], after: Mapping[str, int], with_gradient: Sequence[str], lr: float) -> None:
-    """Check that parameters with a gradient were changed by an update, by their digests before and after it.
-
-    Raises:
-        GuardError: if none changed although the learning rate is not zero; a few may stay equal by rounding.
-    """
-    still = [name for name in with_gradient if before[name] == after[name]]
-    if lr > 0 and still and len(still) == len(with_gradient):
-        raise GuardError(
-            f"the update changed none of the {len(still)} parameters that have a gradient ({_format_names(still)}): "
-            "the optimizer does not reach the parameters that the model computes with",
-            fault="Parameters do not train",
-        )
-
-
 def find_differing(
     communicator: Communicator, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]], what: str
 ) -> list[str]:
@@ -195,47 +181,40 @@ def check_copies(
     Raises:
         GuardError: on every rank, naming the first array that differs and the ranks.
     """
-    differing = find_differing(communicator, copies, replicas, f"the digests of all ranks after step {step}")
-    _raise_if_differing(
-        differing,
-        len(copies),
-        f"replicas differ: step {step},",
-        fault="Replicas drift apart",
-        advice="Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
+    _check_same(
+        communicator, copies, replicas, f"the digests of all ranks after step {step}", f"replicas differ: step {step},",
+        "Replicas drift apart",
+        "Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
         "optimizer), or randomness depends on the rank.",
-    )
+    )  # fmt: skip
 
 
 def check_buffers(communicator: Communicator, buffers: Mapping[str, Tensor], step: int) -> None:
     """Check that all ranks hold the same bits of shared buffers; see `check_copies`."""
     everyone = [range(communicator.size)]
-    differing = find_differing(communicator, buffers, everyone, f"the digests of all ranks after step {step}")
-    _raise_if_differing(
-        differing,
-        len(buffers),
-        f"replicas differ: step {step},",
-        fault="Buffers are those of one process",
-        advice="The model changes this buffer from the rows it sees, and every process sees different rows: reduce it "
-        "over processes in the model, or do not change it in training.",
-    )
+    _check_same(
+        communicator, buffers, everyone, f"the digests of all ranks after step {step}",
+        f"replicas differ: step {step},", "Buffers are those of one process",
+        "The model changes this buffer from the rows it sees, and every process sees different rows: reduce it over "
+        "processes in the model, or do not change it in training.",
+    )  # fmt: skip
 
 
 def check_initial_weights(communicator: Communicator, model: nn.Module) -> None:
     """Check that all ranks begin with the same parameters, before they are sharded; see `check_copies`."""
-    parameters, everyone = dict(model.named_parameters()), [range(communicator.size)]
-    differing = find_differing(communicator, parameters, everyone, "the initial weights of all ranks")
-    _raise_if_differing(
-        differing,
-        len(parameters),
-        "initial parameters differ:",
-        fault="Initialisation depends on the rank",
-        advice="build() must draw from torch's default generator, which is seeded for it, or use a fixed seed.",
-    )
+    _check_same(
+        communicator, dict(model.named_parameters()), [range(communicator.size)], "the initial weights of all ranks",
+        "initial parameters differ:", "Initialisation depends on the rank",
+        "build() must draw from torch's default generator, which is seeded for it, or use a fixed seed.",
+    )  # fmt: skip
 
 
-def _raise_if_differing(differing: Sequence[str], count: int, what: str, *, fault: str, advice: str) -> None:
-    if differing:
-        more = f"{len(differing)} of {count} tensors differ"
+def _check_same(
+    communicator: Communicator, tensors: Mapping[str, Tensor], replicas: Sequence[Sequence[int]],
+    waited: str, what: str, fault: str, advice: str,
+) -> None:  # fmt: skip
+    if differing := find_differing(communicator, tensors, replicas, waited):
+        more = f"{len(differing)} of {len(tensors)} tensors differ"
         raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
 
 

@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
@@ -227,9 +226,3 @@ class TorchCommunicator:
         with translate_peer_errors(self.process, what, self.timeout):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.channel)
         return [int(number) for number in tensor]
-
-    def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """The sum over all ranks, in place."""
-        with translate_peer_errors(self.process, what, self.timeout):
-            dist.all_reduce(tensor, group=self.channel)
-        return tensor

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from unisono.callback import RunInfo, Save
 from unisono.checkpoint.core import resume
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.resolved_run import ResolvedRun
+from unisono.data.ledger import Ledger
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, Json
 from unisono.runtime.consensus import raise_everywhere
-from unisono.runtime.errors import CallbackError
+from unisono.runtime.errors import CallbackError, Preempted
+from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync
-from unisono.training.callbacks.dispatch import LoopCallback
-from unisono.training.callbacks.evaluation import Evaluation
-from unisono.training.callbacks.ledger import LedgerWriter
+from unisono.training.evaluation import Evaluation
 from unisono.training.parts import TrainingParts
 
 
-class Saving(LoopCallback):
-    """Requests checkpoints when they are due, and writes the requested ones in the background.
+class Saving:
+    """Says when checkpoints are due, and writes them in the background.
 
     Args:
         run: resolved.
@@ -32,10 +31,8 @@ class Saving(LoopCallback):
         sync: protects the directory against a concurrent start.
         resumption: what this start resumed from.
         evaluation: provides the metrics of the saved state.
-        ledger: flushed before a save; its position is saved.
         until: updates after which this start ends.
-        before: called with the number of updates before a save; may raise to prevent it.
-        saved: called on every rank with the updates and the directory of every finished checkpoint.
+        finished: called on every rank with the directory of every finished checkpoint.
         callbacks: the state of the user's callbacks.
         say: shows a line on the console.
     """
@@ -48,66 +45,75 @@ class Saving(LoopCallback):
         sync: StepSync,
         resumption: Resumption,
         evaluation: Evaluation,
-        ledger: LedgerWriter,
         until: int,
         *,
-        before: Callable[[int], None],
-        saved: Callable[[int, Path], None],
+        finished: Callable[[Path], None],
         callbacks: Callable[[], dict[str, Json]],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__()
         self._run, self._parts, self._communicator, self._sync = run, parts, communicator, sync
-        self._resumption, self._evaluation, self._ledger, self._last_step = resumption, evaluation, ledger, until
-        self._before_save, self._callbacks = before, callbacks
-        self._settings, self._first = run.config.checkpoint, resumption.step
+        self._resumption, self._evaluation, self._last_step, self._callbacks = resumption, evaluation, until, callbacks
+        self._settings = run.config.checkpoint
         self.saver = Saver(
-            run.directory / "checkpoints", communicator, self._settings, first=resumption.step,
-            finished=lambda path: saved(int(path.name.rpartition("-")[2]), path), say=say,
-            allowed=sync.check_lease, deadline=run.config.launch.deadlines.save,
+            run.directory / "checkpoints", communicator, self._settings, first=resumption.step, finished=finished,
+            say=say, allowed=sync.check_lease, deadline=run.config.launch.deadlines.save,
         )  # fmt: skip
 
-    def on_start(self, run: RunInfo) -> None:
-        """Start the saver."""
-        self.saver.__enter__()
+    def check_disk_space(self, parameters: int) -> None:
+        """Reject on every rank a run whose checkpoints, of so many trained parameters, would not fit on the disk."""
+        folder, config, first = self._run.directory, self._run.config, self._resumption.step
 
-    def on_step(self, step: int, values: Mapping[str, float]) -> Save | None:
-        """Check the save in flight, and request another if one is due."""
+        def check() -> None:
+            size = disk_space.newest_size(folder) or disk_space.estimate_size(config, parameters)
+            disk_space.check_disk_space(
+                folder, config, size, disk_space.count_checkpoints(config, first, self._parts.plan.steps)
+            )
+
+        work = check if self._communicator.rank == 0 else None
+        raise_everywhere(self._communicator, work, "disk space for the checkpoints")
+
+    def check(self, step: int) -> bool:
+        """Check the save in flight; returns whether another is due after `step` updates."""
         self.saver.check()
         every, total = self._settings.every, self._parts.plan.steps
-        if step == self._first + 1 and every is not None:
+        if step == self._resumption.step + 1 and every is not None:
             self.saver.prepare(self._parts.engine.state())
         at_end = step == self._last_step and (self._last_step < total or self._settings.at_end)
-        return Save() if at_end or (every is not None and step % every == 0) else None
+        return at_end or (every is not None and step % every == 0)
 
-    def save(self, step: int, at_once: bool) -> None:
+    def save(self, step: int, ledger: Ledger, at_once: bool) -> None:
         """Save the state after `step` updates.
 
         Args:
             step: updates made.
+            ledger: of this process; flushed before, and its position is saved.
             at_once: wait until it is finished, without retries, since the run must end.
+
+        Raises:
+            DataError: on every rank, if the data files that the state was trained on have changed since.
         """
         self._sync.refuse_if_lost()
-        self._before_save(step)
+        self._parts.check_files()
+        ledger.flush()
         if at_once:
             self.saver.stop_retrying()
         with heartbeat.phase("save"), self._sync.saving():
-            self._commit(step)
+            self._commit(step, ledger)
             if at_once:
                 self.saver.finish()
 
-    def on_end(self, step: int, reason: str) -> None:
+    def close(self, kind: type[BaseException] | None, *error: object) -> None:
         """Wait for the save in flight; only briefly if the run has failed."""
-        failed = reason in ("failed", "interrupted")
-        self.saver.__exit__(RuntimeError if failed else None, None, None)
+        failed = kind is not None and not issubclass(kind, Preempted)
+        self.saver.__exit__(kind if failed else None, None, None)
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, step: int, ledger: Ledger) -> None:
         engine, run, plan = self._parts.engine, self._run, self._parts.plan
         engine.check_replicas(step)  # a checkpoint combines pieces of replicas from different ranks
         rank = self._communicator.rank
         state = resume.collect_state(
             self._resumption, step, plan, run.split.rows_of(rank), self._communicator, random=engine.random,
-            micro_batch=run.split.micro_batch, mark=self._ledger.mark(), best=self._evaluation.best.state(),
+            micro_batch=run.split.micro_batch, mark=ledger.mark(), best=self._evaluation.best.state(),
             trackers=trackers.read_ids(run.directory),
         )  # fmt: skip
         state["callbacks"] = self._callback_state()

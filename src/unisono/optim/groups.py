@@ -1,0 +1,101 @@
+"""How each parameter is updated: its learning rate, its weight decay, and by which rule. The same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+
+from unisono.config.schema.optimizers import Muon, OptimizerGroup, ParameterGroup
+from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.text import join_names
+
+
+@dataclass(frozen=True)
+class ParameterSettings:
+    """The optimizer settings of a parameter.
+
+    Attributes:
+        lr_scale: of the scheduled learning rate.
+        decay: weight decay, before its schedule.
+        muon: whether Muon takes it.
+        rule: another update than the optimizer's own, as `optim.groups` has it.
+    """
+
+    lr_scale: float
+    decay: float
+    muon: bool
+    rule: str | None = None
+
+    def describe(self, config: OptimizerGroup, names: Iterable[str], count: int) -> str:
+        """A line about how the parameters with these names, `count` numbers in all, are updated."""
+        own = config.rest if isinstance(config, Muon) and not self.muon else config
+        rates = f"lr {config.lr * self.lr_scale:g}, weight decay {self.decay:g}"
+        return f"{self.rule or own.kind}, {rates}: {count:,} parameters in {join_names(names)}"
+
+
+def choose_settings(
+    config: OptimizerGroup,
+    shapes: Mapping[str, tuple[int, ...]],
+    hidden: Container[str],
+    exempt: Container[str],
+    not_muon: Container[str],
+    muon_updates: str,
+) -> dict[str, ParameterSettings]:
+    """The settings of every trained parameter.
+
+    Two defaults apply, unless the first matching pattern overrides them: weight decay applies to matrices, but not to
+    biases, norm weights and embeddings (unless `decay_all`); Muon updates the matrices of blocks, but not embeddings.
+
+    Args:
+        config: the group `optim`.
+        shapes: of the trained parameters by name.
+        hidden: names of those of repeated blocks, except embeddings.
+        exempt: names of those of embeddings and norms.
+        not_muon: names of those that Muon cannot update.
+        muon_updates: what it can update, for the message.
+
+    Raises:
+        ConfigError: if a pattern matches no parameter, or assigns one to Muon that it cannot update.
+    """
+    for pattern in config.groups:
+        if not any(fnmatchcase(name, pattern.match) for name in shapes):
+            raise ConfigError(
+                f"optim.groups: '{pattern.match}' matches no parameter, {_suggest_names(pattern.match, shapes)}"
+            )
+    rest, chosen = config.rest if isinstance(config, Muon) else config, {}
+    for name, shape in shapes.items():
+        pattern = next((p for p in config.groups if fnmatchcase(name, p.match)), ParameterGroup(match="*"))
+        matrix = len(shape) >= 2 and not name.endswith("bias")  # biases of stacked experts have two axes
+        muon = isinstance(config, Muon) and matrix and len(shape) == 2 and name in hidden and pattern.rule is None
+        muon = muon if pattern.muon is None else pattern.muon
+        if muon and name in not_muon:
+            raise ConfigError(
+                f"optim.groups: '{pattern.match}' assigns '{name}' of shape {shape} to Muon, which updates "
+                f"{muon_updates} only; make the pattern match only those"
+            )
+        own = config if muon else rest
+        decays = config.decay_all or (matrix and name not in exempt)
+        chosen[name] = ParameterSettings(
+            pattern.lr_scale * (own.lr / config.lr if own is not config else 1.0),
+            (own.weight_decay if decays else 0.0) if pattern.weight_decay is None else pattern.weight_decay,
+            muon,
+            pattern.rule,
+        )
+    if isinstance(config, Muon) and not any(one.muon for one in chosen.values()):
+        raise ConfigError(
+            "optim=muon: the model has no repeated blocks with matrices, so its hidden matrices are not "
+            "known. Name them: optim.groups=[{match: '*.weight', muon: true}]; its parameters are "
+            f"{join_names(shapes)}"
+        )
+    return chosen
+
+
+def _suggest_names(pattern: str, names: Iterable[str]) -> str:
+    """A suggestion: the names nearest to a pattern."""
+    one = nearest(pattern, names)
+    if one.startswith("did you mean"):
+        return one
+    similarity = {name: SequenceMatcher(None, pattern, name).ratio() for name in names}
+    return f"the nearest are {join_names(sorted(similarity, key=lambda name: (-similarity[name], name)))}"

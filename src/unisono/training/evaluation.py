@@ -1,0 +1,71 @@
+"""Evaluation on the held-out rows: when it is due, and its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+from unisono.checkpoint.core import retention
+from unisono.config.schema.run import RunConfig
+from unisono.evaluation.best import Best
+from unisono.observe import events
+from unisono.observe.run_record import RunRecord
+from unisono.runtime import heartbeat
+from unisono.runtime.communicator import Communicator
+from unisono.training.parts import TrainingParts
+
+
+class Evaluation:
+    """Says when evaluations are due, and runs them.
+
+    Args:
+        config: of the run.
+        parts: of the run.
+        communicator: of all processes.
+        best: the best values so far.
+
+    Attributes:
+        values: loss and metrics of the newest evaluation of this start; empty before.
+        step: updates made before it; None before.
+        best: the best values so far.
+    """
+
+    def __init__(self, config: RunConfig, parts: TrainingParts, communicator: Communicator, best: Best) -> None:
+        self._settings, self._checkpoint, self._parts = config.eval, config.checkpoint, parts
+        self._communicator = communicator
+        self.values: dict[str, float] = {}
+        self.step: int | None = None
+        self.best = best
+
+    def check_metric(self, first: int) -> None:
+        """Reject an unknown metric in `checkpoint.keep_best`; `first` updates have been made."""
+        if self._checkpoint.keep_best is not None:
+            held_out, scalars = self._parts.held_out, self._parts.scalars(first)
+            names = held_out.names(self._parts.engine, first, scalars) if held_out else []
+            retention.check_metric(self._checkpoint, names)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the settings ask for an evaluation after `step` updates."""
+        every, last = self._settings.every, step == self._parts.plan.steps
+        return (every is not None and step % every == 0) or (last and self._settings.at_end)
+
+    def was_missed(self, folder: Path, first: int) -> bool:
+        """Whether an evaluation was due after `first` updates, but a preempted run had no time for it; collective."""
+        if not first or not self.is_due(first):
+            return False
+        seen = events.read_events(folder / "events.jsonl") if self._communicator.rank == 0 else []
+        known = any(event.get("eval") and event["step"] == first for event in seen)
+        return not self._communicator.gather(known, "whether the newest checkpoint was evaluated")[0]
+
+    def evaluate(self, step: int, record: RunRecord) -> bool:
+        """Evaluate after `step` updates if there are held-out rows; returns whether there are."""
+        held_out = self._parts.held_out
+        if held_out is None:
+            return False
+        start = perf_counter()
+        with heartbeat.phase("evaluate"):
+            self.values = held_out.evaluate(self._parts.engine, step, self._parts.scalars(step))
+        self.step = step
+        self.best.update(step, self.values)
+        record.evaluation(step, self.values, held_out.rows, perf_counter() - start)
+        return True
