@@ -64,7 +64,7 @@ class Run:
 
     def show(self, figures: Mapping[str, Path]) -> None:
         """Show image files in the run's trackers, if it has any, under the given names."""
-        from unisono.observe import figures as shown
+        from unisono.observe import trackers as shown
 
         shown.show_figures(self.folder, figures)
 
