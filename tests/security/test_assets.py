@@ -12,7 +12,7 @@ from tests.security.runs import stranger
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.exchange.export import export
-from unisono.config.schema.export_verb import Export
+from unisono.config.schema.verbs import Export
 from unisono.launch import load
 from unisono.launch.run import open_run
 from unisono.runtime.errors import CheckpointError

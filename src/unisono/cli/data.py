@@ -89,7 +89,7 @@ def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Prepare
+    from unisono.config.schema.verbs import Prepare
     from unisono.data.prepare.partitions import Partition
     from unisono.data.prepare.preparation import prepare
     from unisono.protocols import find_preparations
@@ -134,7 +134,7 @@ def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 
 def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Reshard
+    from unisono.config.schema.verbs import Reshard
     from unisono.data.prepare.reshard import reshard
     from unisono.data.prepare.shards import Shards
 
@@ -146,7 +146,7 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 
 def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Preview
+    from unisono.config.schema.verbs import Preview
     from unisono.data import preview
     from unisono.launch import layout
     from unisono.task_config import build_task
@@ -169,7 +169,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 
 def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Scan
+    from unisono.config.schema.verbs import Scan
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.scan import scan
 
@@ -193,7 +193,7 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.audio import Fbank, Pipeline
-    from unisono.config.schema.data_verb import AudioCache
+    from unisono.config.schema.verbs import AudioCache
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.decoded_cache import cut_rows, make_cache
     from unisono.runtime.communicator import usable_cores
