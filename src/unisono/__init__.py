@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
     from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
-    from unisono.launch.load import load_model, load_weights
-    from unisono.launch.run import Run, open_run, read_asset
+    from unisono.launch.run import Run, load_model, load_weights, open_run, read_asset
     from unisono.launch.train import train
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
@@ -96,8 +95,8 @@ _HOME = {
     "choose_kernel": "engines.kernel_choice",
     "count_parameters": "engines.torch.train_state",
     "linear_cross_entropy": "engines.torch.losses.linear_cross_entropy",
-    "load_model": "launch.load",
-    "load_weights": "launch.load",
+    "load_model": "launch.run",
+    "load_weights": "launch.run",
     "logits_cross_entropy": "engines.torch.losses.linear_cross_entropy",
     "moments": "evaluation.moments",
     "open_run": "launch.run",

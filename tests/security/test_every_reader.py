@@ -28,7 +28,7 @@ FOREIGN = _names("""
     checkpoint.core.arrays checkpoint.core.assets checkpoint.core.manifest checkpoint.core.verify
     checkpoint.exchange.export_formats checkpoint.exchange.hf_config checkpoint.exchange.hf_shards
     checkpoint.exchange.pickle_import checkpoint.remote.restore config.safe_yaml data.prepare.manifest
-    data.sources.discovery launch.nodes.shared_secret recipes.birdsong.export recipes.language.tokenizer
+    data.sources.discovery launch.nodes.run_token recipes.birdsong.export recipes.language.tokenizer
     recipes.speech.codec recipes.speech.folder
 """)
 # Modules that read the path that a user names, a file of fixed name beside it, or a list that may name any file.

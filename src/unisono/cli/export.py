@@ -34,7 +34,7 @@ def add_verbs(verbs: Any) -> None:
 def _export(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.export import export
     from unisono.config.schema.verbs import Export
-    from unisono.launch.load import load_model
+    from unisono.launch.run import load_model
 
     words = arguments.parse_settings(parsed, Export)
 

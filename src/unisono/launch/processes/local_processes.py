@@ -17,7 +17,7 @@ from pathlib import Path
 from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
-from unisono.launch.host import malloc_arenas
+from unisono.launch.host import memory_allocators
 from unisono.launch.nodes import network
 from unisono.launch.processes import children, fork_server
 from unisono.launch.processes.children import ChildProcesses
@@ -173,7 +173,7 @@ def process_variables(threads: int, reference: str) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **malloc_arenas.arena_variables(),
+        **memory_allocators.arena_variables(),
     }
     chosen = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**chosen, "PYTHONPATH": _import_path(reference)}
