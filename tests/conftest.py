@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     os.environ["UNISONO_CACHE"] = str(path)
     return path
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command `unisono`, in this process: its exit code, and what it wrote to the two outputs."""
+    from unisono.cli import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main.main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")

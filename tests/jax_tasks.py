@@ -10,12 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.rows import LENGTH, VOCABULARY, WIDTH, LinearRows, TransformerRows
 from unisono.config.schema.base import Settings
 from unisono.task import Context, Loss, SampleContext, Task
-
-VOCABULARY = 61
-LENGTH = 12
-WIDTH = 16
 
 
 def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
@@ -71,59 +68,10 @@ class Transformer(eqx.Module):
         return jax.vmap(self.norm)(x) @ self.embedding.T  # tied
 
 
-class Words:
-    """Rows of random tokens, of different lengths, one of them without a single target."""
-
-    def __init__(self, rows: int) -> None:
-        rng = np.random.default_rng(7)
-        self.rows = [rng.integers(1, VOCABULARY, size=rng.integers(2, LENGTH + 1)) for _ in range(rows)]
-        self.rows[3] = self.rows[3][:1]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        return self.rows[row]
-
-
-class TransformerTask(Task):
+class TransformerTask(TransformerRows):
     """Next-token prediction with two terms of different weight, and a metric."""
 
     engine = "jax"
-
-    class Config(Settings):
-        rows: int = 27
-        dropout: float = 0.0
-        embedding_penalty: float = 0.3
-
-    config: Config
-
-    def data(self) -> Words:
-        return Words(self.config.rows)
-
-    def held_out(self) -> Words:
-        return Words(11)
-
-    def sample(self, record: np.ndarray, context: SampleContext) -> np.ndarray:
-        if not context.training:
-            return record
-        shifted = np.array(record)
-        shifted[-1] = context.rng.integers(1, VOCABULARY)  # an augmentation
-        return shifted
-
-    def collate(self, samples: Any) -> dict[str, Any]:
-        tokens = np.zeros((len(samples), LENGTH + 1), dtype=np.int64)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)] = sample
-        return {"tokens": tokens, "lengths": np.array([len(sample) for sample in samples], dtype=np.float32)}
-
-    def counts(self, batch: Any) -> dict[str, float]:
-        return {"next": float((batch["tokens"][:, 1:] != 0).sum()), "length": float(len(batch["tokens"]))}
-
-    def work(self, batch: Any) -> dict[str, float]:
-        return {"tokens": float((batch["tokens"] != 0).sum())}
 
     def build(self, key: jax.Array) -> Transformer:
         return Transformer(self.config.dropout, key)
@@ -200,24 +148,10 @@ class UnevenTask(Task):
         )
 
 
-class LinearTask(Task):
+class LinearTask(LinearRows):
     """Least squares; enough for tests of the machinery around the step."""
 
     engine = "jax"
-
-    class Config(Settings):
-        rows: int = 40
-        features: int = 3
-
-    config: Config
-
-    def data(self) -> list[dict[str, np.ndarray]]:
-        rng = np.random.default_rng(1)
-        inputs = rng.normal(size=(self.config.rows, self.config.features)).astype(np.float32)
-        return [{"x": x, "y": x.sum(keepdims=True)} for x in inputs]
-
-    def counts(self, batch: Any) -> dict[str, float]:
-        return {"square": float(len(batch["x"]))}
 
     def build(self, key: jax.Array) -> Any:
         return {"weight": jax.random.normal(key, (self.config.features, 1)), "bias": jnp.zeros(1)}

@@ -12,7 +12,6 @@ import pytest
 from tests import tasks
 from tests.launch import jobs
 from unisono.checkpoint.core import commit
-from unisono.cli import main
 from unisono.engines.torch import devices
 from unisono.launch import train
 from unisono.launch.processes import local_processes
@@ -37,15 +36,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def unisono(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command, in this process: its exit code, and what it wrote to the two outputs."""
-
-    def run(*words: object) -> Told:
-        capsys.readouterr()
-        code = main.main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
+def unisono(here: Path, command: Command) -> Command:
+    return command
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,15 +34,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def data(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command, in this process: its exit code, and what it wrote to the two outputs."""
-
-    def run(*words: object) -> Told:
-        capsys.readouterr()
-        code = main.main(["data", *(str(word) for word in words)])
-        return code, *capsys.readouterr()
-
-    return run
+def data(here: Path, command: Command) -> Command:
+    return partial(command, "data")
 
 
 def test_prepare_makes_shards_and_tells_what_they_hold(data: Command, here: Path):

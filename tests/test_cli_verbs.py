@@ -15,7 +15,7 @@ import pytest
 
 import unisono as face
 from tests.tasks import TransformerTask
-from unisono.cli import main, verbs
+from unisono.cli import verbs
 from unisono.config import recipes
 from unisono.config.compose import ComposedConfig, compose
 from unisono.config.recipes import Recipe
@@ -57,16 +57,6 @@ VERBS = {"echo": echo, "size": size}
 '''
 
 Told = tuple[int, str, str]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
-    def run(*words: Any) -> Told:
-        capsys.readouterr()
-        code = main.main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

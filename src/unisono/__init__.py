@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
     from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
-    from unisono.launch.load import load_model, load_weights
-    from unisono.launch.run import Run, open_run, read_asset
+    from unisono.launch.run import Run, load_model, load_weights, open_run, read_asset
     from unisono.launch.train import train
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
@@ -81,8 +80,7 @@ _HOMES = {
     "engines.torch.losses.pairwise_distances": ["pairwise_distances"],
     "engines.torch.train_state": ["count_parameters"],
     "evaluation.moments": ["moments", "summarise_moments"],
-    "launch.load": ["load_model", "load_weights"],
-    "launch.run": ["Run", "open_run", "read_asset"],
+    "launch.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
     "launch.train": ["train"],
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],

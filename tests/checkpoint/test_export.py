@@ -21,7 +21,7 @@ from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.exchange import export, hf_shards
 from unisono.cli import main
-from unisono.config.schema.export_verb import Export
+from unisono.config.schema.verbs import Export
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, RunError
@@ -203,7 +203,7 @@ from pathlib import Path
 import torch
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.exchange import export
-from unisono.config.schema.export_verb import Export
+from unisono.config.schema.verbs import Export
 torch.set_num_threads(1)
 
 def held():

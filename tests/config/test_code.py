@@ -126,7 +126,7 @@ def test_a_task_that_is_installed_counts_with_its_own_package(tmp_path: Path, mo
 def test_a_task_of_a_package_counts_with_the_packages_above_it():
     recipe = f"{tasks.__file__}:LinearTask"
     find_task(recipe)
-    assert of_project(recipe).keys() == {"tests/__init__.py", "tests/tasks.py"}
+    assert of_project(recipe).keys() == {"tests/__init__.py", "tests/tasks.py", "tests/rows.py"}
 
 
 def test_a_packaged_recipe_is_part_of_unisono():

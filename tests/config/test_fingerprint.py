@@ -21,137 +21,54 @@ BASE = (
     "schedules.depth={kind: wsd, peak: 2}",
 )  # fmt: skip
 
-HARMLESS = {
-    "callbacks": "[early_stopping]",
-    "run.name": "b",
-    "run.dir": "elsewhere",
-    "run.resume": "never",
-    "run.allow_change": "[optim.lr]",
-    "layout.strategy": "auto",
-    "layout.world_size": "4",
-    "layout.devices": "2",
-    "layout.deterministic": "true",
-    "layout.shards": "2",
-    "layout.micro_batch": "2",
-    "layout.max_memory_gb": "3",
-    "layout.device": "cpu",
-    "layout.reduction": "ordered",
-    "layout.compile": "true",
-    "layout.activation_checkpointing": "1",
-    "layout.defer_reduction": "true",
-    "layout.find_unused_parameters": "true",
-    "layout.bucket_mb": "3",
-    "layout.threads": "1",
-    "run.stop_after": "3",
-    "train.guard_every": "7",
-    "data.workers": "2",
-    "data.worker_kind": "processes",
-    "data.prefetch": "2",
-    "data.prefetch_mb": "3",
-    "data.storage": "remote",
-    "optim.implementation": "loop",
-    "eval.every": "3",
-    "eval.rows": "3",
-    "eval.micro_batch": "3",
-    "eval.weights": "model",
-    "eval.at_end": "false",
-    "checkpoint.every": "3",
-    "checkpoint.keep": "3",
-    "checkpoint.keep_every": "3",
-    "checkpoint.background": "false",
-    "checkpoint.on_failure": "continue",
-    "checkpoint.retry_for": "1",
-    "checkpoint.final": "model",
-    "checkpoint.at_end": "false",
-    "checkpoint.upload.url": "s3://bucket/runs",
-    "checkpoint.upload.keep": "3",
-    "checkpoint.upload.deadline": "30",
-    "checkpoint.upload.timeout": "30",
-    "checkpoint.upload.required": "true",
-    "observe.log_every": "3",
-    "observe.progress": "false",
-    "observe.trackers": "[tensorboard]",
-    "observe.project": "mine",
-    "observe.tracker_timeout": "3",
-    "observe.profile": "[2,3]",
-    "launch.timeout": "3",
-    "launch.start_timeout": "3",
-    "launch.initialization_timeout": "3",
-    "launch.heartbeat_timeout": "3",
-    "launch.nodes": "2",
-    "launch.node_rank": "0",
-    "launch.rendezvous": "10.0.0.1:29400",
-    "launch.interface": "eth0",
-    "launch.desync": "false",
-    "launch.preempt_deadline": "3",
-    "launch.monitor": "false",
-    "launch.stuck_after": "3",
-    "launch.stuck_factor": "3",
-    "launch.deadlines.setup": "3",
-    "launch.deadlines.shape": "3",
-    "launch.deadlines.data": "3",
-    "launch.deadlines.save": "3",
-    "launch.deadlines.evaluate": "3",
-    "launch.straggler_factor": "3",
-    "launch.max_restarts": "3",
-}
-MATHEMATICS = {
-    "run.seed": "1",
-    "train.steps": "7",
-    "train.epochs": "2",
-    "train.global_batch": "64",
-    "train.clip_norm": "null",
-    "train.precision": "bf16",
-    "layout.sync_batch_norm": "true",
-    "data.on_error": "mask",
-    "data.shuffle": "none",
-    "data.window": "3",
-    "data.lanes": "2",
-    "data.group_by_length": "4",
-    "data.mixture.weights.a": "1",
-    "data.mixture.by": "tokens",
-    "data.mixture.until": "first",
-    "data.mixture.grouped": "true",
-    "data.mixture.block": "10",
-    "data.mixture.changes": "[{step: 3, weights: {a: 1}}]",
-    "data.packing.length": "8",
-    "data.packing.method": "offline",
-    "data.packing.open_bins": "3",
-    "data.packing.chunk": "10",
-    "data.packing.cut": "never",
-    "task.rows": "28",
-    "task.dropout": "0.1",
-    "task.embedding_penalty": "0.1",
-    "ema.decay": "0.5",
-    "ema.start": "3",
-    "ema.every": "3",
-    "ema.warmup": "false",
-    "ema.exclude": "['*.bias']",
-    "optim.kind": "sgd",
-    "optim.lr": "1",
-    "optim.weight_decay": "0.5",
-    "optim.decay_all": "true",
-    "optim.groups": "[{match: '*.bias', lr_scale: 2}]",
-    "optim.skip_spikes.history": "3",
-    "optim.skip_spikes.sigma": "3",
-    "optim.skip_spikes.of": "[loss]",
-    "optim.skip_spikes.in_a_row": "3",
-    "optim.betas": "[0.5,0.5]",
-    "optim.eps": "1e-4",
-    "schedules.lr.kind": "linear",
-    "schedules.lr.warmup": "0.2",
-    "schedules.lr.start": "0.2",
-    "schedules.lr.floor": "0.2",
-    "schedules.lr.steps": "5",
-    "schedules.depth.kind": "linear",
-    "schedules.depth.peak": "3",
-    "schedules.depth.warmup": "0.3",
-    "schedules.depth.start": "0.3",
-    "schedules.depth.floor": "0.3",
-    "schedules.depth.steps": "3",
-    "schedules.depth.decay": "0.3",
-    "schedules.depth.shape": "sqrt",
-}
+
+def keys(text: str) -> dict[str, str]:
+    """Keys, each with another value than that of `BASE`."""
+    words = (word.partition("=") for word in text.split())
+    return {key: value for key, _, value in words}
+
+
+HARMLESS = keys("""
+    callbacks=[early_stopping]
+    run.name=b run.dir=elsewhere run.resume=never run.allow_change=[optim.lr] run.stop_after=3
+    layout.strategy=auto layout.world_size=4 layout.devices=2 layout.deterministic=true layout.shards=2
+    layout.micro_batch=2 layout.max_memory_gb=3 layout.device=cpu layout.reduction=ordered layout.compile=true
+    layout.activation_checkpointing=1 layout.defer_reduction=true layout.find_unused_parameters=true
+    layout.bucket_mb=3 layout.threads=1
+    train.guard_every=7
+    data.workers=2 data.worker_kind=processes data.prefetch=2 data.prefetch_mb=3 data.storage=remote
+    optim.implementation=loop
+    eval.every=3 eval.rows=3 eval.micro_batch=3 eval.weights=model eval.at_end=false
+    checkpoint.every=3 checkpoint.keep=3 checkpoint.keep_every=3 checkpoint.background=false
+    checkpoint.on_failure=continue checkpoint.retry_for=1 checkpoint.final=model checkpoint.at_end=false
+    checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
+    checkpoint.upload.timeout=30 checkpoint.upload.required=true
+    observe.log_every=3 observe.progress=false observe.trackers=[tensorboard] observe.project=mine
+    observe.tracker_timeout=3 observe.profile=[2,3]
+    launch.timeout=3 launch.start_timeout=3 launch.initialization_timeout=3 launch.heartbeat_timeout=3 launch.nodes=2
+    launch.node_rank=0 launch.rendezvous=10.0.0.1:29400 launch.interface=eth0 launch.desync=false
+    launch.preempt_deadline=3 launch.monitor=false launch.stuck_after=3 launch.stuck_factor=3 launch.deadlines.setup=3
+    launch.deadlines.shape=3 launch.deadlines.data=3 launch.deadlines.save=3 launch.deadlines.evaluate=3
+    launch.straggler_factor=3 launch.max_restarts=3
+""")
+MATHEMATICS = keys("""
+    run.seed=1
+    train.steps=7 train.epochs=2 train.global_batch=64 train.clip_norm=null train.precision=bf16
+    layout.sync_batch_norm=true
+    data.on_error=mask data.shuffle=none data.window=3 data.lanes=2 data.group_by_length=4 data.mixture.weights.a=1
+    data.mixture.by=tokens data.mixture.until=first data.mixture.grouped=true data.mixture.block=10
+    data.mixture.changes=[{step:3,weights:{a:1}}] data.packing.length=8 data.packing.method=offline
+    data.packing.open_bins=3 data.packing.chunk=10 data.packing.cut=never
+    task.rows=28 task.dropout=0.1 task.embedding_penalty=0.1
+    ema.decay=0.5 ema.start=3 ema.every=3 ema.warmup=false ema.exclude=['*.bias']
+    optim.kind=sgd optim.lr=1 optim.weight_decay=0.5 optim.decay_all=true optim.groups=[{match:'*.bias',lr_scale:2}]
+    optim.skip_spikes.history=3 optim.skip_spikes.sigma=3 optim.skip_spikes.of=[loss] optim.skip_spikes.in_a_row=3
+    optim.betas=[0.5,0.5] optim.eps=1e-4
+    schedules.lr.kind=linear schedules.lr.warmup=0.2 schedules.lr.start=0.2 schedules.lr.floor=0.2
+    schedules.lr.steps=5 schedules.depth.kind=linear schedules.depth.peak=3 schedules.depth.warmup=0.3
+    schedules.depth.start=0.3 schedules.depth.floor=0.3 schedules.depth.steps=3 schedules.depth.decay=0.3
+    schedules.depth.shape=sqrt
+""")
 BESIDE = {  # what has to change with a key for it to be allowed
     "data.group_by_length": ("data.packing=null",),
     "train.epochs": ("train.steps=null",),

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.config import safe_yaml
-from unisono.observe.figures import show_figures
+from unisono.observe.trackers import show_figures
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.diagnose import diagnose_run
 

@@ -9,15 +9,15 @@ import sys
 import pytest
 
 from tests.launch import jobs
-from unisono.launch.host import malloc_arenas
+from unisono.launch.host import memory_allocators
 
 THREADS = 6
 RESERVED = f"""
 import re, sys, threading
 from pathlib import Path
 if sys.argv[1] == "shared":
-    from unisono.launch.host import malloc_arenas
-    malloc_arenas.use_single_arena()
+    from unisono.launch.host import memory_allocators
+    memory_allocators.use_single_arena()
 def size():
     return int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 ready, over = threading.Barrier({THREADS} + 1), threading.Event()
@@ -60,6 +60,6 @@ def test_only_under_a_limit_threads_share_an_arena(monkeypatch: pytest.MonkeyPat
 
 
 def test_processes_that_are_started_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert malloc_arenas.arena_variables() == {}
+    assert memory_allocators.arena_variables() == {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (10**9, 10**9))
-    assert malloc_arenas.arena_variables() == ({"MALLOC_ARENA_MAX": "1"} if sys.platform == "linux" else {})
+    assert memory_allocators.arena_variables() == ({"MALLOC_ARENA_MAX": "1"} if sys.platform == "linux" else {})

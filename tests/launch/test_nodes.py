@@ -42,13 +42,6 @@ def pair() -> Iterator[tuple[Host, Host]]:
         yield found
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    jobs.task_file(tmp_path)
-    (tmp_path / "marks").mkdir()
-    return tmp_path
-
-
 @contextmanager
 def job(
     pair: Sequence[Host],

@@ -10,7 +10,8 @@ import pytest
 import unisono
 from tests.launch import jobs
 from tests.launch.test_start import SHORT
-from unisono.launch import load, task_objects
+from unisono.launch import task_objects
+from unisono.launch.run import evaluate
 from unisono.task_config import find_task
 
 
@@ -72,4 +73,4 @@ def test_a_finished_run_is_evaluated_from_anywhere(here: Path, monkeypatch: pyte
     result = unisono.train("small.py:Small", {**SHORT, "run.name": "a"})
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert load.evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]
+    assert evaluate(here / "runs" / "a")["loss"] == result.evaluation["loss"]

@@ -22,13 +22,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are l
 TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", "train.steps=40", "task.dropout=0.2", "eval.every=3")
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    jobs.task_file(tmp_path)
-    (tmp_path / "marks").mkdir()
-    return tmp_path
-
-
 def words(folder: Path, *more: str, world: int = 2) -> list[str]:
     slow = (f"task.marks={folder}/marks", "task.sleep=0.01", "task.hold=0.3")
     return [jobs.UNISONO, *TRAIN, f"layout.world_size={world}", *slow, *more]

@@ -27,13 +27,6 @@ TRAIN = ("train", "small.py:Small", *jobs.QUIET, "run.name=a")
 LONG = ("train.steps=5000", "task.sleep=0.02", "checkpoint.at_end=false")
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    jobs.task_file(tmp_path)
-    (tmp_path / "marks").mkdir()
-    return tmp_path
-
-
 def by_hand(
     words: Sequence[Sequence[str]],
     cwd: Path,

@@ -19,7 +19,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
 from unisono.launch import layout, preflight, run_directory, task_objects, train
 from unisono.launch.cluster import RUN_ID_VARIABLE
-from unisono.launch.host import device_allocator
+from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
 from unisono.observe import events
 from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
@@ -111,7 +111,7 @@ class Allocator(unisono.Callback):
     """Writes which options of the allocator a process has."""
 
     def on_start(self, run: unisono.RunInfo) -> None:
-        found = {name: os.environ[name] for name in device_allocator.NAMES if name in os.environ}
+        found = {name: os.environ[name] for name in memory_allocators.DEVICE_NAMES if name in os.environ}
         (run.directory / f"allocator-{run.rank}.json").write_text(json.dumps(found))
 
 
@@ -120,7 +120,7 @@ class Allocator(unisono.Callback):
 def test_every_process_has_segments_that_grow_unless_the_user_has_options(
     world: int, own: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in device_allocator.NAMES:
+    for name in memory_allocators.DEVICE_NAMES:
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)

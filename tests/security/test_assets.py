@@ -12,9 +12,8 @@ from tests.security.runs import stranger
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.exchange.export import export
-from unisono.config.schema.export_verb import Export
-from unisono.launch import load
-from unisono.launch.run import open_run
+from unisono.config.schema.verbs import Export
+from unisono.launch.run import evaluate, open_run
 from unisono.runtime.errors import CheckpointError
 
 TOKENS = "tokens/vocab.json"
@@ -35,7 +34,7 @@ def _use(run: Path) -> list[Callable[[], object]]:
     return [
         lambda: assets.check(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), run),
         lambda: open_run(run, task=LinearTask),
-        lambda: load.evaluate(run, task=LinearTask),
+        lambda: evaluate(run, task=LinearTask),
         lambda: export(run, Export(to="safetensors")),
     ]
 

@@ -28,7 +28,7 @@ FOREIGN = _names("""
     checkpoint.core.arrays checkpoint.core.assets checkpoint.core.manifest checkpoint.core.verify
     checkpoint.exchange.export_formats checkpoint.exchange.hf_config checkpoint.exchange.hf_shards
     checkpoint.exchange.pickle_import checkpoint.remote.restore config.safe_yaml data.prepare.manifest
-    data.sources.discovery launch.nodes.shared_secret recipes.birdsong.export recipes.language.tokenizer
+    data.sources.discovery launch.nodes.run_token recipes.birdsong.export recipes.language.tokenizer
     recipes.speech.codec recipes.speech.folder
 """)
 # Modules that read the path that a user names, a file of fixed name beside it, or a list that may name any file.
@@ -48,7 +48,7 @@ OWN = _names("""
     data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards data.sources.index
     doctor.all_reduce_process doctor.facts doctor.rates engines.jax.profiler engines.torch.profiler
     launch.autobatch.memory launch.autobatch.probe launch.autobatch.search launch.nodes.agreement
-    launch.processes.monitor_client launch.processes.preloading observe.events observe.figures observe.logs
+    launch.processes.monitor_client launch.processes.preloading observe.events observe.logs
     observe.profile observe.tensorboard observe.trackers proof.case_process proof.hangs
     proof.recording.case_recorder proof.recording.trace proof.scripts.rank_facts proof.scripts.rank_progress
     proof.scripts.script_process recipes.birdsong.evaluation.pictures recipes.language.tokens

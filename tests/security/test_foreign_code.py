@@ -29,8 +29,8 @@ from unisono.config import foreign_run
 from unisono.config.foreign_run import TrustError
 from unisono.data.audit import audit
 from unisono.launch import layout, resolve
-from unisono.launch.load import evaluate
 from unisono.launch.replay import replay
+from unisono.launch.run import evaluate
 from unisono.runtime.errors import RunError, UnisonoError
 from unisono.task_config import load_config, read_run
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from unisono.launch.nodes import shared_secret, tcp_rendezvous
+from unisono.launch.nodes import run_token, tcp_rendezvous
 from unisono.launch.nodes.tcp_rendezvous import TOKEN, NodeCommunicator
 from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
@@ -185,9 +185,7 @@ def test_nobody_takes_the_place_of_node_0(folder: Path, words: list[Any], monkey
 @pytest.mark.parametrize("which", ["none", "shared:0123456789abcdef", "shared:", ""])
 def test_nobody_takes_its_place_either_where_the_user_has_set_no_token(folder: Path, which: str) -> None:
     with false_node_0(_says({**HELLO, "token": which}, {"proof": "0" * 64})) as port:
-        shared_secret.write_secret(
-            shared_secret.secret_path(folder, f"127.0.0.1:{port}"), {"name": "other", "token": "x"}
-        )
+        run_token.write_secret(run_token.secret_path(folder, f"127.0.0.1:{port}"), {"name": "other", "token": "x"})
         (end,) = ends(Node(1, port, folder, start_timeout=0.2))
     assert isinstance(end, DeadlineError | ConfigError), end
 
@@ -195,11 +193,11 @@ def test_nobody_takes_its_place_either_where_the_user_has_set_no_token(folder: P
 def test_a_token_that_nobody_has_set_is_made_for_this_user_alone_and_goes_again(folder: Path) -> None:
     port = free_port()
     first = Node(0, port, folder)
-    secret = shared_secret.secret_path(folder.absolute(), f"127.0.0.1:{port}")
-    while shared_secret.read_secret(secret) is None:
+    secret = run_token.secret_path(folder.absolute(), f"127.0.0.1:{port}")
+    while run_token.read_secret(secret) is None:
         time.sleep(0.02)
     assert secret.stat().st_mode & 0o777 == 0o600
-    assert len(str((shared_secret.read_secret(secret) or {})["token"])) == 64
+    assert len(str((run_token.read_secret(secret) or {})["token"])) == 64
     assert ends(first, Node(1, port, folder)) == [[0, 1]] * 2
     assert not list(folder.iterdir())
 
@@ -216,7 +214,7 @@ def test_a_node_that_does_not_see_the_folder_says_so(folder: Path, tmp_path: Pat
 def test_a_token_of_one_node_alone_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     first = Node(0, port, folder)
-    shared = shared_secret.secret_path(folder.absolute(), f"127.0.0.1:{port}")
+    shared = run_token.secret_path(folder.absolute(), f"127.0.0.1:{port}")
     while not shared.exists():
         time.sleep(0.02)
     monkeypatch.setenv(TOKEN, "mine")
@@ -236,31 +234,31 @@ def test_where_no_token_can_be_left_a_warning_says_so(tmp_path: Path, capfd: pyt
 
 @pytest.mark.parametrize("open_to", [0o644, 0o660])
 def test_a_secret_that_others_can_read_is_nobody_s(tmp_path: Path, open_to: int) -> None:
-    path = shared_secret.secret_path(tmp_path, "x")
-    shared_secret.write_secret(path, {"token": "a"})
-    assert shared_secret.read_secret(path) == {"token": "a"}
+    path = run_token.secret_path(tmp_path, "x")
+    run_token.write_secret(path, {"token": "a"})
+    assert run_token.read_secret(path) == {"token": "a"}
     path.chmod(open_to)
-    assert shared_secret.read_secret(path) is None
+    assert run_token.read_secret(path) is None
     path.unlink()
     (tmp_path / "mine").write_text('{"token": "b"}')
     (tmp_path / "mine").chmod(0o600)
     path.symlink_to("mine")
-    assert shared_secret.read_secret(path) is None
-    shared_secret.write_secret(path, {"token": "c"})  # in place of the link, not through it
+    assert run_token.read_secret(path) is None
+    run_token.write_secret(path, {"token": "c"})  # in place of the link, not through it
     assert (tmp_path / "mine").read_text() == '{"token": "b"}'
 
 
 def test_a_secret_is_not_left_where_another_user_s_file_cannot_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = shared_secret.secret_path(tmp_path, "x")
+    path = run_token.secret_path(tmp_path, "x")
     path.write_text("{}")
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as in a sticky folder
     with pytest.raises(RunError, match=r"cannot create .*\.secret"):
-        shared_secret.write_secret(path, {"token": "a"})
+        run_token.write_secret(path, {"token": "a"})
     monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert shared_secret.read_secret(path) is None
+    assert run_token.read_secret(path) is None
 
 
 # numbers that a node says ---------------------------------------------------------------------------------------------

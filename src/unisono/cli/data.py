@@ -38,8 +38,9 @@ def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
         verbs: where verbs are added.
         load: the typed configuration of a command line.
     """
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = verbs.add_parser("data", help=TEXT, description=TEXT, epilog=EPILOG, formatter_class=formatter)
+    parser = verbs.add_parser(
+        "data", help=TEXT, description=TEXT, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     inner = parser.add_subparsers(dest="data_verb", metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[..., int], text: str, words: str, place: str = "") -> argparse.ArgumentParser:
@@ -89,8 +90,9 @@ def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
 
 
 def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Prepare
-    from unisono.data.prepare.partitions import Partition
+    from unisono.config.schema.verbs import Prepare
+    from unisono.data.prepare.manifest import read_json
+    from unisono.data.prepare.partitions import PLAN_FILE, Partition
     from unisono.data.prepare.preparation import prepare
     from unisono.protocols import find_preparations
     from unisono.task_config import build_task
@@ -102,19 +104,15 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     for name, (preparation, cached) in made_ahead.items():
         folder = (own.out / name if name else own.out) if own.out else cached
         with _progress(folder, max(1, preparation.records // share.count)) as progress:
+            workers = None if own.workers == "auto" else own.workers
             made = prepare(
-                preparation,
-                folder,
-                share=share,
-                workers=None if own.workers == "auto" else own.workers,
-                kind=own.worker_kind,
-                shard_mb=own.shard_mb,
+                preparation, folder, share=share, workers=workers, kind=own.worker_kind, shard_mb=own.shard_mb,
                 progress=progress,
-            )
+            )  # fmt: skip
         if made is not None:
             _print_shards(made)
         else:
-            total = len(_read_plan(folder)) - 1
+            total = len(read_json(folder / PLAN_FILE)["bounds"]) - 1
             say(f"{folder}: part {share.number}/{share.count} is done, {len(share.shards(total))} of {total} shards")
     if share.count > 1:
         say(f"when all parts are done: unisono data merge {own.out or next(iter(made_ahead.values()))[1]}")
@@ -125,16 +123,15 @@ def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.data.prepare.partitions import PLAN_FILE, merge_partitions
 
     folder: Path = parsed.folder
-    several = (
-        sorted(path.parent for path in folder.glob(f"*/{PLAN_FILE}")) if not (folder / PLAN_FILE).is_file() else []
-    )
+    is_plan = (folder / PLAN_FILE).is_file()
+    several = [] if is_plan else sorted(path.parent for path in folder.glob(f"*/{PLAN_FILE}"))
     for one in several or [folder]:
         _print_shards(merge_partitions(one))
     return 0
 
 
 def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Reshard
+    from unisono.config.schema.verbs import Reshard
     from unisono.data.prepare.reshard import reshard
     from unisono.data.prepare.shards import Shards
 
@@ -146,7 +143,7 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 
 def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Preview
+    from unisono.config.schema.verbs import Preview
     from unisono.data import preview
     from unisono.launch import layout
     from unisono.task_config import build_task
@@ -169,7 +166,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 
 def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
-    from unisono.config.schema.data_verb import Scan
+    from unisono.config.schema.verbs import Scan
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.scan import scan
 
@@ -193,7 +190,7 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
 def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     from unisono.audio import Fbank, Pipeline
-    from unisono.config.schema.data_verb import AudioCache
+    from unisono.config.schema.verbs import AudioCache
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.decoded_cache import cut_rows, make_cache
     from unisono.runtime.communicator import usable_cores
@@ -218,14 +215,6 @@ def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     shape = " × ".join(map(str, made[0]["values"].shape))
     say(f"{own.out}: {len(made)} rows of {shape} {own.dtype}, {len(made.metadata['left_out'])} left out")
     return 0
-
-
-def _read_plan(folder: Path) -> list[int]:
-    from unisono.data.prepare.manifest import read_json
-    from unisono.data.prepare.partitions import PLAN_FILE
-
-    bounds: list[int] = read_json(folder / PLAN_FILE)["bounds"]
-    return bounds
 
 
 def _print_shards(made: Shards) -> None:

@@ -33,8 +33,8 @@ def add_verbs(verbs: Any) -> None:
 
 def _export(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.export import export
-    from unisono.config.schema.export_verb import Export
-    from unisono.launch.load import load_model
+    from unisono.config.schema.verbs import Export
+    from unisono.launch.run import load_model
 
     words = arguments.parse_settings(parsed, Export)
 
@@ -52,7 +52,7 @@ def _export(parsed: argparse.Namespace) -> int:
 
 def _import(parsed: argparse.Namespace) -> int:
     from unisono.checkpoint.exchange.pickle_import import import_weights
-    from unisono.config.schema.export_verb import Import
+    from unisono.config.schema.verbs import Import
 
     words = arguments.parse_settings(parsed, Import)
     made = import_weights(parsed.source, words)

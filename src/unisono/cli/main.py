@@ -86,10 +86,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _print_errors(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
     """The exit code of a verb, whose errors are printed as sentences."""
-    from unisono.launch.host import malloc_arenas
+    from unisono.launch.host import memory_allocators
     from unisono.runtime.errors import UnisonoError
 
-    malloc_arenas.use_single_arena()  # before anything else is imported, which may start threads
+    memory_allocators.use_single_arena()  # before anything else is imported, which may start threads
     try:
         return act()
     except UnisonoError as error:
@@ -114,30 +114,32 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     )
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> argparse.ArgumentParser:
+        verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=f"{text}{more}")
+        verb.set_defaults(run=run)
+        return verb
+
     for name, run, text in (
         ("train", _train, "train a recipe or a task of your own"),
         ("check", _check, "check a run without starting it"),
         ("config", _config, "print every setting and where it comes from"),
     ):
-        verb = verbs.add_parser(name, help=text, description=text)
+        verb = add(name, run, text)
         arguments.add_recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
         arguments.add_overrides(verb, "group=choice or key=value")
         if name == "train":
-            verb.add_argument(
-                "--proved",
-                action="store_true",
-                help="start only if a certificate of `unisono prove` under run.dir matches the code, configuration, "
-                "data, versions, device and layout",
+            proved = (
+                "start only if a certificate of `unisono prove` under run.dir matches the code, configuration, data, "
             )
+            verb.add_argument("--proved", action="store_true", help=f"{proved}versions, device and layout")
             verb.add_argument("--fault", metavar="FAULTS", help=argparse.SUPPRESS)  # unisono.supervise.fault_injection
-        verb.set_defaults(run=run)
     text = "find the largest micro-batch that fits the memory of every process"
-    verb = verbs.add_parser("autobatch", help=text, description=f"{text}; the global batch stays the same")
+    verb = add("autobatch", _autobatch, text, "; the global batch stays the same")
     arguments.add_recipe(verb)
     arguments.add_overrides(verb, "as for train; layout.max_memory_gb sets a limit")
-    verb.set_defaults(run=_autobatch)
     text = "check, on your own model and data, that many processes compute exactly what one computes"
-    verb = verbs.add_parser("prove", help=text, description=text)
+    verb = add("prove", _prove, text)
     arguments.add_recipe(verb)
     arguments.add_overrides(
         verb,
@@ -147,45 +149,34 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     )
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     verb.add_argument("--full", action="store_true", help="show every quantity of every case; wider than 80 columns")
-    verb.set_defaults(run=_prove)
     text = "report what this host has, how fast it is, and what is wrong with its environment"
-    verb = verbs.add_parser("doctor", help=text, description=f"{text}; exit code 1 if a run would fail here")
+    verb = add("doctor", _doctor, text, "; exit code 1 if a run would fail here")
     verb.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="run.dir (default runs)")
     verb.add_argument("--processes", type=int, help="for the all-reduce; default: one per accelerator, or two")
     verb.add_argument("--no-rates", action="store_true", help="skip the measurements")
     verb.add_argument("--json", action="store_true", help="print JSON")
-    verb.set_defaults(run=_doctor)
     text = "inject faults into runs of a small task and check that they end and recover as promised"
-    verb = verbs.add_parser("faults", help=text, description=f"{text}; exit code 1 if a promise is broken")
+    verb = add("faults", _faults, text, "; exit code 1 if a promise is broken")
     verb.add_argument("keys", nargs="*", metavar="FAULT", help="faults or groups, e.g. A1 C; default: all")
     verb.add_argument("--list", action="store_true", help="only list the faults")
     verb.add_argument("--quick", action="store_true", help="run only a few of them")
     verb.add_argument("--kills", type=int, metavar="N", help="number of kills at random instants (default 200)")
     verb.add_argument("--report", type=Path, metavar="FILE", help="write the matrix into a page, e.g. docs/faults.md")
-    verb.set_defaults(run=_faults)
     text = "repeat the steps between two checkpoints of a run, and check that they give the same result"
-    verb = verbs.add_parser("replay", help=text, description=f"{text}; exit code 1 if they do not")
+    verb = add("replay", _replay, text, "; exit code 1 if they do not")
     arguments.add_run(verb)
     verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: second newest)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
     arguments.add_task_options(verb)
-    verb.set_defaults(run=_replay)
-    text = "explain how a run ended, what is saved and what to do"
-    verb = verbs.add_parser("diagnose", help=text, description=text)
-    arguments.add_run(verb)
-    verb.set_defaults(run=_diagnose)
-    text = "evaluate a run's newest checkpoint on its held-out rows"
-    verb = verbs.add_parser("evaluate", help=text, description=text)
+    arguments.add_run(add("diagnose", _diagnose, "explain how a run ended, what is saved and what to do"))
+    verb = add("evaluate", _evaluate, "evaluate a run's newest checkpoint on its held-out rows")
     arguments.add_run(verb)
     arguments.add_task_options(verb)
-    verb.set_defaults(run=_evaluate)
     for name, text in (
         ("stop", "save and stop a run after its next step; it prints the command that resumes it"),
         ("save", "make a run write a checkpoint after its next step"),
     ):
-        verb = verbs.add_parser(name, help=text, description=text)
-        arguments.add_run(verb, "folder of a run that is training, on this host or another")
-        verb.set_defaults(run=_request)
+        arguments.add_run(add(name, _request, text), "folder of a run that is training, on this host or another")
     data.add_verb(verbs, _load)
     export.add_verbs(verbs)
     new.add_verb(verbs)
@@ -206,21 +197,13 @@ def _train(parsed: argparse.Namespace) -> int:
 
     fault_injection.arm(parsed.fault)
     with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
-        return _train_as_process(parsed)
+        from unisono.launch import cluster
+        from unisono.launch.processes import rank_process
 
-
-def _train_as_process(parsed: argparse.Namespace) -> int:
-    from unisono.launch import cluster
-    from unisono.launch.processes import rank_process
-
-    place = cluster.process_info()
-    if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
-
-        def work() -> None:
-            _start(parsed)
-
-        rank_process.run_and_exit(work, place)
-    _start(parsed)
+        place = cluster.process_info()
+        if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
+            rank_process.run_and_exit(lambda: _start(parsed), place)
+        _start(parsed)
     return 0
 
 
@@ -229,17 +212,12 @@ def _start(parsed: argparse.Namespace) -> None:
     from unisono.launch import train
     from unisono.task_config import validate_config
 
+    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
+    command = ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
     parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
     with train.start_fork_server(parsed.composed) as server:
-        config = validate_config(parsed.composed)
-        origins, command = parsed.composed.origins, _command(parsed)
+        config, origins = validate_config(parsed.composed), parsed.composed.origins
         train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
-
-
-def _command(parsed: argparse.Namespace) -> list[str]:
-    """The words of the command, as the user would type them again."""
-    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
-    return ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
 
 
 def _end_late(why: UnisonoError) -> None:
@@ -298,8 +276,7 @@ def _autobatch(parsed: argparse.Namespace) -> int:
     config = layout.resolve_layout(_load(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
     preflight(build_task(config), config)
-    found = search.find_micro_batch(config)
-    say("\n".join(found.lines()))
+    say("\n".join(search.find_micro_batch(config).lines()))
     return 0
 
 
@@ -349,8 +326,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     if asked.run.name is None:
         config = run_directory.claim_directory(config)
     path = run_directory.run_path(config)
-    superseded = certificate.describe_superseded(path, config)
-    if superseded:
+    if superseded := certificate.describe_superseded(path, config):
         say(f"unisono: WARNING: {superseded}", error=True)
     file = certificate.write_certificate(path, verdicts, alone, about)
     say(file.read_text(encoding="utf-8") if parsed.json else shown)
@@ -402,7 +378,7 @@ def _replay(parsed: argparse.Namespace) -> int:
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from unisono.launch.load import evaluate
+    from unisono.launch.run import evaluate
 
     for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
         say(f"{name}: {value:.6f}")

@@ -36,9 +36,8 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
 def digest_task_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
     """Return the SHA-256 of the files of the task and of what it imports alone; see `digest_sources`."""
     files: dict[str, Path] = {}
-    place = (references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe).rpartition(
-        ":"
-    )[0]
+    named = references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe
+    place = named.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         pass  # a task whose file is gone, or never existed, has no readable code
     elif place.endswith(".py"):

@@ -39,11 +39,11 @@ class ComposedConfig:
 
     def origin(self, dotted: str) -> str:
         """Where a key comes from: itself, else the nearest written key above it, else the schema's default."""
-        parts = dotted.split(".")
-        for length in range(len(parts), 0, -1):
-            found = self.origins.get(".".join(parts[:length]))
-            if found:
-                return found
+        above = dotted
+        while above:
+            if above in self.origins:
+                return self.origins[above]
+            above = above.rpartition(".")[0]
         below = (origin for key, origin in self.origins.items() if key.startswith(f"{dotted}."))
         return next(below, "default")
 
@@ -171,9 +171,7 @@ def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
     for path in sorted(own.rglob("*.yaml")) if own else []:
         for folder in packaged:
             if own and (folder / path.relative_to(own)).is_file():
-                raise ConfigError(
-                    f"{path} has the name of a packaged file; rename it, since it would hide the packaged one"
-                )
+                raise ConfigError(f"{path} has the name of a packaged file, which it would hide; rename it")
 
 
 @dataclass(frozen=True)
@@ -188,11 +186,8 @@ class _Override:
     @property
     def sets(self) -> list[str]:
         """Dotted keys of all values in it."""
-        return (
-            []
-            if self.is_choice
-            else [key for key, value in _walk_values(self.key, self.value) if not _holds_keys(value)]
-        )
+        parts = [] if self.is_choice else _walk_values(self.key, self.value)
+        return [key for key, value in parts if not (isinstance(value, dict) and value)]
 
     @property
     def replaces(self) -> list[str]:
@@ -206,10 +201,6 @@ def _walk_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield key, value
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield from _walk_values(f"{key}.{name}", inner)
-
-
-def _holds_keys(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value)
 
 
 def _compose_with_hydra(
@@ -358,8 +349,5 @@ def _display_path(path: Path) -> str:
 
 
 def _summarise_error(text: str) -> str:
-    return " ".join(
-        line.strip()
-        for line in text.split("Config search path:")[0].splitlines()
-        if line.strip() and "https://" not in line
-    )
+    lines = text.split("Config search path:")[0].splitlines()
+    return " ".join(line.strip() for line in lines if line.strip() and "https://" not in line)

@@ -119,10 +119,9 @@ def describe_reference(reference: str) -> str:
 
 def owner_name(number: int) -> str:
     """The name of a user, or the number where there is none."""
-    try:
+    with suppress(KeyError):
         return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"uid {number}"
+    return f"uid {number}"
 
 
 def _reference_to(task: type[Task]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -26,15 +27,8 @@ from unisono.runtime.communicator import usable_cores
 
 GIB = 2**30
 _PACKAGES = (
-    "torchaudio",
-    "accelerate",
-    "peft",
-    "triton",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "filelock",
-    "hydra-core",
-)
+    "torchaudio", "accelerate", "peft", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "filelock", "hydra-core",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,8 @@ def gather_facts(directory: Path) -> HostFacts:
     Args:
         directory: Where runs will be written; it need not exist yet.
     """
+    import torch
+
     from unisono.engines.torch import devices
 
     kind, count = devices.accelerators()
@@ -119,7 +115,7 @@ def gather_facts(directory: Path) -> HostFacts:
         locked_memory=_resource_limit("RLIMIT_MEMLOCK"),
         infiniband=Path("/dev/infiniband").is_dir(),
         accelerator=kind,
-        devices=tuple(_device_name(kind, index) for index in range(count)),
+        devices=tuple(devices.device_name(torch.device(kind, index)) for index in range(count)),
         jax=_jax(),
         device_memory=_device_memory(kind, count),
         driver_devices=_driver_devices(),
@@ -168,14 +164,6 @@ def _versions(kind: str) -> dict[str, str]:
     return found
 
 
-def _device_name(kind: str, index: int) -> str:
-    import torch
-
-    from unisono.engines.torch import devices
-
-    return devices.device_name(torch.device(kind, index))
-
-
 def _resolve_name(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None)[0][4][0])
@@ -191,16 +179,14 @@ def _cpu_quota() -> float | None:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return 0.0 if quota == "max" else int(quota) / int(period)
     with suppress(OSError, ValueError):
-        quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text(encoding="utf-8")
-        period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text(encoding="utf-8")
+        folder = Path("/sys/fs/cgroup/cpu")
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period"))
         return max(0.0, int(quota) / int(period))
     return None
 
 
 def _resource_limit(name: str) -> int | None:
-    with suppress(ImportError, AttributeError):
-        import resource
-
+    with suppress(AttributeError):
         soft = resource.getrlimit(getattr(resource, name))[0]
         return -1 if soft == resource.RLIM_INFINITY else int(soft)
     return None
@@ -210,11 +196,8 @@ def _device_memory(kind: str, count: int) -> tuple[float, ...] | None:
     import torch
 
     ask: Any = getattr(getattr(torch, kind, None), "mem_get_info", None)
-    if not count or ask is None:
-        return None
     with suppress(RuntimeError):
-        text = [ask(index) for index in range(count)]
-        return tuple(free / total for free, total in text)
+        return tuple(free / total for free, total in map(ask, range(count))) if count and ask is not None else None
     return None
 
 
@@ -222,17 +205,11 @@ def _driver_devices() -> int | None:
     """Return the number of accelerators that NVIDIA's or AMD's driver offers; None on systems other than Linux."""
     if sys.platform != "linux":
         return None
-    nvidia = list(Path("/dev").glob("nvidia[0-9]*"))
-    amd = [
-        path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _read_text(path) not in ("", "0")
-    ]
-    return len(nvidia) + len(amd)
-
-
-def _read_text(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
-    return ""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id"):
+        with suppress(OSError):
+            count += path.read_text(encoding="utf-8").strip() not in ("", "0")
+    return count
 
 
 def _write_error(existing: Path) -> str:

@@ -107,14 +107,8 @@ def measure_all_reduce(processes: int, device: str) -> Rate:
         place = Path(folder)
         (place / "device").write_text(device, encoding="utf-8")
         try:
-            local_processes.run_processes(
-                "unisono.doctor.all_reduce_process",
-                place,
-                processes,
-                layout.threads_per_process(processes),
-                "",
-                device == "cpu",
-            )
+            module, threads = "unisono.doctor.all_reduce_process", layout.threads_per_process(processes)
+            local_processes.run_processes(module, place, processes, threads, "", device == "cpu")
             seconds, size = map(float, (place / RESULT).read_text(encoding="utf-8").split())
         except (UnisonoError, OSError) as error:
             return Rate(name, None, "GB/s", str(error).strip().splitlines()[-1])

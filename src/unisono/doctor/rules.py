@@ -48,7 +48,8 @@ CONDITIONS = (
         "name an interface that is up, or unset it",
     ),
     Condition(
-        "misspelt variables", "WARNING", lambda facts: _describe_misspelt(facts.environment),
+        "misspelt variables", "WARNING",
+        lambda facts: "; ".join(host_variables.find_misspelt_variables(facts.environment)) or None,
         "correct the name, or unset it",
     ),
     Condition(
@@ -155,9 +156,8 @@ def check_rules(facts: HostFacts) -> Iterator[HostFinding]:
     for condition in CONDITIONS:
         unknown = [name for name in condition.needs.split() if getattr(facts, name) is None]
         if unknown:
-            yield HostFinding(
-                "ABSTAIN", condition.name, f"not checked: this system does not report {', '.join(unknown)}"
-            )
+            why = f"not checked: this system does not report {', '.join(unknown)}"
+            yield HostFinding("ABSTAIN", condition.name, why)
         elif found := condition.describe(facts):
             yield HostFinding(condition.level, condition.name, found, condition.remedy)
 
@@ -174,10 +174,6 @@ def _describe_stale_launcher(environment: Mapping[str, str]) -> str | None:
 def _describe_missing_interfaces(facts: HostFacts, name: str, *, whole: bool) -> str | None:
     up = [interface.name for interface in facts.interfaces if interface.up]
     return host_variables.describe_missing_interfaces(facts.environment, up, name, whole=whole)
-
-
-def _describe_misspelt(environment: Mapping[str, str]) -> str | None:
-    return "; ".join(host_variables.find_misspelt_variables(environment)) or None
 
 
 def _describe_proxy(environment: Mapping[str, str]) -> str | None:

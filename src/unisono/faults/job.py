@@ -46,12 +46,14 @@ class JobResult:
         code: exit code of its command.
         output: stdout and stderr.
         ended_at: seconds of the monotonic clock.
+        run: directory of the run.
         orphans: processes that were still running ten seconds later.
     """
 
     code: int
     output: str
     ended_at: float
+    run: Path
     orphans: tuple[int, ...] = ()
 
     @property
@@ -64,6 +66,10 @@ class JobResult:
         """All lines in which the command gives a reason for its end."""
         lines = [line for line in self.output.splitlines() if line.startswith("unisono: ")]
         return [line for line in lines if not line.startswith(("unisono: WARNING", "unisono: compiling "))]
+
+    def line_with(self, words: str) -> str:
+        """The first line of the output with these words; empty if there is none."""
+        return next((line.strip() for line in self.output.splitlines() if words in line), "")
 
 
 class Job:
@@ -100,25 +106,19 @@ class Job:
             for k, v in os.environ.items()
             if not k.startswith(("SLURM", "TORCHELASTIC")) and k not in (*_LAUNCHERS, task_fault.VARIABLE)
         }
-        variables_set = {
-            "OMP_NUM_THREADS": "1",
-            **(variables or {}),
-            **({task_fault.VARIABLE: fault} if fault else {}),
-        }
+        variables_set = {"OMP_NUM_THREADS": "1", **(variables or {})}
+        if fault:
+            variables_set[task_fault.VARIABLE] = fault
         self._output = self.output.open("w+", encoding="utf-8")
         self.process: subprocess.Popen[bytes] | RankProcesses
         if server is None:
             self.process = subprocess.Popen(
                 list(command or train_command(*words)), cwd=folder, env={**inherited, **variables_set},
-                start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         else:
-            size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), f"{server[1]}")
-            address = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-            self.process = server[0].start(
-                folder, *_task_and_settings(words), {**inherited, **variables_set, **size, **address}, self.output
-            )
+            launcher = {**inherited, **variables_set, **launcher_variables(server[1])}
+            self.process = server[0].start(folder, *_task_and_settings(words), launcher, self.output)
 
     def __enter__(self) -> Job:
         return self
@@ -138,7 +138,8 @@ class Job:
     def pids(self) -> list[int]:
         """Processes of the job: those in its folder, and ranks that have not entered it yet."""
         early = [one.pid for one in getattr(self.process, "processes", ()) if processes.refresh(one)]
-        return sorted({*early, *(pid for pid in pids() if _works_in_folder(pid, self.folder))})
+        running = (process.pid for process in processes.list_processes())
+        return sorted({*early, *(pid for pid in running if _works_in_folder(pid, self.folder))})
 
     def wait_for_ranks(self, count: int) -> list[int]:
         """Wait until all ranks have started; return their process numbers."""
@@ -173,7 +174,7 @@ class Job:
             wait_for(lambda: not self.pids(), 10.0, "no process left")
         self._output.flush()
         output = self.output.read_text(encoding="utf-8", errors="replace")
-        return JobResult(code, output, ended_at, tuple(self.pids()))
+        return JobResult(code, output, ended_at, self.run, tuple(self.pids()))
 
     def _ranks(self) -> dict[int, int]:
         found = {}
@@ -209,6 +210,14 @@ def verb_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "unisono", *words]
 
 
+def launcher_variables(size: int) -> dict[str, str]:
+    """What a launcher of this many processes on this host tells all of them."""
+    return {
+        "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{free_port()}", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
 def free_port() -> int:
     """A port on which no process listens."""
     with socket.socket() as probe:
@@ -237,10 +246,9 @@ def last_step(run: Path) -> int:
 
 def train_to_end(sandbox: Sandbox, *words: str) -> Path:
     """Train a run to its end; return its newest checkpoint."""
-    with sandbox.job(*words) as run:
-        done = run.finish()
-        assert done.code == 0, done.output[-2000:]
-        return sorted((run.run / "checkpoints").glob("step-*"))[-1]
+    done = sandbox.run(*words)
+    assert done.code == 0, done.output[-2000:]
+    return sorted((done.run / "checkpoints").glob("step-*"))[-1]
 
 
 def rewrite_manifest(commit: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -270,25 +278,24 @@ def newest_step(run: Path) -> int:
 
 def read_digests(run: Path) -> dict[str, str]:
     """Hashes of all content of a run's newest checkpoint, and of the samples of each step in the ledger."""
-    from unisono.checkpoint.core import commit
-
-    checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
-    reader = checkpoint.reader()
-    digests = {}
-    for name, shape in reader.shapes.items():
-        digests[name] = hashlib.sha256(reader.read(name, (0,) * len(shape), shape).tobytes()).hexdigest()
-    state = checkpoint.state
+    state, arrays = _read_newest(run)
+    digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
     digests |= {name: json.dumps(state[name]) for name in ("step", "total", "random", "micro_batch", "plan", "best")}
     return digests | {"consumed": json.dumps((state["ledger"] or {}).get("consumed"))} | read_samples(run)
 
 
 def read_arrays(run: Path) -> dict[str, Any]:
-    """All arrays of a run's newest checkpoint."""
+    """All arrays of a run's newest checkpoint, in fp64."""
+    return {name: array.astype(np.float64) for name, array in _read_newest(run)[1].items()}
+
+
+def _read_newest(run: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """State and arrays of a run's newest checkpoint."""
     from unisono.checkpoint.core import commit
 
     checkpoint = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1])
     reader = checkpoint.reader()
-    return {n: reader.read(n, (0,) * len(shape), shape).astype(np.float64) for n, shape in reader.shapes.items()}
+    return checkpoint.state, {n: reader.read(n, (0,) * len(shape), shape) for n, shape in reader.shapes.items()}
 
 
 def max_distance(run: Path, before: Mapping[str, Any]) -> float:
@@ -328,16 +335,6 @@ def wait_for(condition: Callable[[], Any], seconds: float, description: str, int
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:g} s for {description}")
         time.sleep(interval)
-
-
-def pids() -> list[int]:
-    """All running processes of this machine, without zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if path.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                found.append(int(path.name))
-    return found
 
 
 def _works_in_folder(pid: int, folder: Path) -> bool:

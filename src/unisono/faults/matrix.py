@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,30 @@ class Outcome:
         """Record a problem unless the condition holds."""
         if not condition:
             self.broken_promises.append(problem)
+
+    def expect(self, done: JobResult, code: int, *says: str, name: str = "") -> None:
+        """Check exit code and output of a job.
+
+        Args:
+            done: how it ended.
+            code: expected exit code.
+            says: words that the output must contain.
+            name: what distinguishes it from other jobs of the scenario.
+        """
+        if done.code:
+            self.message = done.message or self.message
+        end = f"{done.code}: {done.output[-1500:]}"
+        self.check(done.code == code, f"{name or 'the job'} ended with {end}")
+        for word in says:
+            self.check(word in done.output, f"'{word}' is missing from the output{f' of {name}' * bool(name)}: {end}")
+
+    def compare(self, done: JobResult, before: Mapping[str, str], name: str = "") -> None:
+        """Check that a job ended well, with the same result as the reference run."""
+        self.expect(done, 0, name=name)
+        after = job.read_digests(done.run) if done.code == 0 else {}
+        differing = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+        self.exact = self.exact is not False and not differing and len(before) > 0
+        self.check(not differing, f"{name or 'the result'} differs from the reference run in {differing[:5]}")
 
 
 @dataclass(frozen=True)
@@ -130,23 +154,30 @@ class Sandbox:
         job_options = {"engine": self.engine, **options}
         return Job(self.folder, f"layout.world_size={world}", *words, fault=fault, **job_options)  # type: ignore[arg-type]
 
+    def run(self, *words: str, **options: Any) -> JobResult:
+        """Run a job in the folder of this scenario to its end."""
+        with self.job(*words, **options) as run:
+            return run.finish()
+
+    def run_verb(self, *words: str, answers: bool = False) -> JobResult:
+        """Run another verb to its end; with `answers` a pipe answers yes to every question."""
+        command = job.verb_command(*words)
+        return self.run(command=["sh", "-c", 'yes | "$0" "$@"', *command] if answers else command)
+
     def reference_digests(self, *words: str, world: int = 2) -> dict[str, str]:
         """Return the digests of a run without faults."""
         key = " ".join([self.engine, f"{world}", *words])
         if key not in self._references:
-            folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.root))
-            with Job(folder, f"layout.world_size={world}", *words, engine=self.engine) as run:
-                done = run.finish()
-                assert done.code == 0, f"the reference run ended with {done.code}: {done.output[-2000:]}"
-                self._references[key] = job.read_digests(run.run)
+            done = self.for_scenario("reference").run(*words, world=world)
+            assert done.code == 0, f"the reference run ended with {done.code}: {done.output[-2000:]}"
+            self._references[key] = job.read_digests(done.run)
         return self._references[key]
 
     def reference_arrays(self, *words: str, world: int = 2) -> dict[str, Any]:
         """Return the arrays of a run without faults, in fp64."""
-        with self.for_scenario("reference").job(*words, world=world) as run:
-            done = run.finish()
-            assert done.code == 0, done.output[-2000:]
-            return job.read_arrays(run.run)
+        done = self.for_scenario("reference").run(*words, world=world)
+        assert done.code == 0, done.output[-2000:]
+        return job.read_arrays(done.run)
 
     def copy(self) -> Sandbox:
         """Return a sandbox with a copy of this scenario's folder."""
@@ -161,27 +192,21 @@ class Sandbox:
         code: int,
         says: tuple[str, ...] = (),
         within: float = 10.0,
-        world: int = 2,
-        act: Callable[[Job], float] | None = None,
         resumes: bool = True,
     ) -> Outcome:
         """Run a job that ends by a fault, and resume it without the fault.
 
         Args:
-            fault: the fault; empty if `act` injects it from outside and returns the time.
+            fault: the fault.
             words: settings.
             code: expected exit code.
             says: words that the output must contain.
             within: most seconds from the fault to the end.
-            world: number of processes.
-            act: applied to the running job.
             resumes: whether to resume the run and compare its result with that of the reference run.
         """
-        before = self.reference_digests(*words, world=world) if resumes else {}
-        with self.job(*words, fault=fault, world=world) as run:
-            began = act(run) if act else None
-            done = run.finish()
-            outcome = self.check_end(run, done, began or job.fault_time(self.folder), code, says, within)
+        before = self.reference_digests(*words) if resumes else {}
+        with self.job(*words, fault=fault) as run:
+            outcome = self.check_end(run.finish(), job.fault_time(self.folder), code, says, within)
             steps_done, saved_step = run.step(), job.newest_step(run.run)
             # The first save runs in the background, and the second one waits for it.
             outcome.check(
@@ -189,19 +214,17 @@ class Sandbox:
             )
             outcome.lost_steps = max(0, steps_done - max(saved_step, 0))
         if resumes:
-            self.check_resume(outcome, before, *words, world=world)
+            self.check_resume(outcome, before, *words)
         return outcome
 
     def check_end(
-        self, run: Job, done: JobResult, began: float | None, code: int, says: tuple[str, ...], within: float
+        self, done: JobResult, began: float | None, code: int, says: tuple[str, ...], within: float
     ) -> Outcome:
         """Check exit code, output and duration of a finished job."""
         outcome = Outcome(message=done.message)
         outcome.check(began is not None, f"the fault did not happen; the job ended with {done.code}")
         outcome.seconds = None if began is None else round(done.ended_at - began, 1)
-        outcome.check(done.code == code, f"exit code {done.code}, not {code}: {done.output[-1500:]}")
-        for word in says:
-            outcome.check(word in done.output, f"'{word}' is missing from the output: {done.output[-1500:]}")
+        outcome.expect(done, code, *says)
         outcome.check(
             len(done.reasons) == 1, f"{len(done.reasons)} messages give a reason, not one: {done.output[-1500:]}"
         )
@@ -210,15 +233,9 @@ class Sandbox:
             outcome.check(outcome.seconds <= within, f"it took {outcome.seconds} s, not {within:g}")
         return outcome
 
-    def check_resume(self, outcome: Outcome, before: dict[str, str], *words: str, world: int = 2) -> None:
+    def check_resume(self, outcome: Outcome, before: dict[str, str], *words: str) -> None:
         """Resume the run in this scenario's folder, and compare its result with that of the reference run."""
-        with self.job(*words, world=world) as run:
-            done = run.finish()
-            outcome.check(done.code == 0, f"the run did not resume: {done.code}: {done.output[-1500:]}")
-            after = job.read_digests(run.run) if done.code == 0 else {}
-        differing = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-        outcome.exact = not differing and len(before) > 0
-        outcome.check(outcome.exact, f"the result differs from that of the reference run in {sorted(differing)[:5]}")
+        outcome.compare(self.run(*words), before, "the resumed run")
 
 
 @contextmanager

@@ -3,27 +3,18 @@
 Otherwise, nearly all the time between two random kills would go into imports. A fork does what a rank under another
 launcher does (see `unisono.launch.cluster`): it joins the others, reads the checkpoint, trains, and saves. It has no
 launcher and no monitor; kills during the imports, and of one rank alone, use the real command.
-
-    python -m unisono.faults.rank_server
-
-reads a line of JSON for each job on its standard input, and answers with the process numbers of the ranks.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
+from unisono.launch.processes.fork_server import ForkServer
 from unisono.supervise import processes
 
 
@@ -48,90 +39,29 @@ class RankProcesses:
         return 0
 
 
-class RankServer:
-    """The process from which ranks are forked. Use as a context: all its forks end with it."""
+class RankServer(ForkServer):
+    """The process from which ranks are forked; several threads may use it."""
 
-    def __enter__(self) -> RankServer:
+    def __init__(self) -> None:
+        super().__init__([__name__, "unisono.launch.train"], {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.faults.rank_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.communicate()
 
     def start(
         self, folder: Path, task: str, words: Sequence[str], variables: Mapping[str, str], output: Path
     ) -> RankProcesses:
         """Fork the ranks of a job with these settings."""
-        order = {
-            "folder": f"{folder}",
-            "task": task,
-            "words": [*words],
-            "variables": {**variables},
-            "output": f"{output}",
-        }
+        ranks = [{**variables, "RANK": f"{n}", "LOCAL_RANK": f"{n}"} for n in range(int(variables["WORLD_SIZE"]))]
         with self._lock:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-            return RankProcesses(json.loads(self._process.stdout.readline()))
+            assert self.ready, "the fork server has started a thread, which would not survive a fork"
+            return RankProcesses(self.fork(__name__, [f"{folder}", f"{output}", task, *words], ranks))
 
 
-def _fork(act: Callable[[], int]) -> int:
-    """Fork a process that runs `act` and exits; return its process number."""
-    if (pid := os.fork()) != 0:
-        return pid
-    code = 1
-    try:
-        code = act()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _run_rank(order: Mapping[str, Any], number: int, port: int) -> int:
+def main(folder: Path, output: str, task: str, *words: str) -> None:
+    """Run one rank."""
     from unisono.launch import train
-    from unisono.launch.processes.rank_process import die_with_parent
 
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    die_with_parent()
-    os.setsid()
-    os.chdir(order["folder"])
-    os.environ.clear()
-    os.environ.update(order["variables"], RANK=f"{number}", LOCAL_RANK=f"{number}", MASTER_PORT=f"{port}")
-    silent = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor, target in ((silent, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, target)
-    train.train(order["task"], order["words"])
-    return 0
-
-
-def main() -> NoReturn:
-    """Entry point of the process."""
-    import torch
-
-    import unisono.engines.torch.engine
-    import unisono.launch.train
-    import unisono.training.loop  # noqa: F401
-    from unisono.faults.job import free_port
-
-    assert torch.get_num_threads() == 1, "threads do not survive a fork"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects them
-    for line in sys.stdin:
-        order, port = json.loads(line), free_port()
-        ranks = range(int(order["variables"]["WORLD_SIZE"]))
-        answer = [_fork(partial(_run_rank, order, rank, port)) for rank in ranks]
-        print(json.dumps(answer), flush=True)  # noqa: T201
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    os.chdir(folder)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    train.train(task, words)

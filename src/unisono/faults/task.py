@@ -95,43 +95,20 @@ def _sum(values: list[float], op: Any = None, dtype: torch.dtype = torch.float32
     dist.all_reduce(torch.tensor(values, dtype=dtype), op=op or dist.ReduceOp.SUM)
 
 
-def _swap_order(is_faulty: bool) -> None:
-    first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+def _swap_order(is_faulty: bool) -> None:  # two lines of code, since messages name the line
     if is_faulty:
-        dist.all_reduce(second)
-        dist.all_reduce(first)
-    else:
-        dist.all_reduce(first)
-        dist.all_reduce(second)
-
-
-def _other_op(is_faulty: bool) -> None:
-    _sum([1.0], dist.ReduceOp.MAX if is_faulty else dist.ReduceOp.SUM)
-
-
-def _other_dtype(is_faulty: bool) -> None:
-    _sum([1.0] if is_faulty else [1.0, 2.0], dtype=torch.float64 if is_faulty else torch.float32)
-
-
-def _skip_call(is_faulty: bool) -> None:
+        dist.all_reduce(torch.tensor([3.0, 4.0]))
+    dist.all_reduce(torch.tensor([1.0, 2.0]))
     if not is_faulty:
-        _sum([1.0])
+        dist.all_reduce(torch.tensor([3.0, 4.0]))
 
 
-def _extra_call(is_faulty: bool) -> None:
-    if is_faulty:
-        _sum([1.0])
-
-
-def _other_shape(is_faulty: bool) -> None:
-    _sum([1.0] * (3 if is_faulty else 5))
-
-
+# What the faulty rank (True) and the others (False) call.
 _COLLECTIVES: dict[str, Callable[[bool], None]] = {
     "swap": _swap_order,
-    "op": _other_op,
-    "dtype": _other_dtype,
-    "skip": _skip_call,
-    "lonely": _extra_call,
-    "shape": _other_shape,
+    "op": lambda faulty: _sum([1.0], dist.ReduceOp.MAX if faulty else dist.ReduceOp.SUM),
+    "dtype": lambda faulty: _sum([1.0], dtype=torch.float64) if faulty else _sum([1.0, 2.0]),
+    "skip": lambda faulty: None if faulty else _sum([1.0]),
+    "lonely": lambda faulty: _sum([1.0]) if faulty else None,
+    "shape": lambda faulty: _sum([1.0] * (3 if faulty else 5)),
 }

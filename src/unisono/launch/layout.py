@@ -10,7 +10,6 @@ from typing import Any
 
 from unisono.config.schema.run import RunConfig
 from unisono.engines import device_modules
-from unisono.launch import jax_layout
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -31,7 +30,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     if process is not None:
         _refuse_for_launcher(config, process)
     if config.layout.engine == "jax":
-        return jax_layout.resolve_jax_layout(config, process)
+        return _resolve_jax_layout(config, process)
     layout, devices = config.layout, device_modules.device_module("torch")
     if layout.devices not in (1, "auto"):
         raise ConfigError(
@@ -57,8 +56,38 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
                 f"or {2 * below}"
             )
         update["threads"] = layout.threads or 1  # the number of threads affects the order of sums within an operation
+    return _update_layout(config, update)
+
+
+def _resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+    """The same for a JAX run: number of processes, devices of each, and how they share the state."""
+    devices, layout, nodes = device_modules.device_module("jax"), config.layout, config.launch.nodes
+    if process is not None:
+        world, here = process.world_size, process.local_world_size
+    else:
+        world = nodes if layout.world_size == "auto" else layout.world_size
+        here = max(1, world // nodes)
+    kind = devices.resolve(layout, here, config.train.precision)
+    each: int = layout.devices if layout.devices != "auto" else 1
+    if layout.devices == "auto":  # a single process on a host gets all its accelerators, several share them
+        found = devices.accelerators()[1]
+        each = 1 if kind == "cpu" or layout.strategy == "single" else max(1, found // here)
+    count = world * each
+    strategy = layout.strategy if layout.strategy != "auto" else ("single" if count == 1 else "ddp")
+    update: dict[str, Any] = {"world_size": world, "devices": each, "strategy": strategy, "device": kind}
+    if strategy == "hsdp" and layout.shards is None:
+        update["shards"] = here * each if here * each < count else each
+        if update["shards"] in (1, count):
+            raise ConfigError(
+                "layout.strategy=hsdp needs layout.shards: how many devices share one copy of the model (it has a "
+                "default only with several nodes, or with several processes of several devices each)"
+            )
+    return _update_layout(config, update)
+
+
+def _update_layout(config: RunConfig, update: dict[str, Any]) -> RunConfig:
     try:
-        checked = type(layout).model_validate({**layout.model_dump(), **update})
+        checked = type(config.layout).model_validate({**config.layout.model_dump(), **update})
     except ValueError as error:
         raise ConfigError(
             "; ".join(e["msg"].removeprefix("Value error, ") for e in getattr(error, "errors", list)())
@@ -95,25 +124,29 @@ def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
         asked: As given by the user.
         config: The same with a concrete layout.
     """
+
+    def warn(text: str) -> None:
+        say(f"unisono: WARNING: {text}", error=True)
+
     layout, devices = config.layout, device_modules.device_module(config.layout.engine)
     kind, count = devices.accelerators()
     if layout.engine == "jax" and asked.layout.device == "auto" and (why := devices.fallback()):
-        _warn(f"this run uses the CPU: {why}. Set layout.device=cpu if that is intended")
+        warn(f"this run uses the CPU: {why}. Set layout.device=cpu if that is intended")
     if count and asked.layout.device == "auto" and layout.device == "cpu":
         run = f"{layout.world_size} × {config.train.precision}"
-        _warn(
+        warn(
             f"this run ({run}) uses the CPU, although this host has {count} × {kind}: a run needs one for each "
             f"process, and it must support the precision. layout.device={kind} shows what is missing; set "
             "layout.device=cpu if the CPU is intended"
         )
     if layout.strategy == "dp" and (layout.device == "cpu" or count < 2):
         found = f"{count} × {kind}" if layout.device != "cpu" else "the CPU"
-        _warn(
+        warn(
             f"layout.strategy=dp splits rows over several devices of one process, and this run has {found}: it is the "
             "same as layout.strategy=single"
         )
     if is_single(config) and config.launch.max_restarts:
-        _warn(
+        warn(
             f"launch.max_restarts={config.launch.max_restarts} has no effect on a single process: a launcher restarts "
             "the processes that it started, and this run has no launcher"
         )
@@ -126,11 +159,8 @@ def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple
         return process.world_size, process.local_world_size
     if layout.world_size != "auto":
         return layout.world_size, layout.world_size // nodes
-    local = (
-        max(1, device_modules.device_module("torch").accelerators()[1])
-        if layout.device != "cpu" and not is_single(config)
-        else 1
-    )
+    alone = layout.device == "cpu" or is_single(config)
+    local = 1 if alone else max(1, device_modules.device_module("torch").accelerators()[1])
     return local * nodes, local
 
 
@@ -155,7 +185,3 @@ def _refuse_for_launcher(config: RunConfig, process: ProcessInfo) -> None:
             "them all: leave out launch.max_restarts, and use the launcher's own option (torchrun --max-restarts, "
             "sbatch --requeue)"
         )
-
-
-def _warn(text: str) -> None:
-    say(f"unisono: WARNING: {text}", error=True)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from unisono.optim import schedules
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, Context, Loss, Source, Task, run_setup
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RowSelection = Literal["held_out", "training", "all"]
 Forward = Callable[[MicroBatch, Context], tuple[Any, Loss | None]]
@@ -193,8 +190,8 @@ class _Scores:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._terms: dict[str, list[float]] = {}
-        self._metrics: dict[str, list[float]] = {}
+        self._terms: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._metrics: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._weights: dict[str, float] = {}
 
     def add(self, micro: MicroBatch, loss: Loss | None) -> None:
@@ -202,10 +199,10 @@ class _Scores:
         if loss is None:
             return
         self._weights |= dict(loss.weights)
-        for name, total in loss.sums.items():
-            _add_to_sums(self._terms, name, total, micro.counts[name])
-        for name, (above, below) in loss.metrics.items():
-            _add_to_sums(self._metrics, name, above, below)
+        terms = {name: (total, micro.counts[name]) for name, total in loss.sums.items()}
+        for sums, added in ((self._terms, terms), (self._metrics, loss.metrics)):
+            for name, pair in added.items():
+                sums[name] = [before + float(more) for before, more in zip(sums[name], pair, strict=True)]
 
     def summary(self) -> dict[str, float]:
         """Return the values by name, as reported by `Task.summary`; of rows without targets, nothing."""
@@ -218,9 +215,3 @@ class _Scores:
         values |= {name: total / count if count else 0.0 for name, (total, count) in self._metrics.items()}
         empty = {name for name, (_, count) in self._metrics.items() if not count}
         return {name: value for name, value in self._task.summary(values).items() if name not in empty}
-
-
-def _add_to_sums(sums: dict[str, list[float]], name: str, total: Tensor | float, count: Tensor | float) -> None:
-    pair = sums.setdefault(name, [0.0, 0.0])
-    pair[0] += float(total)
-    pair[1] += float(count)

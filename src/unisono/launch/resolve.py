@@ -345,11 +345,7 @@ def _measure_micro_batch(config: RunConfig, task: Task) -> int:
 
 
 def _refuse_other_statistics(directory: Path, there: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse a change of which rows are normalised together, if batch statistics are synchronised.
-
-    Raises:
-        RunError: With the rows there and here.
-    """
+    """Refuse a change of which rows are normalised together, if batch statistics are synchronised."""
     before = fingerprint.batch_norm_rows(provenance.fill_defaults(there, config))
     now = fingerprint.batch_norm_rows(config)
     if before != now and "layout.micro_batch" not in config.run.allow_change:

@@ -1,21 +1,26 @@
-"""A run's folder, opened for using what was trained: its configuration, its task, its model."""
+"""A run's folder, opened for using what was trained: its configuration, its task, its model; and its evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from unisono.checkpoint.core import assets, commit
-from unisono.checkpoint.exchange.export import find_checkpoint
+from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 from unisono.task_config import build_task, read_run
 
+if TYPE_CHECKING:
+    from torch import nn
+
 ASSETS = "assets"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,6 @@ class Run:
         Raises:
             UnisonoError: As for `unisono.load_weights`, and if the model or its base cannot be built.
         """
-        from unisono.launch.load import load_weights
-
         find_checkpoint(self.folder, step)
         if self.task.engine == "jax":
             from unisono.engines.jax import weights
@@ -64,9 +67,9 @@ class Run:
 
     def show(self, figures: Mapping[str, Path]) -> None:
         """Show image files in the run's trackers, if it has any, under the given names."""
-        from unisono.observe import figures as shown
+        from unisono.observe import trackers
 
-        shown.show_figures(self.folder, figures)
+        trackers.show_figures(self.folder, figures)
 
 
 def open_run(
@@ -112,3 +115,88 @@ def read_asset(directory: Path, name: str) -> Any:
         raise RunError(f"{directory} has no {name}: these are not the assets of a run of this task") from error
     except (OSError, ValueError) as error:
         raise RunError(f"{directory / name} cannot be read: {error}") from error
+
+
+@overload
+def load_weights(folder: Path | str, model: nn.Module, *, ema: bool = False, step: int | None = None) -> int: ...
+@overload
+def load_weights(folder: Path | str, model: T, *, ema: bool = False, step: int | None = None) -> T: ...
+def load_weights(folder: Path | str, model: Any, *, ema: bool = False, step: int | None = None) -> Any:
+    """Fill a model with the weights of a run's newest checkpoint, whatever layout it was trained with.
+
+    A torch module is filled in place, and adapters (`adapter=lora`) are merged into the weights of their layers. A JAX
+    pytree stays unchanged, and one with the weights is returned.
+
+    Args:
+        folder: The run's directory.
+        model: As returned by the task's `build`; for a run with adapters, with the weights of its base.
+        ema: Whether to use the exponential moving average of the weights; buffers are always the model's.
+        step: Step of the checkpoint; None for the newest.
+
+    Returns:
+        For a torch module, the step of the checkpoint; for a pytree, the pytree with the weights.
+
+    Raises:
+        RunError: If there is no run, no checkpoint, or no moving average to use.
+        CheckpointError: If the checkpoint is damaged, does not fit the model, or has adapters of another base.
+    """
+    checkpoint = commit.open_checkpoint(find_checkpoint(Path(folder), step))
+    reader = checkpoint.reader()
+    if not hasattr(model, "named_parameters"):
+        from unisono.engines.jax import weights
+
+        return weights.load_arrays(model, reader, ema, str(folder))
+    from unisono.engines.torch import lora, sharded_tensors
+    from unisono.engines.torch.numerics.ema import NAME_PREFIX
+
+    chosen = read_adapter_settings(Path(folder))
+    if chosen is not None:
+        lora.check_same_base(model, reader)
+    adapters = lora.Adapter(chosen, model, seed=0)
+    sharded_tensors.load(adapters.select_saved(sharded_tensors.model_tensors(model)), reader, kinds=("model/",))
+    if ema:
+        averaged = {name: p for n, p in model.named_parameters() if (name := NAME_PREFIX + n) in reader.shapes}
+        if not averaged:
+            raise RunError(f"{folder} keeps no moving average of its weights; it was trained without ema.decay")
+        sharded_tensors.load(averaged, reader, kinds=(NAME_PREFIX,))
+    adapters.merge()
+    return checkpoint.step
+
+
+def load_model(
+    folder: Path | str,
+    *,
+    ema: bool = False,
+    step: int | None = None,
+    task: str | type[Task] | None = None,
+    trust: bool = False,
+) -> Any:
+    """Return the model of a run with the weights of its newest checkpoint: a torch module on the CPU, or a JAX pytree.
+
+    The task builds the model from the assets saved with the run, without its data if possible.
+
+    Args:
+        folder: The run's directory.
+        ema: As for `load_weights`.
+        step: As for `load_weights`.
+        task: Of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
+            if it is a recipe or this process has already imported it.
+        trust: Import the task that the run names, wherever it is. That runs its author's code.
+
+    Raises:
+        TrustError: If the run names a task that is not trusted.
+        UnisonoError: As for `load_weights`, and if the task or its base cannot be rebuilt.
+    """
+    return open_run(folder, task=task, trust=trust).load_model(ema=ema, step=step)
+
+
+def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
+    """Return loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
+    from unisono.launch import resolve
+    from unisono.launch.processes import rank_process
+    from unisono.training import loop
+
+    assets.check(commit.read_manifest(find_checkpoint(folder)), folder)
+    run = resolve.resolve_for_reading(read_run(folder, task, trust=trust), folder)
+    process = ProcessInfo()
+    return loop.evaluate(build_task(run.config), run, process, rank_process.join_processes(run.config, process))

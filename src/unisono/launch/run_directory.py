@@ -75,11 +75,7 @@ def refuse_unusable(config: RunConfig) -> None:
 
 
 def _refuse_case_collision(config: RunConfig) -> None:
-    """Refuse the folder `Run` for the run `run` if the file system does not distinguish them.
-
-    Raises:
-        RunError: Naming the existing run.
-    """
+    """Refuse the folder `Run` for the run `run` if the file system does not distinguish them."""
     folder = run_path(config)
     if not (folder / "config.yaml").is_file() or not ignores_case(folder):
         return

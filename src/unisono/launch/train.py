@@ -15,7 +15,7 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import WORKER_VARIABLE
 from unisono.launch import cluster, exit_advice, layout, preflight, resolve
-from unisono.launch.host import device_allocator, host_check, malloc_arenas
+from unisono.launch.host import host_check, memory_allocators
 from unisono.launch.nodes import agreement, tcp_rendezvous
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
@@ -78,11 +78,8 @@ def train(
         values = config.model_dump(mode="json", exclude_unset=True)
         composed = ComposedConfig({**values, **merge_settings(settings, values), "recipe": reference}, {})
     else:
-        overrides = (
-            [f"{key}={format_override(value)}" for key, value in config.items()]
-            if isinstance(config, Mapping)
-            else list(config)
-        )
+        given = config.items() if isinstance(config, Mapping) else ()
+        overrides = [f"{key}={format_override(value)}" for key, value in given] or list(config)
         composed = compose(reference, overrides, settings=settings)
     if not isinstance(kind, str):
         composed = with_engine(composed, kind)
@@ -150,18 +147,17 @@ def start_run(
     Raises:
         Preempted: If the run was ended by SIGTERM or SIGUSR1.
     """
-    allocator = device_allocator.allocator_variables(config.layout.device)
+    allocator = memory_allocators.device_variables(config.layout.device)
     with preemption.handle_signals(), local_processes.environment_changed(allocator):
-        malloc_arenas.use_single_arena()
+        memory_allocators.use_single_arena()
         process = cluster.process_info()
         requested, config = config, layout.resolve_layout(config, process)
         if process is None or process.is_first:
             layout.warn_about_layout(requested, config)
         by_other_launcher = process is not None and process.launcher != "unisono" and not layout.is_single(config)
         # Objects are used as they are if each process has its own; otherwise they are added to the configuration.
-        local = [
-            one for one in callbacks if isinstance(one, Callback) and (by_other_launcher or layout.is_single(config))
-        ]
+        own_objects = by_other_launcher or layout.is_single(config)
+        local = [one for one in callbacks if isinstance(one, Callback) and own_objects]
         entries = [callback_entry(one) for one in callbacks if not any(one is other for other in local)]
         for callback in local:
             callback.check(config)
@@ -260,12 +256,7 @@ def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any
     with ExitStack() as stack:
         nodes = stack.enter_context(
             tcp_rendezvous.connect_nodes(
-                launch.node_rank,
-                launch.nodes,
-                launch.rendezvous,
-                launch.start_timeout,
-                launch.timeout,
-                config.run.dir,
+                launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout, config.run.dir
             )
         )
         node = agreement.agree_on_node(nodes, config, stack)
@@ -288,15 +279,10 @@ def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any
         provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
         agreement.remove_token(path, node)
         run = resolve.accept_resolved_run(values, config)
-        here = run.world_size // node.count
+        threads = layout.threads_per_process(run.world_size // node.count)
         with nodes.watch_nodes(), exit_advice.explain_exit(run):
             local_processes.launch(
-                run.config,
-                run.directory,
-                layout.threads_per_process(here),
-                node=node,
-                arguments=(run.digest,),
-                server=server,
+                run.config, run.directory, threads, node=node, arguments=(run.digest,), server=server
             )
     return read_outcome(run.directory)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unisono.engines.protocol import TRACE_PREFIX, Engine
@@ -24,9 +23,6 @@ log = logging.getLogger(__name__)
 PARTS = ("data", "transfer", "forward", "backward", "reduction", "optimizer", "other")
 _STEP = f"{TRACE_PREFIX}step"
 _COLLECTIVES = ("gloo:", "nccl:", "rccl:", "xccl:", "ccl:", "mpi:", "ncclDevKernel", "ncclKernel", "oneccl")
-_OPERATIONS = ("cpu_op",)
-_KERNELS = ("kernel", "gpu_memset")
-_COPIES = ("gpu_memcpy",)
 Span = tuple[float, float]  # begin, end; microseconds
 Named = tuple[float, float, str]
 
@@ -44,14 +40,9 @@ class Profile:
     """
 
     def __init__(
-        self,
-        steps: tuple[int, int] | None,
-        engine: Engine,
-        folder: Path,
-        first: int,
-        total: int,
+        self, steps: tuple[int, int] | None, engine: Engine, folder: Path, first: int, total: int,
         say: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._engine, self._folder, self._say = engine, folder / "profile", say
         self._steps = None if steps is None else (max(steps[0], first + 1), min(steps[1], total))
         if self._steps is not None and self._steps[0] > self._steps[1]:
@@ -63,9 +54,7 @@ class Profile:
     def __enter__(self) -> Profile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._running:
             self._engine.profiler.stop(None)
 
@@ -150,7 +139,9 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     copies: list[Span] = []
     operations: list[Span] = []
     collectives: list[Span] = []
-    for event in _complete_events(events):
+    for event in events:
+        if event.get("ph") != "X" or "dur" not in event:
+            continue
         name, category = str(event.get("name", "")), str(event.get("cat", ""))
         span = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         collective = any(mark in name for mark in _COLLECTIVES)
@@ -158,21 +149,20 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             own.append((*span, name))
         elif category == "gpu_user_annotation" and name.startswith(TRACE_PREFIX):
             on_device.setdefault(event.get("tid"), []).append((*span, name))
-        elif category in _KERNELS:
+        elif category in ("kernel", "gpu_memset"):
             kernels.append((event.get("tid"), span, collective))
-        elif category in _COPIES:
+        elif category == "gpu_memcpy":
             copies.append(span)
         elif collective:
             collectives.append(span)
-        elif category in _OPERATIONS and not name.startswith(("c10d::", "record_param_comms", "c10::")):
+        elif category == "cpu_op" and not name.startswith(("c10d::", "record_param_comms", "c10::")):
             operations.append(span)
     steps = [(begin, end) for begin, end, name in own if name == _STEP]
     if not steps:
         raise ValueError("the trace has no step")
     inner = [part for part in own if part[2] != _STEP]
-    busy = [(*span, _innermost(on_device.get(tid, []), span[0])) for tid, span, collective in kernels if not collective]
     layers: list[Sequence[Named]] = [  # the first layer that is active at an instant decides
-        busy,
+        [(*span, _innermost(on_device.get(tid, []), span[0])) for tid, span, collective in kernels if not collective],
         [(*span, "reduction") for _, span, collective in kernels if collective],
         [(*span, "transfer") for span in copies],
     ]
@@ -202,13 +192,12 @@ def _divide_step(
     for number, spans in enumerate(layers):
         for begin, end, name in spans:
             mark(number, begin, end, name)
-    host, operation, collective = len(layers), len(layers) + 1, len(layers) + 2
+    host = len(layers)  # above it come the operations and the collectives
     for begin, end, name in inner:
         mark(host, begin, end, (begin, name.removeprefix(TRACE_PREFIX)))
-    for begin, end in operations:
-        mark(operation, begin, end, "")
-    for begin, end in collectives:
-        mark(collective, begin, end, "")
+    for number, plain in enumerate((operations, collectives), start=host + 1):
+        for begin, end in plain:
+            mark(number, begin, end, "")
     active: list[dict[Any, int]] = [{} for _ in range(len(layers) + 3)]
     shares = dict.fromkeys(PARTS, 0.0)
     now = step[0]
@@ -241,7 +230,3 @@ def _part_name(name: str) -> str:
 def _innermost(parts: Sequence[Named], when: float) -> str:
     inside = [(begin, name) for begin, end, name in parts if begin <= when < end and name != _STEP]
     return max(inside)[1].removeprefix(TRACE_PREFIX) if inside else "other"
-
-
-def _complete_events(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    return (event for event in events if event.get("ph") == "X" and "dur" in event)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unisono.config.schema.run import Observe
@@ -44,15 +43,9 @@ class RunRecord:
         self._progress = Progress(total, config.log_every, shown=mine and config.progress)
         self._trackers: trackers.Trackers | None = None
         if mine and config.trackers:
-            shown = about or {}
+            told = [(about or {}).get(name, {}) for name in ("config", "facts")]
             self._trackers = trackers.open_trackers(
-                config.trackers,
-                folder,
-                config.project,
-                first_step,
-                shown.get("config", {}),
-                shown.get("facts", {}),
-                config.tracker_timeout,
+                config.trackers, folder, config.project, first_step, *told, config.tracker_timeout
             )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
         self._masked = 0
@@ -61,10 +54,8 @@ class RunRecord:
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._progress.__exit__()
         if self._events is not None:
             self._events.close()
         if self._trackers is not None:

@@ -14,13 +14,14 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
+from unisono.config import safe_yaml
+from unisono.observe import events
 from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
@@ -96,14 +97,13 @@ class Trackers:
     """All trackers of a run as one; see the module.
 
     Args:
-        names: A subset of `NAMES`.
-        run: Returns what a tracker receives, by tracker name.
+        runs: What a tracker receives, by tracker name.
         timeout: Seconds for all of them to finish.
     """
 
-    def __init__(self, names: Sequence[str], run: Callable[[str], TrackedRun], timeout: float) -> None:
+    def __init__(self, runs: Mapping[str, TrackedRun], timeout: float) -> None:
         self._timeout = timeout
-        self._lines = [_TrackerThread(name, partial(_build_tracker, name, run)) for name in names]
+        self._lines = [_TrackerThread(name, run) for name, run in runs.items()]
         self._summary: dict[str, float] = {}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -135,8 +135,8 @@ class Trackers:
 class _TrackerThread:
     """One tracker, its thread, and its queue."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._name, self._make = name, make
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self._name, self._run = name, run
         self._pending: queue.Queue[tuple[Any, ...]] = queue.Queue(_MAX_PENDING)
         self._ended = threading.Event()
         self._dropped = 0
@@ -159,29 +159,23 @@ class _TrackerThread:
     def join(self, seconds: float, timeout: float) -> None:
         self._ended.wait(seconds)
         if not self._ended.is_set():
-            log.warning(
-                "%s did not finish within %g s (observe.tracker_timeout) and was abandoned; events.jsonl has "
-                "everything",
-                self._name,
-                timeout,
-            )
+            late = "%s did not finish within %g s (observe.tracker_timeout) and was abandoned; "
+            log.warning(late + "events.jsonl has everything", self._name, timeout)
         if self._dropped:
             log.warning("%s: %d events were dropped; events.jsonl has them", self._name, self._dropped)
 
     def _work(self) -> None:
         try:
-            tracker = self._make()
+            tracker: Tracker = _tracker_module(self._name).Tracker(self._run)
             while True:
                 what, *arguments = self._pending.get()
                 getattr(tracker, what)(*arguments)
                 if what == "close":
                     return
         except BaseException as error:  # libraries also raise SystemExit, which must not affect training
+            why = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             log.warning(
-                "%s failed (%s: %s); the run continues without it, and events.jsonl has everything",
-                self._name,
-                type(error).__name__,
-                str(error).strip() or "no message",
+                "%s failed (%s); the run continues without it, and events.jsonl has everything", self._name, why
             )
         finally:
             self._ended.set()
@@ -203,12 +197,35 @@ def open_trackers(
     """
     check_trackers(names)
     ids = _ensure_ids(folder, names)
-    config, facts = secrets.hidden(config), secrets.hidden(facts)
+    told = secrets.hidden(config), secrets.hidden(facts)
+    runs = {name: TrackedRun(folder, folder.name, project, ids[name], first_step, *told, timeout) for name in names}
+    return Trackers(runs, timeout)
 
-    def run(name: str) -> TrackedRun:
-        return TrackedRun(folder, folder.name, project, ids[name], first_step, config, facts, timeout)
 
-    return Trackers(names, run, timeout)
+def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
+    """Send pictures to the trackers of a run, waiting no longer than at the end of a run.
+
+    As in training, a tracker that fails only causes a warning.
+
+    Args:
+        folder: The run's directory.
+        pictures: PNG files by display name.
+
+    Returns:
+        The names of the run's trackers.
+
+    Raises:
+        ConfigError: For a tracker that is no longer installed, or has no key.
+    """
+    observe = safe_yaml.read_yaml(folder / "config.yaml")["observe"]
+    names = [name for name in observe["trackers"] if name in read_ids(folder)]
+    if names and pictures:
+        step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
+        opened = open_trackers(names, folder, observe["project"], step, {}, {}, observe["tracker_timeout"])
+        for name, path in pictures.items():
+            opened.publish(step, name, path)
+        opened.close()
+    return names
 
 
 def read_ids(folder: Path) -> dict[str, str]:
@@ -231,11 +248,6 @@ def _ensure_ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
     if missing:
         write_whole(folder / IDS, json.dumps({**known, **missing}, indent=1) + "\n")
     return {**known, **missing}
-
-
-def _build_tracker(name: str, run: Callable[[str], TrackedRun]) -> Tracker:
-    tracker: Tracker = _tracker_module(name).Tracker(run(name))
-    return tracker
 
 
 def _tracker_module(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unisono.observe.trackers import TrackedRun
 
@@ -26,7 +27,7 @@ class Tracker:
         )
         self._step = run.first_step
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a row of the database."""
         self._step = step
         self._run.log(dict(values), step=step)
@@ -35,15 +36,13 @@ class Tracker:
         """Write a PNG file into a row of the database."""
         import trackio
 
-        self._step = step
-        self._run.log({name: trackio.Image(str(path))}, step=step)
+        self.write(step, {name: trackio.Image(str(path))})
 
     def sound(self, step: int, name: str, path: Path) -> None:
         """Write a WAV file into a row of the database."""
         import trackio
 
-        self._step = step
-        self._run.log({name: trackio.Audio(str(path))}, step=step)
+        self.write(step, {name: trackio.Audio(str(path))})
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write the summary with the last step, since trackio has no summaries, and finish."""

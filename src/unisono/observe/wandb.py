@@ -47,27 +47,16 @@ class Tracker:
 
         # The key comes from where `check` found it; an empty one must never cause a prompt on the terminal.
         settings = wandb.Settings(
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            save_code=False,
-            disable_job_creation=True,
-            x_disable_meta=True,
-            x_save_requirements=False,
-            silent=True,
-            init_timeout=run.timeout,
-            finish_timeout=run.timeout,  # also applies to wandb's exit handler
-        )
+            console="off", disable_git=True, disable_code=True, save_code=False, disable_job_creation=True,
+            x_disable_meta=True, x_save_requirements=False, silent=True,
+            init_timeout=run.timeout, finish_timeout=run.timeout,  # also applies to wandb's exit handler
+        )  # fmt: skip
         self._run = wandb.init(
-            project=run.project,
-            id=run.id,
-            name=run.name,
-            dir=str(run.folder),
-            resume="allow",
+            project=run.project, id=run.id, name=run.name, dir=str(run.folder), resume="allow",
             config={"config": dict(run.config), "facts": dict(run.facts)} if run.config else None,
             allow_val_change=True,  # a resumed run may have a different layout
             settings=settings,
-        )
+        )  # fmt: skip
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -7,6 +7,7 @@ it does when sizes differ, leaves nothing but its log.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def describe_mismatch(folder: Path) -> str | None:
     Args:
         folder: Directory of the rings, `$UNISONO_PULSE` of the processes.
     """
-    return _format_mismatch(collective_log.explain_hang(collective_log.read_rings(folder)))
+    return _describe(collective_log.read_rings(folder))
 
 
 def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, patience: float = 3.0) -> str | None:
@@ -47,8 +48,9 @@ def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, p
     deadline = time.monotonic() + patience
     while len(rings := collective_log.read_rings(shared) | own) < ranks and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
-    return _format_mismatch(collective_log.explain_hang(rings))
+    return _describe(rings)
 
 
-def _format_mismatch(found: collective_log.CallMismatch | None) -> str | None:
+def _describe(rings: Mapping[int, Sequence[collective_log.Call]]) -> str | None:
+    found = collective_log.explain_hang(rings)
     return None if found is None else f"ranks made different collectives. {found}"

@@ -113,12 +113,10 @@ def _find_cause(
         return DeadlineError.exit_code, iter([first["text"].splitlines()[0]])
     if finished:
         return None, iter(["It finished: all steps are done, and no error was recorded."])
-    return None, iter(
-        [
-            "No error is recorded: it is still running, was interrupted, or was killed together with its launcher, as",
-            "when a host goes down.",
-        ]
-    )
+    return None, iter([
+        "No error is recorded: it is still running, was interrupted, or was killed together with its launcher, as",
+        "when a host goes down.",
+    ])  # fmt: skip
 
 
 def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]) -> Iterator[str]:

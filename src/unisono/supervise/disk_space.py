@@ -10,14 +10,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import RunError
 
 _OVERHEAD = 1.02  # manifest, logs, and file system blocks
-_OPTIMIZER_SLOTS = {
-    "adamw": 2,
-    "adam_atan2": 2,
-    "muon": 2,
-    "sgd": 1,
-    "lion": 1,
-    "adafactor": 0,
-}  # number of optimizer arrays per parameter
+_OPTIMIZER_SLOTS = {"sgd": 1, "lion": 1, "adafactor": 0}  # optimizer arrays per parameter, if they are not two
 
 
 def newest_size(folder: Path) -> int:
@@ -68,11 +61,8 @@ def check_disk_space(folder: Path, config: RunConfig, size: int, count: int) -> 
     needed, free = int(more * size * _OVERHEAD), shutil.disk_usage(place).free
     if needed > free:
         raise RunError(
-            f"{folder} needs {_format_gb(needed)} for {more} more checkpoint{'s' if more > 1 else ''} of "
-            f"{_format_gb(size)} (checkpoint.keep={config.checkpoint.keep}, plus the one being written), but only "
-            f"{_format_gb(free)} are free at {place}. Free some space, choose another run.dir, or lower checkpoint.keep"
+            f"{folder} needs {needed / 1e9:.3g} GB for {more} more checkpoint{'s' if more > 1 else ''} of "
+            f"{size / 1e9:.3g} GB (checkpoint.keep={config.checkpoint.keep}, plus the one being written), but only "
+            f"{free / 1e9:.3g} GB are free at {place}. Free some space, choose another run.dir, or lower "
+            "checkpoint.keep"
         )
-
-
-def _format_gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

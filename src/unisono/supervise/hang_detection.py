@@ -7,7 +7,7 @@ makes progress within the time limit of its phase, the run continues: the others
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -161,11 +161,8 @@ def describe_stuck(
         everyone = "; ".join(_describe_waits(here, stacks))
         still = min(one.idle_seconds for one in here.values())
         different = len({one.record.detail or one.record.phase for one in here.values()}) > 1
-        why = (
-            "they make different calls that cannot complete"
-            if different
-            else "none of them is late, so the cause is the network, the device, or a process on another node"
-        )
+        alike = "none of them is late, so the cause is the network, the device, or a process on another node"
+        why = "they make different calls that cannot complete" if different else alike
         text = f"on {host} all processes have waited for each other for {still:.0f} s: {everyone}; {why}"
         return MonitorFinding(StuckError.__name__, StuckError.exit_code, text, None, "", ranks)
     first = culprits[0]
@@ -177,7 +174,7 @@ def describe_stuck(
     if one.state == "D":
         how += f" {STATES['D']}: it cannot be killed before that ends"
     where = str(stack.relevant_frame) if stack.relevant_frame else ""
-    more = [f"ranks {format_ranges(culprits)} are stuck, the first of them"] if len(culprits) > 1 else []
+    more = f"ranks {format_ranges(culprits)} are stuck, the first of them: " if len(culprits) > 1 else ""
     since = one.stopped_seconds if one.state == "T" else one.idle_seconds
     parts = [
         f"rank {first} ({host}, process {one.record.pid}) {how} "
@@ -185,8 +182,7 @@ def describe_stuck(
         f"{key})",
         *_describe_waits({r: o for r, o in here.items() if r not in culprits}, stacks),
     ]
-    text = (f"{more[0]}: " if more else "") + "; ".join(parts)
-    return MonitorFinding(StuckError.__name__, StuckError.exit_code, text, first, where, ranks)
+    return MonitorFinding(StuckError.__name__, StuckError.exit_code, more + "; ".join(parts), first, where, ranks)
 
 
 def describe_lost(
@@ -208,18 +204,15 @@ def describe_lost(
         memory: Whether the kernel has killed a process for lack of memory meanwhile.
     """
     who = f"rank {rank} ({host}" + (f", process {record.pid})" if record else ")")
-    parts = [
-        f"{who} died without a message, {describe_phase(record) if record else 'before it started'}: "
-        f"{describe_death(code, memory)}"
-    ]
+    when = describe_phase(record) if record else "before it started"
+    parts = [f"{who} died without a message, {when}: {describe_death(code, memory)}"]
     groups: dict[str, list[int]] = {}
     for other, one in sorted(seen.items()):
         if other != rank and one.record.wait_detail:
             groups.setdefault(one.record.wait_detail, []).append(other)
     parts += [f"{_format_ranks(numbers)} waited for {what}" for what, numbers in groups.items()]
     ranks = {str(r): to_json(one) for r, one in sorted(seen.items())}
-    text = "; ".join(parts)
-    return MonitorFinding(LostError.__name__, LostError.exit_code, text, rank, "", ranks)
+    return MonitorFinding(LostError.__name__, LostError.exit_code, "; ".join(parts), rank, "", ranks)
 
 
 def describe_death(code: int | None, memory: bool = False) -> str:
@@ -231,16 +224,13 @@ def describe_death(code: int | None, memory: bool = False) -> str:
         )
     if code is None:
         return "see its launcher's output for the exit code"
-    if code == 0:
-        return "exit code 0 before the run was complete, e.g. by os._exit in the task's code"
-    if code == -9:
-        return "killed by signal 9 (SIGKILL), possibly by the OOM killer"
-    if code == -7:
-        return "killed by signal 7 (SIGBUS), e.g. for reading past the end of a truncated file"
-    names = {-6: "SIGABRT", -8: "SIGFPE", -11: "SIGSEGV", -15: "SIGTERM"}
-    if code < 0:
-        return f"killed by signal {-code}" + (f" ({names[code]})" if code in names else "")
-    return f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}" + " before the run was complete, e.g. by os._exit in the task's code" * (code == 0)
+    names = {
+        -6: " (SIGABRT)", -7: " (SIGBUS), e.g. for reading past the end of a truncated file", -8: " (SIGFPE)",
+        -9: " (SIGKILL), possibly by the OOM killer", -11: " (SIGSEGV)", -15: " (SIGTERM)",
+    }  # fmt: skip
+    return f"killed by signal {-code}{names.get(code, '')}"
 
 
 def describe_phase(record: HeartbeatRecord) -> str:
@@ -278,6 +268,5 @@ def _describe_waits(ranks: Mapping[int, RankStatus], stacks: Mapping[int, Stack]
     ]
 
 
-def _format_ranks(numbers: Iterable[int]) -> str:
-    numbers = list(numbers)
+def _format_ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {format_ranges(numbers)}"

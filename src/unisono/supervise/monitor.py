@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ _GRACE_LOST = 1.0  # seconds for the others to end by themselves after one has d
 _GRACE_FAULT = 8.0  # the same after one has reported why it leaves
 _PATIENCE = 5.0  # seconds to wait for a write to a file system
 _SLEEP_GAP = 5.0  # a longer gap between two polls means that this host was suspended
-_COMPARE_INTERVAL = (
-    5.0  # seconds without a report from any rank of this node before nodes compare rings, and between comparisons
-)
+# Seconds without a report from any rank of this node before nodes compare rings, and between comparisons.
+_COMPARE_INTERVAL = 5.0
 _QUIET_CODES = (0, 75, 130)  # exit codes that do not end the other ranks: finished, preempted, interrupted
 
 
@@ -121,10 +121,8 @@ class Monitor:
                 return 0
             if (code := self._judge(seen)) is not None:
                 return code
-            over = len(seen) == len(self._specification.ranks) and not any(
-                one.is_active and one.state for one in seen.values()
-            )
-            if over and not self._specification.held:
+            alive = any(one.is_active and one.state for one in seen.values())
+            if not alive and len(seen) == len(self._specification.ranks) and not self._specification.held:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 return 0
             self._report_stragglers(seen)
@@ -145,7 +143,8 @@ class Monitor:
         self._last_look = now
         seen = {}
         for rank in self._specification.ranks:
-            record = heartbeat.read_record(heartbeat.heartbeat_path(self._directory, rank)) or self._records.get(rank)
+            path = heartbeat.heartbeat_path(self._directory, rank)
+            record = heartbeat.read_record(path) or self._records.get(rank)
             if record is None:
                 continue
             self._records[rank] = record
@@ -155,9 +154,7 @@ class Monitor:
             process = processes.refresh(root) if root else None
             state = process.state if process else ""
             if not state:  # it may have reported its exit and left after its record was read
-                record = self._records[rank] = (
-                    heartbeat.read_record(heartbeat.heartbeat_path(self._directory, rank)) or record
-                )
+                record = self._records[rank] = heartbeat.read_record(path) or record
             if state != "T":
                 self._stopped_since.pop(rank, None)
             stopped = now - max(self._stopped_since.setdefault(rank, now), self._idle_from) if state == "T" else 0.0
@@ -181,53 +178,35 @@ class Monitor:
             if since < (_GRACE_LOST if lost else _GRACE_FAULT):
                 return None
             if lost and (alive or not self._specification.held):
-                return self._conclude(
-                    hang_detection.describe_lost(started, self._records[started], self._survivors, self._host, None)
-                )
+                dead = hang_detection.describe_lost(started, self._records[started], self._survivors, self._host, None)
+                return self._conclude(dead)
             if alive:  # a process that reported its fault may live on, e.g. a script that continues with other work
                 self._kill_processes([rank for rank, one in seen.items() if one.is_active])
             return None
-        if self._limits.stuck_after and (
-            hang_detection.find_frozen(seen, self._limits)
-            or hang_detection.is_stalled(seen, self._limits, self._specification.nodes > 1)
-        ):
+        if self._limits.stuck_after and self._has_stopped_or_stalled(seen):
             return self._check_stuck(seen)
-        here = [one.idle_seconds for one in seen.values() if one.is_active]
-        if (
-            self._specification.nodes > 1
-            and here
-            and min(here) > _COMPARE_INTERVAL
-            and now - self._last_comparison > _COMPARE_INTERVAL
-        ):
+        idle = min((one.idle_seconds for one in seen.values() if one.is_active), default=0.0)
+        if self._specification.nodes > 1 and min(idle, now - self._last_comparison) > _COMPARE_INTERVAL:
             self._last_comparison = now
-            if differ := self._find_mismatch_across_nodes():
-                return self._conclude(MonitorFinding(DesyncError.__name__, DesyncError.exit_code, differ))
+            # What rings prove holds whenever they were written, so nothing needs to wait here.
+            found: list[str | None] = [None]
+            compare = partial(collective_mismatch.describe_mismatch_across_nodes, self._directory, patience=0.0)
+            _run_with_timeout(lambda: found.append(compare(self._folder / "logs")))
+            if found[-1]:
+                return self._conclude(MonitorFinding(DesyncError.__name__, DesyncError.exit_code, found[-1]))
         return None
 
-    def _find_mismatch_across_nodes(self) -> str | None:
-        """Whether a rank of this node and one of another node issued different collectives.
-
-        A rank can see in its digest comparison what the others of its node issued instead, but nothing about other
-        nodes. What rings prove holds whenever they were written, so nothing needs to wait here.
-        """
-        found: list[str | None] = []
-        _run_with_timeout(
-            lambda: found.append(
-                collective_mismatch.describe_mismatch_across_nodes(self._directory, self._folder / "logs", patience=0.0)
-            )
-        )
-        return found[0] if found else None
+    def _has_stopped_or_stalled(self, seen: Mapping[int, RankStatus]) -> bool:
+        others = self._specification.nodes > 1
+        frozen = hang_detection.find_frozen(seen, self._limits)
+        return bool(frozen) or hang_detection.is_stalled(seen, self._limits, others)
 
     def _check_stuck(self, seen: Mapping[int, RankStatus]) -> int | None:
         """Collect all stacks, and end the run unless some rank made progress meanwhile; stopped ranks answer last."""
-        answers = stacks.collect_stacks(
-            self._directory, {rank: one.record.pid for rank, one in seen.items() if one.state != "T"}
-        )
+        running = {rank: one.record.pid for rank, one in seen.items() if one.state != "T"}
+        answers = stacks.collect_stacks(self._directory, running)
         again = self._read_ranks()
-        if not (
-            hang_detection.find_frozen(again, self._limits)
-            or hang_detection.is_stalled(again, self._limits, self._specification.nodes > 1)
-        ):
+        if not self._has_stopped_or_stalled(again):
             return None
         described = {rank: processes.describe_kernel_state(one.record.pid) for rank, one in seen.items()}
         if stopped := {rank: one.record.pid for rank, one in again.items() if one.state == "T"}:
@@ -235,9 +214,8 @@ class Monitor:
                 with suppress(OSError):
                     os.kill(again[rank].record.pid, signal.SIGSTOP)
             answers |= stacks.collect_stacks(self._directory, stopped, patience=1.0, stopped=True)
-        return self._conclude(
-            hang_detection.describe_stuck(again, answers, self._limits, self._host), answers, described
-        )
+        stuck = hang_detection.describe_stuck(again, answers, self._limits, self._host)
+        return self._conclude(stuck, answers, described)
 
     def _conclude(
         self,
@@ -258,9 +236,8 @@ class Monitor:
         stored = str(where.relative_to(self._folder)) if texts else ""
         if stored:
             finding = replace(finding, text=f"{finding.text} All stacks: {where}")
-        _run_with_timeout(
-            lambda: write_finding(self._directory / FINDING_FILE, finding, self._specification.node, stored)
-        )
+        node = self._specification.node
+        _run_with_timeout(lambda: write_finding(self._directory / FINDING_FILE, finding, node, stored))
         if not self._specification.held:
             _print_line(f"unisono: error: {finding.text}")
 
@@ -269,9 +246,7 @@ class Monitor:
                 where.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
                 (where / name).write_text(text, encoding="utf-8")
-            write_finding(
-                finding_path(self._folder, self._specification.node), finding, self._specification.node, stored
-            )
+            write_finding(finding_path(self._folder, node), finding, node, stored)
 
         _run_with_timeout(keep)
         self._kill_processes()
@@ -283,18 +258,15 @@ class Monitor:
         """Kill the processes of this node, or those of some ranks, with all their descendants."""
         ranks = self._roots if ranks is None else ranks
         if left := processes.kill_all([self._roots[rank] for rank in ranks if rank in self._roots]):
-            numbers = ", ".join(f"{process.pid} (state {process.state})" for process in left)
-            _print_line(
-                f"unisono: WARNING: these processes cannot be killed: {numbers}; they are {processes.STATES['D']}"
-            )
+            found = ", ".join(f"{process.pid} (state {process.state})" for process in left)
+            why = f"they are {processes.STATES['D']}"
+            _print_line(f"unisono: WARNING: these processes cannot be killed: {found}; {why}")
 
     def _report_stragglers(self, seen: Mapping[int, RankStatus]) -> None:
         for line in self._stragglers.update({rank: one.record for rank, one in seen.items()}):
             _print_line(f"unisono: WARNING: {line}")
-            with (
-                suppress(OSError),
-                (self._folder / "logs" / f"monitor-node-{self._specification.node}.log").open("a") as file,
-            ):
+            path = self._folder / "logs" / f"monitor-node-{self._specification.node}.log"
+            with suppress(OSError), path.open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 

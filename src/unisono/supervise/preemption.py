@@ -23,7 +23,7 @@ from typing import Any
 from unisono.runtime.errors import Preempted
 from unisono.supervise import identity
 
-SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ENDED_BY_SIGNAL = 128  # plus the signal number: exit code of a process ended because another one failed
 _EXIT_GRACE = 5.0  # seconds for a process to end by itself: before the first step, or after its last save
 TOO_EARLY = "preempted before the first step of this start, so nothing is lost"
@@ -134,27 +134,16 @@ def forward_signals(
 
 
 class _SignalListener:
-    """The signals that this process has received.
-
-    Attributes:
-        signalled_at: When the first one arrived, by `time.monotonic`.
-        is_deferred: Whether the step synchronisation, or other processes, react to signals.
-        deadline: Seconds from the first signal.
-        siblings: See `defer_signals`.
-        why: The reason the process ends with, once decided.
-        running_saves: Number of operations that must not be interrupted.
-        last_save_at: When the last of them ended.
-        forward: Passes on the first signal; returns whether any process received it.
-    """
+    """The signals that this process has received."""
 
     def __init__(self, ends: EndProcess | None) -> None:
-        self.signalled_at: float | None = None
-        self.is_deferred = False
-        self.deadline = 0.0
-        self.siblings: Sequence[Mapping[str, Any]] = ()
-        self.why: Preempted | None = None
-        self.running_saves, self.last_save_at = 0, 0.0
-        self.forward: Callable[[], bool] | None = None
+        self.signalled_at: float | None = None  # when the first one arrived, by `time.monotonic`
+        self.is_deferred = False  # whether the step synchronisation, or other processes, react to signals
+        self.deadline = 0.0  # seconds from the first signal
+        self.siblings: Sequence[Mapping[str, Any]] = ()  # see `defer_signals`
+        self.why: Preempted | None = None  # the reason the process ends with, once decided
+        self.running_saves, self.last_save_at = 0, 0.0  # operations that must not be interrupted
+        self.forward: Callable[[], bool] | None = None  # passes on a signal; returns whether any process received it
         self._end_process, self._has_forwarded = ends, False
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
@@ -214,17 +203,15 @@ class _SignalListener:
         if self.signalled_at is None or self.forward is not None or self.running_saves:
             return False
         limit = self.signalled_at + (self.deadline if self.is_deferred else _EXIT_GRACE)
-        return time.monotonic() > max(
-            limit, self.last_save_at + _EXIT_GRACE if self.last_save_at > self.signalled_at else 0.0
-        )
+        after_save = self.last_save_at + _EXIT_GRACE if self.last_save_at > self.signalled_at else 0.0
+        return time.monotonic() > max(limit, after_save)
 
     def _late_message(self) -> str:
-        if not self.is_deferred:
-            return TOO_EARLY
-        return (
+        passed = (
             f"preempted: the deadline of {self.deadline:g} s (launch.preempt_deadline) passed before all ranks reached "
             "the end of a step, so the state is that of the newest checkpoint"
         )
+        return passed if self.is_deferred else TOO_EARLY
 
 
 _listener: _SignalListener | None = None
@@ -237,5 +224,4 @@ def _after_fork() -> None:
         _listener = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

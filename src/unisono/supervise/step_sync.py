@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,7 +140,12 @@ class StepSync:
             owners = self._communicator.gather(takeover, "the new owner of the run")
             raise RunError(owners[0] or "the run was taken over")
         if has_error:
-            self._raise_everywhere(wishes.error)
+
+            def fail() -> None:
+                assert wishes.error is not None
+                raise wishes.error
+
+            raise_everywhere(self._communicator, fail if wishes.error is not None else None, "the error of a callback")
         reasons = self._gather_reasons(wishes.reasons) if has_reasons else ()
         if not since:
             return Decision(bool(stop or save), bool(stop), bool(evaluate), reasons=reasons)
@@ -171,11 +176,9 @@ class StepSync:
         if self._lease is not None:
             self._lease.check_held()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """Return the context of a save, whose end a preemption waits for."""
-        with preemption.finish_before_exit():
-            yield
+        return preemption.finish_before_exit()
 
     def preempted_error(self, step: int, total: int, saved: int, reason: str) -> Preempted:
         """Return the error that ends a preempted run after a step; `saved` is that of the newest checkpoint."""
@@ -185,27 +188,15 @@ class StepSync:
         preemption.announce_end(error)
         return error
 
-    def _raise_everywhere(self, error: Exception | None) -> None:
-        """Raise a callback's error on every rank."""
-
-        def fail() -> None:
-            assert error is not None
-            raise error
-
-        raise_everywhere(self._communicator, fail if error is not None else None, "the error of a callback")
-
     def _gather_reasons(self, reasons: Sequence[str]) -> tuple[str, ...]:
         """Return the reasons of all ranks without duplicates, naming the ranks unless all share a reason."""
         everyone = self._communicator.gather(list(reasons), "the requests of all ranks after this step")
-        distinct = dict.fromkeys(reason for rank_reasons in everyone for reason in rank_reasons)
-        ranks = {
-            reason: [str(rank) for rank, rank_reasons in enumerate(everyone) if reason in rank_reasons]
-            for reason in distinct
-        }
-        return tuple(
-            reason if len(ranks[reason]) == len(everyone) else f"{reason} (rank {', '.join(ranks[reason])})"
-            for reason in distinct
-        )
+        ranks: dict[str, list[str]] = {}
+        for rank, rank_reasons in enumerate(everyone):
+            for reason in dict.fromkeys(rank_reasons):
+                ranks.setdefault(reason, []).append(str(rank))
+        alike = len(everyone)
+        return tuple(r if len(who) == alike else f"{r} (rank {', '.join(who)})" for r, who in ranks.items())
 
     def _take_requests(self) -> set[str]:
         """Return the request files found in the run's directory, and remove them."""

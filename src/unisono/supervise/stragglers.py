@@ -49,10 +49,11 @@ class Stragglers:
         if steps_done < 0 or len(records) < 2:
             return []
         start = self._window_start
-        if start.keys() != records.keys() or min(record.steps_done for record in start.values()) > steps_done:
+        begun = min((record.steps_done for record in start.values()), default=0)
+        if start.keys() != records.keys() or begun > steps_done:
             self._window_start = dict(records)
             return []
-        if steps_done < min(record.steps_done for record in start.values()) + WINDOW:
+        if steps_done < begun + WINDOW:
             return []
         self._window_start = dict(records)
         lines, slow = [], set()

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import unisono
 from tests.recipes.language import corpora
 from tests.recipes.language.corpora import overrides, write_jsonl
+from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.cli import main
 from unisono.config.schema.run import Lora
 from unisono.engines.torch.lora import Adapter
-from unisono.launch import load
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.model import build_model
 from unisono.recipes.language.settings import FromConfig
@@ -87,7 +87,7 @@ def test_adapters_on_a_pretrained_model_need_its_directory_and_no_corpus(folder:
     shutil.rmtree(tmp_path / "corpus")
     shutil.rmtree(tmp_path / "cache")
     assert generate(unisono.open_run(result.folder), "the", tokens=3).startswith("the")
-    assert load.adapter_of(result.folder) is not None
+    assert read_adapter_settings(result.folder) is not None
 
 
 SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}

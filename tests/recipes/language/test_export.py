@@ -20,7 +20,7 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.exchange.export import _plan_model, _write, find_checkpoint, read_adapter_settings
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.cli import main
-from unisono.config.schema.export_verb import Export
+from unisono.config.schema.verbs import Export
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.sharded_tensors import load, model_tensors

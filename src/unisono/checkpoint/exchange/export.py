@@ -28,8 +28,8 @@ from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
 from unisono.checkpoint.exchange.hf_shards import CODES, DTYPES, TensorEntry, TensorFile
 from unisono.config import safe_yaml
-from unisono.config.schema.export_verb import Export
 from unisono.config.schema.run import Lora
+from unisono.config.schema.verbs import Export
 from unisono.engines.state import StateReader
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import CheckpointError, RunError, format_ranges

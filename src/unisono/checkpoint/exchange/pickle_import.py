@@ -22,7 +22,7 @@ from typing import Any
 
 from unisono.checkpoint.exchange import hf_config, hf_shards
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
-from unisono.config.schema.export_verb import Import
+from unisono.config.schema.verbs import Import
 from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, RunError

@@ -10,8 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema import jax_layout
 from unisono.config.schema.base import Positive, Settings
+
+_TORCH_ONLY = {  # settings, and why the JAX engine has none of them
+    "compile": "XLA compiles every program",
+    "sync_batch_norm": "a JAX model is a pure function, and has no running statistics",
+    "find_unused_parameters": "a parameter that a step does not use has a gradient of zeros",
+    "bucket_mb": "gradients are reduced by XLA",
+    "max_memory_gb": "memory is not measured yet",
+}
 
 
 class Layout(Settings):
@@ -76,11 +83,30 @@ class Layout(Settings):
         """Devices of each process that compute micro-batches at the same time; 1 where that is not decided yet."""
         return self.devices if isinstance(self.devices, int) else 1
 
+    def _refuse_for_jax(self) -> None:
+        """Refuse what the JAX engine has not."""
+        for name, why in _TORCH_ONLY.items():
+            if getattr(self, name):
+                raise ValueError(f"layout.{name} belongs to layout.engine=torch ({why}); leave it out")
+        if self.strategy == "dp":
+            raise ValueError("layout.strategy=dp belongs to layout.engine=torch; use layout.devices=N and strategy=ddp")
+        if self.reduction == "ordered":
+            raise ValueError(
+                "layout.reduction=ordered belongs to layout.engine=torch: XLA orders the sums inside of a program; use "
+                "fast"
+            )
+        if self.micro_batch == "auto":
+            raise ValueError("layout.micro_batch=auto measures torch's memory; give a number, or null for one pass")
+        if self.strategy == "single" and self.devices not in (1, "auto"):
+            raise ValueError(
+                f"layout.strategy=single is one device, but layout.devices={self.devices}; use ddp, fsdp or hsdp"
+            )
+
     @model_validator(mode="after")
     def _check_consistency(self) -> Layout:
         world = self.world_size
         if self.engine == "jax":
-            jax_layout.check_jax_layout(self)
+            self._refuse_for_jax()
         if self.strategy in ("single", "dp") and world not in (1, "auto"):
             what = "one process" if self.strategy == "single" else "one process with all devices of its host"
             raise ValueError(

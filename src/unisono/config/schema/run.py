@@ -18,25 +18,10 @@ from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
 
 # Keys that every event may have; metrics and scheduled scalars are stored next to them under their own names.
-EVENT_NAMES = frozenset(
-    {
-        "step",
-        "eval",
-        "loss",
-        "grad_norm",
-        "seconds",
-        "rows",
-        "data_wait",
-        "mfu",
-        "skipped",
-        "skipped_rows",
-        "masked",
-        "recompiled",
-        "unsaved_since",
-        "changed",
-        "fallback",
-    }
-)
+EVENT_NAMES = frozenset({
+    "step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "skipped", "skipped_rows", "masked",
+    "recompiled", "unsaved_since", "changed", "fallback",
+})  # fmt: skip
 
 
 class Run(Settings):
@@ -265,35 +250,24 @@ class RunConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _check_ema(self) -> RunConfig:
+    def _check_eval(self) -> RunConfig:
         if self.eval.weights == "ema" and self.ema.decay is None:
             raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
-        return self
-
-    @model_validator(mode="after")
-    def _check_keep_best(self) -> RunConfig:
-        if self.checkpoint.keep_best is None:
-            return self
-        if self.eval.every is None:
-            raise ValueError(
-                "checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but eval.every is "
-                "null; set it, e.g. to checkpoint.every"
-            )
-        if self.checkpoint.every is not None and self.checkpoint.every % self.eval.every:
-            raise ValueError(
-                f"checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but "
-                f"checkpoint.every={self.checkpoint.every} is not a multiple of eval.every={self.eval.every}"
-            )
+        every = self.checkpoint.every
+        judged = "checkpoint.keep_best: a checkpoint is judged by the evaluation after the same step, but"
+        if self.checkpoint.keep_best is not None and self.eval.every is None:
+            raise ValueError(f"{judged} eval.every is null; set it, e.g. to checkpoint.every")
+        if self.checkpoint.keep_best is not None and every is not None and every % (self.eval.every or 1):
+            raise ValueError(f"{judged} checkpoint.every={every} is not a multiple of eval.every={self.eval.every}")
         return self
 
     @model_validator(mode="after")
     def _check_groups(self) -> RunConfig:
-        for group in self.optim.groups:
-            if group.muon is not None and not isinstance(self.optim, Muon):
-                raise ValueError(
-                    f"optim.groups: 'muon' of '{group.match}' belongs to optim=muon, but the optimizer is "
-                    f"{self.optim.kind}"
-                )
+        match = next((group.match for group in self.optim.groups if group.muon is not None), None)
+        if match is not None and not isinstance(self.optim, Muon):
+            raise ValueError(
+                f"optim.groups: 'muon' of '{match}' belongs to optim=muon, but the optimizer is {self.optim.kind}"
+            )
         return self
 
     @model_validator(mode="after")

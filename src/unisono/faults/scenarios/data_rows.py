@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,23 +37,19 @@ def _language_job(sandbox: Sandbox, folder: Path, *words: str, steps: int = 4) -
     return job.Job(sandbox.folder, command=job.verb_command("train", "language", *settings))
 
 
+def _run_language(sandbox: Sandbox, folder: Path, *words: str, steps: int = 4) -> job.JobResult:
+    with _language_job(sandbox, folder, *words, steps=steps) as run:
+        return run.finish()
+
+
 @scenario("G46", "a record whose sample cannot be built")
 def _record(sandbox: Sandbox) -> Outcome:
     outcome = sandbox.run_with_fault("raise@data:-1:20", code=REFUSED, says=("row 20", "the sky fell"), resumes=False)
-    with sandbox.for_scenario("masked").job(
-        "data.on_error=mask", "observe.progress=true", fault="raise@data:-1:20"
-    ) as run:
-        done = run.finish()
-        reported = done.code == 0 and "1 sample could not be built" in done.output
-        outcome.check(reported, f"masked: {done.code}: {done.output[-1000:]}")
-        with job.Job(
-            run.folder,
-            command=job.verb_command("data", "audit", str(run.run), "--task", f"{job.TASK}:Small"),
-            output="audit.txt",
-        ) as audit:
-            audited = audit.finish()
-        left_out = audited.code == 0 and "row 20 left out" in audited.output
-        outcome.check(left_out, f"the ledger: {audited.code}: {audited.output[-1000:]}")
+    masked = sandbox.for_scenario("masked")
+    done = masked.run("data.on_error=mask", "observe.progress=true", fault="raise@data:-1:20")
+    outcome.expect(done, 0, "1 sample could not be built", name="masked")
+    audited = masked.run_verb("data", "audit", str(done.run), "--task", f"{job.TASK}:Small")
+    outcome.expect(audited, 0, "row 20 left out", name="the audit")
     return outcome
 
 
@@ -73,8 +70,7 @@ def _odd_texts(sandbox: Sandbox) -> Outcome:
     odd = ["", "x" * (1 << 20), "\u202eשלום\u202c", "👩‍🚀" * 9, "a\0b", "\ud800"]
     with (folder / "part-0.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in odd)
-    with _language_job(sandbox, folder) as run:
-        done = run.finish()
+    done = _run_language(sandbox, folder)
     outcome = Outcome(message=done.message)
     outcome.check(done.code in (0, REFUSED), f"{done.code}: {done.output[-1500:]}")
     outcome.check("Traceback" not in done.output, done.output[-1500:])
@@ -87,25 +83,19 @@ def _unknown_token(sandbox: Sandbox) -> Outcome:
     """Reported with file and row: when tokens are counted before the start or, if they are counted, when it is read."""
     folder, ready = _write_texts(sandbox.folder / "texts"), sandbox.folder / "ready"
     words = ("data=corpus", f"data.path={folder}", "data.vocab_size=300", f"out={ready}", "worker_kind=threads")
-    with job.Job(sandbox.folder, command=job.verb_command("data", "prepare", "language", *words)) as run:
-        done = run.finish()
-        assert done.code == 0, done.output
+    done = sandbox.run_verb("data", "prepare", "language", *words)
+    assert done.code == 0, done.output
     outcome, good = Outcome(), shutil.copytree(ready, sandbox.folder / "good")
     for name, token, dtype in (("too_large", 300, "<u2"), ("negative", -1, "<i4"), ("counted", 60_000, "<u2")):
         if name == "counted":  # this run counts them and stores the counts beside the documents
-            with _language_job(sandbox, folder, "data=prepared", f"data.path={good}") as run:
-                done = run.finish()
-                assert done.code == 0, done.output
+            done = _run_language(sandbox, folder, "data=prepared", f"data.path={good}")
+            assert done.code == 0, done.output
         _write_with_token(good, ready, token, dtype)
         settings = ("data=prepared", f"data.path={ready}", f"run.name={name}")
-        with _language_job(sandbox, folder, *settings, steps=40) as run:  # more than an epoch
-            done = run.finish()
-            steps_done = job.last_step(sandbox.folder / "runs" / name)
-        outcome.message = done.message
-        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1500:]}")
+        done = _run_language(sandbox, folder, *settings, steps=40)  # more than an epoch
+        steps_done = job.last_step(sandbox.folder / "runs" / name)
+        outcome.expect(done, REFUSED, ".arrow, row 8 ", f"token {token} ", name=name)
         outcome.check(name == "counted" or steps_done == 0, f"{name}: {steps_done} steps were run")
-        for word in (".arrow, row 8 ", f"token {token} "):
-            outcome.check(word in done.message, f"{name}: '{word}' is missing from the output: {done.output[-1500:]}")
         outcome.check("Traceback" not in done.output, f"{name}: {done.output[-1500:]}")
     return outcome
 
@@ -144,12 +134,9 @@ def _label(sandbox: Sandbox) -> Outcome:
         "layout.world_size=2", "train.global_batch=2", "train.steps=2", "run.name=a", "observe.progress=false",
         "data.classes=[ill,well]",
     )  # fmt: skip
-    with job.Job(sandbox.folder, command=job.verb_command("train", "microbiome", *words)) as run:
-        done = run.finish()
-        outcome = Outcome(message=done.message)
-        outcome.check(done.code == REFUSED, f"{done.code}: {done.output[-1500:]}")
-        outcome.check("dead of s3" in done.message, f"sample and label are not named: {done.output[-1500:]}")
-        outcome.check(run.step() == 0, "a step was run")
+    outcome, done = Outcome(), sandbox.run_verb("train", "microbiome", *words)
+    outcome.expect(done, REFUSED, "dead of s3")
+    outcome.check(job.last_step(done.run) == 0, "a step was run")
     return outcome
 
 
@@ -157,15 +144,10 @@ def _label(sandbox: Sandbox) -> Outcome:
 def _changed_file(sandbox: Sandbox) -> Outcome:
     folder = _write_texts(sandbox.folder / "texts")
     outcome = Outcome()
-    with _language_job(sandbox, folder) as run:
-        done = run.finish()
-        outcome.check(done.code == 0, f"{done.code}: {done.output[-1500:]}")
+    outcome.expect(_run_language(sandbox, folder), 0)
     with (folder / "part-1.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one line more"}) + "\n")
-    with _language_job(sandbox, folder, "run.allow_change=[train.steps]", steps=6) as run:
-        done = run.finish()
-    outcome.message = done.message
-    outcome.check(done.code == REFUSED and "part-1.jsonl" in done.output, f"{done.code}: {done.output[-1500:]}")
+    outcome.expect(_run_language(sandbox, folder, "run.allow_change=[train.steps]", steps=6), REFUSED, "part-1.jsonl")
     return outcome
 
 
@@ -204,9 +186,7 @@ def _changed_during_training(sandbox: Sandbox) -> Outcome:
             began = time.time()
             done = run.finish()
         if name != "touched":
-            outcome.message = done.message
-            outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1500:]}")
-            outcome.check(f"{path} has changed" in done.message, f"{name}: not named: {done.output[-1500:]}")
+            outcome.expect(done, REFUSED, f"{path} has changed", name=name)
             saved = [step for step in (runs / name / "checkpoints").glob("step-*") if step.stat().st_mtime > began]
             outcome.check(len(saved) <= 1, f"{name}: saved after it: {saved}")  # one save may have been in progress
             outcome.check(job.newest_step(runs / name) < _MANY_STEPS, f"{name}: it trained to the end")
@@ -215,9 +195,7 @@ def _changed_during_training(sandbox: Sandbox) -> Outcome:
             with _on_the_fly_job(sandbox, folder, name) as run:
                 done = run.finish()
         if name in ("touched", "longer"):
-            outcome.check(done.code == 0, f"{name}, at last: {done.code}: {done.output[-1500:]}")
-            outcome.exact = job.read_digests(runs / name) == expected
-            outcome.check(outcome.exact, f"{name}: the result differs from that of the run with unchanged data")
+            outcome.compare(replace(done, run=runs / name), expected, f"{name}, at last,")
     return outcome
 
 
@@ -231,7 +209,7 @@ def _cut_short(sandbox: Sandbox) -> Outcome:
         run.wait_for_step(5)
         os.truncate(path, 4096)
         began = time.monotonic()
-        return sandbox.check_end(run, run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
+        return sandbox.check_end(run.finish(), began, DIED, ("SIGBUS", f"{path} has changed", "has 4096"), 10.0)
 
 
 @scenario("G48b", "a file system that lists files in a different order")
@@ -241,14 +219,10 @@ def _order(sandbox: Sandbox) -> Outcome:
     folders[1].mkdir(parents=True)
     for path in sorted(folders[0].iterdir(), reverse=True):
         shutil.copy(path, folders[1] / path.name)
-    states = []
-    for folder in folders:
-        with _language_job(sandbox.for_scenario("order"), folder) as run:
-            done = run.finish()
-            assert done.code == 0, done.output
-            states.append(job.read_digests(run.run))
-    outcome = Outcome(exact=states[0] == states[1], message="files are sorted by name")
-    outcome.check(bool(outcome.exact), "the runs differ")
+    first, second = (_run_language(sandbox.for_scenario("order"), folder) for folder in folders)
+    assert first.code == 0, first.output
+    outcome = Outcome(message="files are sorted by name")
+    outcome.compare(second, job.read_digests(first.run))
     return outcome
 
 
@@ -256,16 +230,10 @@ def _order(sandbox: Sandbox) -> Outcome:
 def _twice(sandbox: Sandbox) -> Outcome:
     folder = _write_texts(sandbox.folder / "texts")
     shutil.copy(folder / "part-1.jsonl", folder / "part-7.jsonl")
-    with _language_job(sandbox, folder) as run:
-        done = run.finish()
-    outcome = Outcome(message=done.message)
-    outcome.check(done.code == REFUSED, f"{done.code}: {done.output[-1500:]}")
-    for name in ("part-1.jsonl", "part-7.jsonl"):
-        outcome.check(name in done.message, f"{name} is not named: {done.output[-1500:]}")
+    outcome = Outcome()
+    outcome.expect(_run_language(sandbox, folder), REFUSED, "part-1.jsonl", "part-7.jsonl")
     (folder / "part-7.jsonl").unlink()
-    with _language_job(sandbox, folder) as run:
-        done = run.finish()
-        outcome.check(done.code == 0, f"without it: {done.code}: {done.output[-1500:]}")
+    outcome.expect(_run_language(sandbox, folder), 0, name="the run without it")
     return outcome
 
 
@@ -275,23 +243,19 @@ def _store(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
     # Slow enough that more than the last checkpoint is sent: those that come faster than they can be sent are skipped.
     words = (f"checkpoint.upload.url=file://{sandbox.folder}/store", "checkpoint.upload.required=true", "task.sleep=1")
-    with sandbox.job(*words) as run:
-        done = run.finish()
-        assert done.code == 0, done.output
-        uploaded = sorted((sandbox.folder / "store").rglob("step-*"))
-        if len(uploaded) < 2:
-            raise AbstainError("this host was too slow to send two commits")
-        (uploaded[-1] / "manifest.json").unlink()
-        shutil.rmtree(run.run)
-    with sandbox.job(*words) as run:
-        done = run.finish()
-        outcome = Outcome(message=next((line for line in done.output.splitlines() if line.startswith("restored")), ""))
-        outcome.check(done.code == 0, f"{done.code}: {done.output[-1500:]}")
-        outcome.check(f"restored {uploaded[-2].name}" in done.output, f"not {uploaded[-2].name}: {done.output[-1500:]}")
-        outcome.lost_steps = job.EVERY
-        after = job.read_digests(run.run) if done.code == 0 else {}
-        # The lines of the ledger were in the folder; their digest is in the checkpoint.
-        other = [name for name in before if not name.startswith("step ") and after.get(name) != before[name]]
-        outcome.exact = not other
-        outcome.check(not other, f"it ended differently: {other}")
+    done = sandbox.run(*words)
+    assert done.code == 0, done.output
+    uploaded = sorted((sandbox.folder / "store").rglob("step-*"))
+    if len(uploaded) < 2:
+        raise AbstainError("this host was too slow to send two commits")
+    (uploaded[-1] / "manifest.json").unlink()
+    shutil.rmtree(done.run)
+    done = sandbox.run(*words)
+    outcome = Outcome(message=done.line_with("restored step-"), lost_steps=job.EVERY)
+    outcome.expect(done, 0, f"restored {uploaded[-2].name}")
+    after = job.read_digests(done.run) if done.code == 0 else {}
+    # The lines of the ledger were in the folder; their digest is in the checkpoint.
+    other = [name for name in before if not name.startswith("step ") and after.get(name) != before[name]]
+    outcome.exact = not other
+    outcome.check(not other, f"it ended differently: {other}")
     return outcome

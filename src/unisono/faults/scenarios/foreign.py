@@ -18,7 +18,6 @@ import yaml
 from unisono.checkpoint.core import manifest
 from unisono.data.sources import open_source
 from unisono.faults import job
-from unisono.faults.job import JobResult
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 from unisono.runtime.errors import UnisonoError
 from unisono.runtime.hdf5 import check_hdf5
@@ -35,15 +34,6 @@ def _write_evil_task(folder: Path, touched: Path) -> Path:
     return evil
 
 
-def _run_verb(sandbox: Sandbox, *words: str, answers: bool = False) -> JobResult:
-    """Run a verb to its end; with `answers` a pipe answers yes to every question."""
-    command = job.verb_command(*words)
-    if answers:
-        command = ["sh", "-c", 'yes | "$0" "$@"', *command]
-    with sandbox.job(command=command) as running:
-        return running.finish(120)
-
-
 @scenario("S7", "a restored run whose config.yaml names a Python file from the store")
 def _restored_code(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
@@ -58,13 +48,12 @@ def _restored_code(sandbox: Sandbox) -> Outcome:
         content["state"]["random"] = False
         path.write_bytes(manifest.encode({name: value for name, value in content.items() if name != "sha256"}))
     shutil.rmtree(run)
-    with sandbox.job(url) as again:
-        done = again.finish()
+    done = sandbox.run(url)
     outcome.check("restored step-" in done.output, f"it was not restored: {done.code}: {done.output[-800:]}")
     outcome.check(not touched.exists(), "the file was imported")
     outcome.check(not evil.exists(), "the file was restored")
-    outcome.check("assets/evil.py" in done.output, f"it is missing from the output: {done.output[-800:]}")
-    outcome.message = next((line for line in done.output.splitlines() if "evil.py" in line), "")
+    outcome.message = done.line_with("assets/evil.py")
+    outcome.check(bool(outcome.message), f"it is missing from the output: {done.output[-800:]}")
     return outcome
 
 
@@ -76,14 +65,12 @@ def _foreign_run(sandbox: Sandbox) -> Outcome:
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     for verb in (["evaluate"], ["replay"], ["data", "audit"]):
-        done = _run_verb(sandbox, *verb, str(run), answers=True)
-        outcome.check(done.code == 2 and "--trust" in done.output, f"{verb}: {done.code}: {done.output[-800:]}")
+        outcome.expect(sandbox.run_verb(*verb, str(run), answers=True), 2, "--trust", name=f"{verb}")
         outcome.check(not touched.exists(), f"{verb} imported it")
-        outcome.message = done.message
-        done = _run_verb(sandbox, *verb, str(run), "--task", TASK)
-        outcome.check(done.code == 0, f"{verb} with the user's own task: {done.code}: {done.output[-800:]}")
+        done = sandbox.run_verb(*verb, str(run), "--task", TASK)
+        outcome.expect(done, 0, name=f"{verb} with the user's own task")
         outcome.check(not touched.exists(), f"{verb} imported it, though a task was given")
-    _run_verb(sandbox, "evaluate", str(run), "--trust")
+    sandbox.run_verb("evaluate", str(run), "--trust")
     outcome.check(touched.exists(), "the file does nothing, so the test is vacuous")
     return outcome
 
@@ -99,13 +86,10 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
     _write_evil_task(run, touched)
     code = {"AutoConfig": "evil.Small", "AutoModelForCausalLM": "evil.Small"}
     (run / "assets" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
-    done = _run_verb(sandbox, "export", str(run), answers=True)
-    outcome.check(done.code == 2, f"{done.code}: {done.output[-800:]}")
+    outcome.expect(sandbox.run_verb("export", str(run), answers=True), 2)
     outcome.check(not touched.exists(), "it was imported")
-    outcome.message = done.message
     command = f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(run / 'assets')!r})"
-    with sandbox.job(command=["sh", "-c", 'yes | "$0" "$@"', sys.executable, "-c", command]) as bare:
-        bare.finish(120)
+    sandbox.run(command=["sh", "-c", 'yes | "$0" "$@"', sys.executable, "-c", command])
     outcome.check(touched.exists(), "the library would not have imported it either, so the test is vacuous")
     return outcome
 
@@ -113,15 +97,12 @@ def _auto_map(sandbox: Sandbox) -> Outcome:
 @scenario("S9", "a leftover fault variable, and terminal escape sequences in a run's events")
 def _left_overs(sandbox: Sandbox) -> Outcome:
     before, outcome = sandbox.reference_digests(), Outcome()
-    with sandbox.job(variables={fault_injection.VARIABLE: "rank=0,step=2,phase=compute,act=die"}) as run:
-        done = run.finish()
-    outcome.check(done.code == 0, f"the variable ended the run: {done.code}: {done.output[-800:]}")
-    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "its result differs from that of the run without the variable")
-    with (run.run / "events.jsonl").open("a") as events:
+    trained = sandbox.run(variables={fault_injection.VARIABLE: "rank=0,step=2,phase=compute,act=die"})
+    outcome.compare(trained, before)
+    with (trained.run / "events.jsonl").open("a") as events:
         hostile = {"error": "lost\x1b[2J\x1b]0;x\x07", "rank": "0\nunisono: all is well", "step": 2**70}
         events.write(f"{json.dumps(hostile)}\n{'[' * 100_000}\n")
-    done = _run_verb(sandbox, "diagnose", str(run.run))
+    done = sandbox.run_verb("diagnose", str(trained.run))
     outcome.check("Traceback" not in done.output and "\x1b" not in done.output, f"diagnose: {done.output[-800:]!r}")
     outcome.check("unisono: all is well" not in done.output.splitlines(), "a record wrote a line of its own")
     outcome.message = next(iter(done.output.splitlines()), "")
@@ -187,14 +168,11 @@ def _bombs(sandbox: Sandbox) -> Outcome:
     lines = [f"v{level}: ${{v{level + 1}}}${{v{level + 1}}}" for level in range(30)]
     (sandbox.folder / "mine.yaml").write_text("\n".join(["defaults: [language, _self_]", *lines, "v30: x"]))
     began = time.monotonic()
-    done = _run_verb(sandbox, "check", "mine", f"--config-dir={sandbox.folder}")
-    outcome.check(done.code == 2 and "references" in done.output, f"references: {done.code}: {done.output[-800:]}")
+    outcome.expect(sandbox.run_verb("check", "mine", f"--config-dir={sandbox.folder}"), 2, "references")
     with (newest / manifest.NAME).open("r+b") as file:
         file.truncate(9 << 30)
-    done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
-    outcome.check(done.code == 2 and "at most" in done.output, f"manifest: {done.code}: {done.output[-800:]}")
+    outcome.expect(sandbox.run_verb("evaluate", f"runs/{job.RUN}", "--task", TASK), 2, "at most", name="the manifest")
     outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.message = done.message
     return outcome
 
 
@@ -204,14 +182,12 @@ def _changed_asset(sandbox: Sandbox) -> Outcome:
     newest = job.train_to_end(sandbox)
     asset = newest.parents[1] / "assets" / "config.json"
     asset.write_text("{}")
-    for verb in (["evaluate"], ["predict"], ["export"]):
-        task = ["--task", TASK] if verb != ["export"] else []
-        done = _run_verb(sandbox, *verb, f"runs/{job.RUN}", *task)
-        outcome.check(done.code == 2 and asset.name in done.output, f"{verb}: {done.code}: {done.output[-800:]}")
-        outcome.message = done.message
+    for verb in ("evaluate", "predict", "export"):
+        task = ["--task", TASK] if verb != "export" else []
+        outcome.expect(sandbox.run_verb(verb, f"runs/{job.RUN}", *task), 2, asset.name, name=verb)
     asset.unlink()
-    done = _run_verb(sandbox, "evaluate", f"runs/{job.RUN}", "--task", TASK)
-    outcome.check(done.code == 0, f"with the assets as they were: {done.code}: {done.output[-800:]}")
+    done = sandbox.run_verb("evaluate", f"runs/{job.RUN}", "--task", TASK)
+    outcome.expect(done, 0, name="evaluate, with the assets as they were,")
     return outcome
 
 
@@ -226,15 +202,13 @@ def _paths_elsewhere(sandbox: Sandbox) -> Outcome:
     secret.write_text("PRIVATE KEY")
     asset = run / "assets" / "config.json"
     asset.symlink_to(secret)
-    done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
-    outcome.check(done.code == 2 and asset.name in done.output, f"a link: {done.code}: {done.output[-800:]}")
+    outcome.expect(sandbox.run_verb("export", f"runs/{job.RUN}", f"out={out}"), 2, asset.name, name="a link")
     asset.unlink()
     piece = next(iter(newest.glob("*.safetensors")))
     content = piece.read_bytes()
     piece.unlink()
     os.mkfifo(piece)
-    done = _run_verb(sandbox, "export", f"runs/{job.RUN}", f"out={out}")
-    outcome.check(done.code == 2 and piece.name in done.output, f"a pipe: {done.code}: {done.output[-800:]}")
+    outcome.expect(sandbox.run_verb("export", f"runs/{job.RUN}", f"out={out}"), 2, piece.name, name="a pipe")
     piece.unlink()
     piece.write_bytes(content)
     outcome.check(not out.exists() or "PRIVATE" not in str([*map(Path.read_bytes, out.rglob("*.*"))]), "it was copied")
@@ -280,13 +254,10 @@ def _moved_checkpoint(sandbox: Sandbox) -> Outcome:
     archive = sandbox.folder / "archive"
     newest.rename(archive)
     newest.symlink_to(archive)
-    with sandbox.job(*words) as run:
-        done = run.finish()
-    outcome.check(done.code == 0, f"a later save was stopped: {done.code}: {done.output[-800:]}")
-    names = [path.name for path in (run.run / "checkpoints").iterdir()]
+    done = sandbox.run(*words)
+    outcome.compare(done, before)
+    names = [path.name for path in (done.run / "checkpoints").iterdir()]
     outcome.check(names == ["step-00000012"], f"these checkpoints remain: {names}")
     outcome.check((archive / "manifest.json").is_file(), "the archive was removed")
-    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended differently")
     outcome.message = "the symlink is removed when it is due; the archive stays; later saves succeed"
     return outcome

@@ -48,56 +48,44 @@ def _ipv6(sandbox: Sandbox) -> Outcome:
     """Not even the loopback has an IPv4 address. Both runs give the same result as one on this host, which has IPv4."""
     before, outcome = sandbox.reference_digests(), Outcome()
     with make_hosts(IPV6) as names:
-        with sandbox.job(command=command_on(names[0], *job.train_command("layout.world_size=2"))) as run:
-            alone = run.finish()
-            outcome.exact = alone.code == 0 and job.read_digests(run.run) == before
-            outcome.check(bool(outcome.exact), f"one host: {alone.code}: {alone.output[-1500:]}")
+        alone = sandbox.run(command=command_on(names[0], *job.train_command("layout.world_size=2")))
+        outcome.compare(alone, before, "one host")
         with _start_nodes(sandbox.for_scenario("two"), names, IPV6[0]) as jobs:
             ends = [node.finish() for node in jobs]
-            same = all(done.code == 0 for done in ends) and job.read_digests(jobs[0].run) == before
-            outcome.check(same, f"two hosts: {[(done.code, done.output[-1500:]) for done in ends]}")
-            outcome.exact = outcome.exact and same
-    met = [line for line in ends[0].output.splitlines() if "meets the others" in line]
-    outcome.message = met[0].removeprefix("unisono: ") if met else ""
+        for done in ends:
+            outcome.compare(done, before, "two hosts")
+    outcome.message = ends[0].line_with("meets the others").removeprefix("unisono: ")
     return outcome
 
 
 @scenario("F42c", "a firewall that blocks the rendezvous port")
 def _firewall(sandbox: Sandbox) -> Outcome:
-    outcome, timeout = Outcome(), 10.0
-    with make_hosts(IPV4) as names:
-        port = free_port()
-        drop_packets(names[0], port)
-        began = time.monotonic()
-        with _start_nodes(sandbox, names, IPV4[0], port, timeout) as jobs:
-            ends = [node.finish(60) for node in jobs]
-    outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
-    outcome.message = ends[1].message
-    for number, done in enumerate(ends):
-        what = f"node {number}: {done.code}: {done.output[-1000:]}"
-        outcome.check(done.code == UNREACHED, what)
-        outcome.check(f"{IPV4[0]}:{port}" in done.message and "launch.start_timeout" in done.message, what)
-    outcome.check("firewall" in outcome.message, f"the message does not mention a firewall: {ends[1].output[-1000:]}")
-    outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
+    outcome, port = _run_behind_firewall(sandbox, UNREACHED, "launch.start_timeout", start_timeout=10.0)
+    outcome.check(f"{IPV4[0]}:{port}" in outcome.message and "firewall" in outcome.message, "it is not explained")
     return outcome
 
 
 @scenario("F42e", "a firewall that allows only the rendezvous port")
 def _firewall_between(sandbox: Sandbox) -> Outcome:
+    return _run_behind_firewall(sandbox, REFUSED, "firewall", IPV4[0], others=True)[0]
+
+
+def _run_behind_firewall(
+    sandbox: Sandbox, code: int, *says: str, others: bool = False, start_timeout: float = 60.0
+) -> tuple[Outcome, int]:
+    """Start two nodes while a host drops packets to the rendezvous port, or to all others; return that port, too."""
     outcome = Outcome()
     with make_hosts(IPV4) as names:
         port = free_port()
-        drop_packets(names[0], port, others=True)
+        drop_packets(names[0], port, others)
         began = time.monotonic()
-        with _start_nodes(sandbox, names, IPV4[0], port) as jobs:
+        with _start_nodes(sandbox, names, IPV4[0], port, start_timeout) as jobs:
             ends = [node.finish(60) for node in jobs]
     outcome.seconds = round(max(done.ended_at for done in ends) - began, 1)
-    outcome.message = ends[1].message
     for number, done in enumerate(ends):
-        what = f"node {number}: {done.code}: {done.output[-1000:]}"
-        outcome.check(done.code == REFUSED and "firewall" in done.message and IPV4[0] in done.message, what)
+        outcome.expect(done, code, *says, name=f"node {number}")
     outcome.check(outcome.seconds <= 30, f"it took {outcome.seconds} s")
-    return outcome
+    return outcome, port
 
 
 @scenario("F42d", "a port that another process wants before it is used; MASTER_PORT already in use")
@@ -119,11 +107,10 @@ def _contested_port(sandbox: Sandbox) -> Outcome:
                     got = True
                 outcome.check(not run.step(), "steps had been run")
                 done = run.finish()
-    outcome.message = f"the port {named} of MASTER_PORT is left alone; the port the run chose is reserved for it"
     outcome.check(place[1] != named, f"port {named} of the environment was taken, and the run wanted it")
     outcome.check(not got, f"another process could have the port {place[1]} before rank 0")
-    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), f"{done.code}: {done.output[-1500:]}")
+    outcome.compare(done, before)
+    outcome.message = f"the port {named} of MASTER_PORT is left alone; the port the run chose is reserved for it"
     return outcome
 
 

@@ -57,23 +57,13 @@ def _corrupt_gradient(sandbox: Sandbox) -> Outcome:
     """Every rank receives the same wrong sum, so comparing ranks cannot detect it; the run ends with wrong numbers."""
     words = ("checkpoint.keep=9",)
     before = sandbox.reference_digests(*words)
-    with sandbox.job(*words, fault="flip@backward:1:7") as run:
-        done = run.finish()
-        outcome = Outcome()
-        outcome.check(
-            done.code == 0 and job.fault_time(sandbox.folder) is not None, f"{done.code}: {done.output[-1500:]}"
-        )
-        outcome.check(job.read_digests(run.run) != before, "the fault changed nothing")
+    outcome, trained = Outcome(), sandbox.run(*words, fault="flip@backward:1:7")
+    outcome.expect(trained, 0)
+    outcome.check(job.fault_time(sandbox.folder) is not None, "the fault did not happen")
+    outcome.check(job.read_digests(trained.run) != before, "the fault changed nothing")
     for first, code, says in ((6, 1, "the first step that differs is step 8: "), (9, 0, "bit for bit")):
-        with job.Job(
-            sandbox.folder,
-            command=job.verb_command("replay", str(run.run), "--task", f"{job.TASK}:Small", "--from", str(first)),
-        ) as replay:
-            done = replay.finish()
-        outcome.check(
-            done.code == code and says in done.output, f"from step {first}: {done.code}: {done.output[-1500:]}"
-        )
-        if code:
-            outcome.message = next((line.strip() for line in done.output.splitlines() if says in line), "")
+        done = sandbox.run_verb("replay", str(trained.run), "--task", f"{job.TASK}:Small", "--from", str(first))
+        outcome.expect(done, code, says, name=f"the replay from step {first}")
+        outcome.message = done.line_with(says) if code else outcome.message
     outcome.exact = not outcome.broken_promises
     return outcome

@@ -30,6 +30,10 @@ class _Payload:
         return os.system, (f"touch {self.touched}",)
 
 
+def _evaluate(sandbox: Sandbox) -> job.JobResult:
+    return sandbox.run_verb("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
+
+
 @scenario("S1", "a checkpoint with each file replaced by a pickle payload")
 def _payload(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
@@ -40,13 +44,8 @@ def _payload(sandbox: Sandbox) -> Outcome:
     for file in sorted(newest.iterdir()):
         content = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
-        with sandbox.job(
-            command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
-        ) as evaluation:
-            done = evaluation.finish()
-        outcome.check(done.code == 2 and file.name in done.output, f"{file.name}: {done.code}: {done.output[-800:]}")
+        outcome.expect(_evaluate(sandbox), 2, file.name, name=file.name)
         outcome.check(not touched.exists(), f"{file.name} was unpickled")
-        outcome.message = outcome.message or done.message
         file.write_bytes(content)
     return outcome
 
@@ -62,12 +61,7 @@ def _escape(sandbox: Sandbox) -> Outcome:
     for hostile in (f"../../../../{secret.name}", str(secret)):
         text = original.replace(json.dumps(shard.name), json.dumps(hostile))
         job.rewrite_manifest(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
-        with sandbox.job(
-            command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
-        ) as evaluation:
-            done = evaluation.finish()
-        outcome.check(done.code == 2, f"{hostile} was read: {done.code}: {done.output[-800:]}")
-        outcome.message = done.message
+        outcome.expect(_evaluate(sandbox), 2, name=hostile)
     return outcome
 
 
@@ -79,12 +73,7 @@ def _link(sandbox: Sandbox) -> Outcome:
     elsewhere = sandbox.folder / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
-    with sandbox.job(
-        command=job.verb_command("evaluate", f"runs/{job.RUN}", "--task", f"{job.TASK}:Small")
-    ) as evaluation:
-        done = evaluation.finish()
-    outcome.check(done.code == 2 and shard.name in done.output, f"{done.code}: {done.output[-800:]}")
-    outcome.message = done.message
+    outcome.expect(_evaluate(sandbox), 2, shard.name)
     return outcome
 
 
@@ -102,38 +91,36 @@ def _yaml(sandbox: Sandbox) -> Outcome:
         folder = sandbox.folder / name
         folder.mkdir()
         (folder / "mine.yaml").write_text(text)
-        with sandbox.job(command=job.verb_command("check", "mine", f"--config-dir={folder}")) as run:
-            done = run.finish(60)
-        outcome.check(done.code == 2, f"{name}: {done.code}: {done.output[-800:]}")
+        done = sandbox.run_verb("check", "mine", f"--config-dir={folder}")
+        outcome.expect(done, 2, name=name)
         outcome.check(not touched.exists(), f"{name} ran a command")
         outcome.check("Traceback" not in done.output, f"{name}: {done.output[-800:]}")
-        outcome.message = done.message
     return outcome
 
 
 @scenario("S5", "a secret in the configuration")
 def _secret(sandbox: Sandbox) -> Outcome:
     canary = "hf_" + "Q7x" * 11
-    with sandbox.job(f"observe.project={canary}") as run:
-        done = run.finish()
-    outcome = Outcome(message=done.message)
-    outcome.check(done.code == 2, f"it was not refused: {done.code}")
-    leaks = [p for p in sandbox.folder.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.check(not leaks, f"{leaks} contain it")
+    outcome = Outcome()
+    outcome.expect(sandbox.run(f"observe.project={canary}"), 2)
+    _check_no_leak(outcome, sandbox, canary)
     return outcome
 
 
 @scenario("S5b", "a configuration that reads a password from the environment")
 def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     canary = "Q7x" * 11
-    with sandbox.job("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary}) as run:
-        done = run.finish()
-    outcome = Outcome(message=done.message)
-    outcome.check(done.code == 2, f"it was not refused: {done.code}")
-    outcome.check("Traceback" not in done.output and canary not in done.output, done.output[-800:])
-    leaks = [p for p in sandbox.folder.rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
-    outcome.check(not leaks, f"{leaks} contain it")
+    outcome, done = Outcome(), sandbox.run("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary})
+    outcome.expect(done, 2)
+    outcome.check("Traceback" not in done.output, done.output[-800:])
+    _check_no_leak(outcome, sandbox, canary)
     return outcome
+
+
+def _check_no_leak(outcome: Outcome, sandbox: Sandbox, secret: str) -> None:
+    """Check that no file of a scenario, the output of its jobs included, contains a secret."""
+    leaks = [p for p in sandbox.folder.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+    outcome.check(not leaks, f"{leaks} contain it")
 
 
 @scenario("S6", "a stranger sends garbage and a malicious pickle to every open port")
@@ -152,10 +139,8 @@ def _stranger(sandbox: Sandbox) -> Outcome:
                 link.sendall(data)
         outcome.check(run.step() < 60, "the run had ended before")
         done = run.finish()
-    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.output[-1000:]}")
     outcome.check(not touched.exists(), "something was unpickled")
-    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.compare(done, before)
     outcome.message = f"{len(ports)} ports, all local to this host; the run continues"
     return outcome
 
@@ -177,17 +162,10 @@ def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
                 link.sendall(data)
         for token in ("theirs", ""):
             with node(1, token, sandbox.for_scenario("stranger")) as other:
-                refused = other.finish(60)
-                outcome.check(refused.code == 2, f"token '{token}': {refused.code}: {refused.output[-800:]}")
-                outcome.check(
-                    "UNISONO_TOKEN" in refused.message, f"the message gives no reason: {refused.output[-800:]}"
-                )
+                outcome.expect(other.finish(60), 2, "UNISONO_TOKEN", name=f"the node with the token '{token}'")
         with node(1, "ours") as second:
-            ends = [first.finish(), second.finish()]
-    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.output[-800:]) for done in ends]}")
-    outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
-    outcome.check(bool(outcome.exact), "it ended differently")
-    outcome.message = refused.message
+            for done in (first.finish(), second.finish()):
+                outcome.compare(done, before)
     return outcome
 
 
@@ -212,11 +190,9 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
                 link.sendall(data)
         with node(1, port) as second:
-            ends = [first.finish(), second.finish()]
-    outcome.check([done.code for done in ends] == [0, 0], f"{[(done.code, done.output[-800:]) for done in ends]}")
-    outcome.check("\x1b" not in ends[0].output, "escape sequences from a stranger reach the terminal")
-    outcome.exact = not outcome.broken_promises and job.read_digests(first.run) == before
-    outcome.check(bool(outcome.exact), "it ended differently")
+            for done in (first.finish(), second.finish()):
+                outcome.compare(done, before)
+                outcome.check("\x1b" not in done.output, "escape sequences from a stranger reach the terminal")
     answers = (
         b'{"unisono": 2, "token": "none", ' + nonce + b'}\n{"nonce": "1"}\n{"welcome": "x"}\n{"values": [[], []]}\n'
     )
@@ -253,9 +229,7 @@ def _store(sandbox: Sandbox) -> Outcome:
         growth = max((peak[pid] - memory[pid]) / 1e6 for pid in memory)
         outcome.check(run.step() - began > 20, "the run had ended before")
     outcome.check(growth < 50, f"a process grew by {growth:.0f} MB")
-    outcome.check(done.code == 0, f"the run was ended: {done.code}: {done.output[-1000:]}")
-    outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-    outcome.check(bool(outcome.exact), "it ended differently")
+    outcome.compare(done, before)
     outcome.message = "processes of one host connect through a file that only this user can read; no port accepts keys"
     return outcome
 

@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from unisono.faults import job, task, task_fault
-from unisono.faults.job import Job, free_port
+from unisono.faults.job import Job
 from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.death import DIED, HELD, send_signal
 
@@ -27,45 +28,35 @@ def run_by_hand(
     engine: str = "torch",
 ) -> list[job.JobResult]:
     """Start processes one by one, with the variables of a launcher and additional ones for each; return their ends."""
-    size = str(len(commands))
-    launcher = {
-        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    launcher = job.launcher_variables(len(commands))
+    given = zip(folders, commands, variables or [{}] * len(commands), strict=True)
     with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                Job(
-                    folder, command=command, output=f"rank-{rank}.txt", engine=engine,
-                    variables={**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **extra},
-                )
-            )
-            for rank, (folder, command, extra) in enumerate(
-                zip(folders, commands, variables or [{}] * len(commands), strict=True)
-            )
-        ]  # fmt: skip
+        jobs = []
+        for rank, (folder, command, extra) in enumerate(given):
+            own = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank), **extra}
+            started = Job(folder, command=command, output=f"rank-{rank}.txt", engine=engine, variables=own)
+            jobs.append(stack.enter_context(started))
         return [rank_job.finish(120) for rank_job in jobs]
 
 
-def _check_refused(outcome: Outcome, ends: Sequence[job.JobResult], *says: str) -> Outcome:
-    output = "\n".join(done.output for done in ends)
-    outcome.message = next((done.message for done in ends if done.message), "")
-    outcome.check(all(done.code == REFUSED for done in ends), f"{[done.code for done in ends]}: {output[-1500:]}")
-    for word in says:
-        outcome.check(word in output, f"'{word}' is missing from the output: {output[-1500:]}")
+def _check_refused(ends: Sequence[job.JobResult], *says: str) -> Outcome:
+    """Check that all processes were refused, and that one of them said why."""
+    outcome, output = Outcome(), "\n".join(done.output for done in ends)
+    for done in reversed(ends):  # the message of the first
+        outcome.expect(replace(done, output=output), REFUSED, *says)
     return outcome
 
 
 @scenario("E36", "a different learning rate on one rank")
 def _config(sandbox: Sandbox) -> Outcome:
     commands = [job.train_command(f"optim.lr={lr}") for lr in (1e-2, 2e-2)]
-    return _check_refused(Outcome(), run_by_hand([sandbox.folder] * 2, commands), "optim.lr")
+    return _check_refused(run_by_hand([sandbox.folder] * 2, commands), "optim.lr")
 
 
 @scenario("E36b", "a different environment on one rank")
 def _environment(sandbox: Sandbox) -> Outcome:
     ends = run_by_hand([sandbox.folder] * 2, [job.train_command()] * 2, [{}, {"OMP_NUM_THREADS": "2"}])
-    return _check_refused(Outcome(), ends, "OMP_NUM_THREADS")
+    return _check_refused(ends, "OMP_NUM_THREADS")
 
 
 @scenario("E37", "different task code on one rank")
@@ -79,7 +70,7 @@ def _code(sandbox: Sandbox) -> Outcome:
         folders.append(folder)
     assert "nn.Dropout(0.2)" in source
     command = [*job.verb_command("train", "mine.py:Small"), *job.SETTINGS, f"run.dir={sandbox.folder}/runs"]
-    return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "mine.py")
+    return _check_refused(run_by_hand(folders, [command] * 2), "mine.py")
 
 
 @scenario("E37b", "a different library version on one rank")
@@ -90,14 +81,14 @@ def _library(sandbox: Sandbox) -> Outcome:
     metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n")
     path = [str(metadata.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ends = run_by_hand([sandbox.folder] * 2, [job.train_command()] * 2, [{}, {"PYTHONPATH": os.pathsep.join(path)}])
-    return _check_refused(Outcome(), ends, f"numpy is '{version('numpy')}' on rank 0 and '9.9.9' on rank 1")
+    return _check_refused(ends, f"numpy is '{version('numpy')}' on rank 0 and '9.9.9' on rank 1")
 
 
 @scenario("E38", "resumed on different data")
 def _data(sandbox: Sandbox) -> Outcome:
     job.train_to_end(sandbox)
-    with sandbox.job("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]") as run:
-        return _check_refused(Outcome(), [run.finish()], "rows")
+    done = sandbox.run("task.rows=41", "train.steps=20", "run.allow_change=[task.rows,train.steps]")
+    return _check_refused([done], "rows")
 
 
 @scenario("E38b", "different data on one rank under the same name")
@@ -106,15 +97,11 @@ def _data_of_a_rank(sandbox: Sandbox) -> Outcome:
     for rank, folder in enumerate(folders):
         (folder / "texts").mkdir(parents=True)
         (folder / "texts" / "part.jsonl").write_text('{"text": "a line of a text"}\n' * (40 + rank))
-    words = (
-        "data=corpus",
-        "data.path=texts",
-        f"run.dir={sandbox.folder}/runs",
-        "train.steps=4",
-        "train.global_batch=4",
-    )
-    command = job.verb_command("train", "language", "run.name=a", "observe.progress=false", "layout.threads=1", *words)
-    return _check_refused(Outcome(), run_by_hand(folders, [command] * 2), "the data", "rank 0 and rank 1")
+    command = job.verb_command(
+        "train", "language", "run.name=a", "observe.progress=false", "layout.threads=1", "data=corpus",
+        "data.path=texts", f"run.dir={sandbox.folder}/runs", "train.steps=4", "train.global_batch=4",
+    )  # fmt: skip
+    return _check_refused(run_by_hand(folders, [command] * 2), "the data", "rank 0 and rank 1")
 
 
 @scenario("E39", "resumed on a different number of processes with a different strategy")
@@ -123,27 +110,22 @@ def _another_world(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_arrays(*words)
     outcome = sandbox.run_with_fault("kill@forward:1:7", *words, code=DIED, resumes=False)
     for world, layout in ((4, "fsdp"), (1, "single")):
-        with sandbox.copy().job(*words, f"layout.strategy={layout}", world=world) as run:
-            done = run.finish()
-            outcome.check(done.code == 0, f"{layout} × {world}: {done.code}: {done.output[-1500:]}")
-            apart = job.max_distance(run.run, before) if done.code == 0 else 1.0
-            outcome.check(apart < 1e-12, f"{layout} × {world}: {apart:.1e} from the reference run")
-    with sandbox.copy().job(*words, world=3) as run:
-        done = run.finish()
-        outcome.check(done.code == REFUSED and "8" in done.message, f"× 3: {done.code}: {done.output[-800:]}")
+        done = sandbox.copy().run(*words, f"layout.strategy={layout}", world=world)
+        outcome.expect(done, 0, name=f"{layout} × {world}")
+        apart = job.max_distance(done.run, before) if done.code == 0 else 1.0
+        outcome.check(apart < 1e-12, f"{layout} × {world}: {apart:.1e} from the reference run")
+    outcome.expect(sandbox.copy().run(*words, world=3), REFUSED, "8", name="× 3")
     outcome.exact = not outcome.broken_promises
-    outcome.message = done.message
     return outcome
 
 
 @scenario("E40", "resumed with a different learning rate")
 def _changed_setting(sandbox: Sandbox) -> Outcome:
     job.train_to_end(sandbox)
-    with sandbox.job("optim.lr=2e-2", "train.steps=14") as run:
-        outcome = _check_refused(Outcome(), [run.finish()], "optim.lr", "allow_change")
-    with sandbox.job("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]") as run:
-        done = run.finish()
-        outcome.check(done.code == 0 and run.step() == 14, f"not allowed: {done.code}: {done.output[-1500:]}")
+    outcome = _check_refused([sandbox.run("optim.lr=2e-2", "train.steps=14")], "optim.lr", "allow_change")
+    done = sandbox.run("optim.lr=2e-2", "train.steps=14", "run.allow_change=[optim.lr,train.steps]")
+    outcome.expect(done, 0, name="the allowed run")
+    outcome.check(job.last_step(done.run) == 14, "the allowed run did not reach step 14")
     return outcome
 
 
@@ -160,10 +142,8 @@ def _another_format(sandbox: Sandbox) -> Outcome:
     for name, change in changes.items():
         (newest / "manifest.json").write_text(text)
         job.rewrite_manifest(newest, change)
-        with sandbox.job("train.steps=14", "run.allow_change=[train.steps]", "run.resume=exact") as run:
-            done = run.finish()
-        outcome.check(done.code == REFUSED, f"{name}: {done.code}: {done.output[-1000:]}")
-        outcome.message = done.message
+        done = sandbox.run("train.steps=14", "run.allow_change=[train.steps]", "run.resume=exact")
+        outcome.expect(done, REFUSED, name=name)
     return outcome
 
 
@@ -174,14 +154,14 @@ def _memory(sandbox: Sandbox) -> Outcome:
         admit(run.wait_for_hold()[1])
         run.release()
         done = run.finish()
-        outcome = sandbox.check_end(run, done, job.fault_time(sandbox.folder), DIED, ("rank 1", "memory"), 10.0)
+        outcome = sandbox.check_end(done, job.fault_time(sandbox.folder), DIED, ("rank 1", "memory"), 10.0)
         outcome.lost_steps = run.step() - max(job.newest_step(run.run), 0)
     sandbox.check_resume(outcome, before)
     return outcome
 
 
 @contextmanager
-def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
+def _memory_limited(megabytes: int) -> Iterator[Callable[[int], object]]:
     """Create a control group with a memory limit; yield a function that adds a process to it."""
     root = Path("/sys/fs/cgroup")
     first = root / "memory" if (root / "memory").is_dir() else root
@@ -193,7 +173,7 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], None]]:
     except OSError as error:
         raise AbstainError(f"cannot create a control group here ({error.strerror})") from error
     try:
-        yield lambda pid: _write_number(group / "cgroup.procs", pid)
+        yield lambda pid: (group / "cgroup.procs").write_text(str(pid))
     finally:
         with suppress(OSError):
             group.rmdir()
@@ -204,24 +184,38 @@ def _device_memory(sandbox: Sandbox) -> Outcome:
     raise AbstainError("needs an accelerator; tests/engines/torch/test_oom.py raises the same error in a step")
 
 
-@scenario("F44", "SIGTERM with a deadline", quick=True)
-def _sigterm(sandbox: Sandbox) -> Outcome:
-    return _run_preempted(sandbox, signal.SIGTERM, 1)
+def _add_preemption(
+    key: str, text: str, number: int = signal.SIGTERM, *, times: int = 1, rank: int | None = None, quick: bool = False
+) -> None:
+    """Add a row of the matrix: a signal to the launcher or to one rank, in a step."""
+
+    @scenario(key, text, quick=quick)
+    def _act(sandbox: Sandbox) -> Outcome:
+        before = sandbox.reference_digests()
+        with sandbox.job(fault=HELD) as run:
+            ranks = run.wait_for_hold()
+            target = run.process.pid if rank is None else ranks[rank]
+            began = send_signal(target, number)
+            for _ in range(times - 1):
+                time.sleep(0.05)
+                send_signal(target, number)
+            run.release()
+            outcome = sandbox.check_end(run.finish(), began, PREEMPTED, ("step",), 15.0)
+            _check_saved(outcome, run)
+            outcome.check(run.step() < job.STEPS, "it had ended before")
+        sandbox.check_resume(outcome, before)
+        return outcome
 
 
-@scenario("F44b", "SIGTERM twice")
-def _sigterm_twice(sandbox: Sandbox) -> Outcome:
-    return _run_preempted(sandbox, signal.SIGTERM, 2)
+def _check_saved(outcome: Outcome, run: Job) -> None:
+    outcome.lost_steps = run.step() - max(job.newest_step(run.run), 0)
+    outcome.check(outcome.lost_steps == 0, f"{outcome.lost_steps} steps are lost")
 
 
-@scenario("F44c", "SIGUSR1, as Slurm sends before it reclaims the node")
-def _sigusr1(sandbox: Sandbox) -> Outcome:
-    return _run_preempted(sandbox, signal.SIGUSR1, 1)
-
-
-@scenario("F44d", "SIGTERM to one rank only")
-def _sigterm_rank(sandbox: Sandbox) -> Outcome:
-    return _run_preempted(sandbox, signal.SIGTERM, 1, rank=1)
+_add_preemption("F44", "SIGTERM with a deadline", quick=True)
+_add_preemption("F44b", "SIGTERM twice", times=2)
+_add_preemption("F44c", "SIGUSR1, as Slurm sends before it reclaims the node", signal.SIGUSR1)
+_add_preemption("F44d", "SIGTERM to one rank only", rank=1)
 
 
 @scenario("F44e", "SIGTERM before the first step")
@@ -230,7 +224,7 @@ def _sigterm_early(sandbox: Sandbox) -> Outcome:
     with sandbox.job() as run:
         run.wait_for_ranks(2)
         began = send_signal(run.process.pid, signal.SIGTERM)
-        outcome = sandbox.check_end(run, run.finish(), began, PREEMPTED, (), 15.0)
+        outcome = sandbox.check_end(run.finish(), began, PREEMPTED, (), 15.0)
     sandbox.check_resume(outcome, before)
     return outcome
 
@@ -242,16 +236,14 @@ def _sigterm_saving(sandbox: Sandbox) -> Outcome:
     before, mark = sandbox.reference_digests(*words), sandbox.folder / task_fault.MARK
     with sandbox.job(*words, fault="pause@fsync:0:5") as run:
         job.wait_for(mark.exists, 120.0, "a save")
-        outcome = Outcome()
-        outcome.check(job.is_saving(run.run), "no save was in progress")
+        was_saving = job.is_saving(run.run)
         began = send_signal(run.process.pid, signal.SIGTERM)
-        ended = sandbox.check_end(run, run.finish(), began, PREEMPTED, ("which is saved",), 15.0)
-        ended.broken_promises += outcome.broken_promises
-        ended.lost_steps = run.step() - max(job.newest_step(run.run), 0)
-        ended.check(ended.lost_steps == 0, f"{ended.lost_steps} steps are lost")
-        ended.check(not job.is_saving(run.run), "an unfinished checkpoint is left")
-    sandbox.check_resume(ended, before, *words)
-    return ended
+        outcome = sandbox.check_end(run.finish(), began, PREEMPTED, ("which is saved",), 15.0)
+        outcome.check(was_saving, "no save was in progress")
+        _check_saved(outcome, run)
+        outcome.check(not job.is_saving(run.run), "an unfinished checkpoint is left")
+    sandbox.check_resume(outcome, before, *words)
+    return outcome
 
 
 @scenario("F44h", "SIGTERM with too little time to save: the message names the newest checkpoint")
@@ -263,9 +255,8 @@ def _sigterm_short(sandbox: Sandbox) -> Outcome:
         job.wait_for(lambda: job.newest_step(run.run) > 0 and not job.is_saving(run.run), 120.0, "a checkpoint")
         run.wait_for_step(run.step() + 1)
         began = send_signal(run.process.pid, signal.SIGTERM)
-        outcome = sandbox.check_end(
-            run, run.finish(), began, PREEMPTED, ("not saved", "checkpoint is from step 40"), 15.0
-        )
+        says = ("not saved", "checkpoint is from step 40")
+        outcome = sandbox.check_end(run.finish(), began, PREEMPTED, says, 15.0)
         outcome.lost_steps = run.step() - job.newest_step(run.run)
         outcome.check(outcome.lost_steps > 0, "it was saved")
     sandbox.check_resume(outcome, before, *words)
@@ -287,30 +278,8 @@ def _sigterm_compiling(sandbox: Sandbox) -> Outcome:
         job.wait_for(lambda: any(cache.rglob("*.cpp")) or run.process.poll() is not None, 240.0, "something to compile")
         assert run.process.poll() is None, run.finish().output[-2000:]
         began = send_signal(run.process.pid, signal.SIGTERM)
-        outcome = sandbox.check_end(run, run.finish(), began, PREEMPTED, (), 15.0)
+        outcome = sandbox.check_end(run.finish(), began, PREEMPTED, (), 15.0)
         outcome.check(run.step() == 0, "steps had been run")
-    return outcome
-
-
-def _write_number(path: Path, number: int) -> None:
-    path.write_text(str(number))
-
-
-def _run_preempted(sandbox: Sandbox, number: int, times: int, rank: int | None = None) -> Outcome:
-    before = sandbox.reference_digests()
-    with sandbox.job(fault=HELD) as run:
-        ranks = run.wait_for_hold()
-        target = run.process.pid if rank is None else ranks[rank]
-        began = send_signal(target, number)
-        for _ in range(times - 1):
-            time.sleep(0.05)
-            send_signal(target, number)
-        run.release()
-        outcome = sandbox.check_end(run, run.finish(), began, PREEMPTED, ("step",), 15.0)
-        outcome.lost_steps = run.step() - max(job.newest_step(run.run), 0)
-        outcome.check(outcome.lost_steps == 0, f"{outcome.lost_steps} steps are lost")
-        outcome.check(run.step() < job.STEPS, "it had ended before")
-    sandbox.check_resume(outcome, before)
     return outcome
 
 

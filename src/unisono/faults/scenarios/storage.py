@@ -8,8 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from unisono.faults import job
@@ -67,25 +68,22 @@ def _run_without_room(sandbox: Sandbox, leaving: int) -> Outcome:
             began = time.monotonic()
             with fill_disk(sandbox.folder / "runs", leaving):
                 run.release()
-                done = run.finish()
-                outcome = sandbox.check_end(run, done, began, UNSAVED, ("space",), 60.0)
-                saved_step, steps_done = job.newest_step(run.run), run.step()
+                outcome = sandbox.check_end(run.finish(), began, UNSAVED, ("space",), 60.0)
+                saved_step = job.newest_step(run.run)
+                outcome.lost_steps = run.step() - saved_step
                 outcome.check(saved_step > 0, "no checkpoint can be loaded")
-                fragments = list((run.run / "checkpoints").glob(".*"))
-                outcome.check(not (fragments and leaving), "a fragment is left")
-            outcome.lost_steps = steps_done - saved_step
+                outcome.check(not (leaving and any((run.run / "checkpoints").glob(".*"))), "a fragment is left")
         sandbox.check_resume(outcome, before, *words)
     return outcome
 
 
 @scenario("C20b", "too little disk space for the next checkpoints: reported before the first step")
 def _too_small(sandbox: Sandbox) -> Outcome:
-    with mount_small_disk(sandbox.folder / "runs", 12), sandbox.job("task.width=400000") as run:
-        done = run.finish()
-        outcome = Outcome(message=done.message)
-        outcome.check(done.code == REFUSED, f"exit code {done.code}: {done.output[-1500:]}")
-        outcome.check("needs" in done.output and "free" in done.output, f"no amount is given: {done.output[-1500:]}")
-        outcome.check(run.step() == 0, "steps were run")
+    outcome = Outcome()
+    with mount_small_disk(sandbox.folder / "runs", 12):
+        done = sandbox.run("task.width=400000")
+        outcome.expect(done, REFUSED, "needs", "free")
+        outcome.check(job.last_step(done.run) == 0, "steps were run")
     return outcome
 
 
@@ -93,10 +91,8 @@ def _too_small(sandbox: Sandbox) -> Outcome:
 def _read_only(sandbox: Sandbox) -> Outcome:
     with mount_small_disk(sandbox.folder / "runs", 20):
         subprocess.run(["mount", "-o", "remount,ro", str(sandbox.folder / "runs")], check=True)
-        with sandbox.job() as run:
-            done = run.finish()
-    outcome = Outcome(message=done.message)
-    outcome.check(done.code == REFUSED and "runs" in done.message, f"{done.code}: {done.output[-1500:]}")
+        outcome = Outcome()
+        outcome.expect(sandbox.run(), REFUSED, "runs")
     return outcome
 
 
@@ -111,26 +107,20 @@ def _for_a_while(sandbox: Sandbox) -> Outcome:
         run.wait_for_hold()
         with fill_disk(sandbox.folder / "runs", 200_000):
             run.release()
-            job.wait_for(lambda: "unsaved since" in _read_output(run), 60.0, "a line that says so")
+            job.wait_for(lambda: "unsaved since" in run.output.read_text("utf-8"), 60.0, "a line that says so")
         done = run.finish()
-        outcome = Outcome(message=next((line for line in done.output.splitlines() if "unsaved since" in line), ""))
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
-        outcome.exact = job.read_digests(run.run) == before
-        outcome.check(outcome.exact, "it ended differently")
+        outcome = Outcome(message=done.line_with("unsaved since"))
+        outcome.compare(done, before)
     return outcome
 
 
 @scenario("C22b", "a disk error while a shard is flushed: retried, with a warning")
 def _transient_disk_error(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job(fault="eio@fsync:0:5") as run:
-        done = run.finish()
-        outcome = Outcome(message=next((line for line in done.output.splitlines() if "Retrying in" in line), ""))
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
-        outcome.check("Input/output error" in outcome.message, f"the error is not reported: {done.output[-1500:]}")
-        outcome.lost_steps = 0
-        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(outcome.exact, "it ended differently")
+    done = sandbox.run(fault="eio@fsync:0:5")
+    outcome = Outcome(message=done.line_with("Retrying in"), lost_steps=0)
+    outcome.check("Input/output error" in outcome.message, f"the error is not reported: {done.output[-1500:]}")
+    outcome.compare(done, before)
     return outcome
 
 
@@ -141,30 +131,23 @@ def _persistent_disk_error(sandbox: Sandbox) -> Outcome:
     return sandbox.run_with_fault("away@fsync:0:9", "checkpoint.retry_for=4", code=UNSAVED, says=says, within=15.0)
 
 
-def _read_output(run: job.Job) -> str:
-    return (run.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+Damage = Callable[[Path, Path], Iterator[tuple[str, str]]]  # of the newest checkpoint, and the one before
 
 
-def _run_damaged(sandbox: Sandbox, damage: object) -> Outcome:
+def _run_damaged(sandbox: Sandbox, damage: Damage) -> Outcome:
     """Damage the newest checkpoint of a finished run in several ways, one after the other; each must be refused."""
     outcome = Outcome()
     words = ("train.steps=6",)
-    before = sandbox.reference_digests("train.steps=6")
-    with sandbox.job(*words) as run:
-        assert run.finish().code == 0
-    older, newest = sorted((run.run / "checkpoints").glob("step-*"))[-2:]
-    backup = sandbox.folder / "backup"
-    shutil.copytree(run.run, backup)
-    for name, expected in damage(newest, older):  # type: ignore[operator]
-        with sandbox.job(*words, "run.resume=exact") as resumed:
-            done = resumed.finish()
-        outcome.check(done.code == REFUSED, f"{name}: exit code {done.code}: {done.output[-800:]}")
-        outcome.check(expected in done.output, f"{name}: '{expected}' is missing from the output: {done.output[-800:]}")
-        outcome.message = outcome.message or done.message
-        shutil.rmtree(run.run)
-        shutil.copytree(backup, run.run)
-    last = list(damage(newest, older))[-1:]  # type: ignore[operator]
-    outcome.check(bool(last), "nothing was damaged")
+    before = sandbox.reference_digests(*words)
+    newest = job.train_to_end(sandbox, *words)
+    run, backup = newest.parents[1], sandbox.folder / "backup"
+    older = sorted(newest.parent.glob("step-*"))[-2]
+    shutil.copytree(run, backup)
+    for name, expected in damage(newest, older):
+        outcome.expect(sandbox.run(*words, "run.resume=exact"), REFUSED, expected, name=name)
+        shutil.rmtree(run)
+        shutil.copytree(backup, run)
+    outcome.check(bool(list(damage(newest, older))), "nothing was damaged")
     sandbox.check_resume(outcome, before, *words)  # falls back to the one before, with a warning
     return outcome
 
@@ -226,24 +209,15 @@ def _missing_shard(sandbox: Sandbox) -> Outcome:
 @scenario("C27", "the newest checkpoint is damaged: the run falls back to the previous one, with a warning")
 def _falls_back(sandbox: Sandbox) -> Outcome:
     before = sandbox.reference_digests()
-    with sandbox.job() as run:
-        assert run.finish().code == 0
-    newest = sorted((run.run / "checkpoints").glob("step-*"))[-1]
-    shard = sorted(newest.glob("*.safetensors"))[0]
+    shard = sorted(job.train_to_end(sandbox).glob("*.safetensors"))[0]
     content = bytearray(shard.read_bytes())
     content[-2] ^= 1
     shard.write_bytes(content)
-    outcome = Outcome()
-    with sandbox.job() as run:
-        done = run.finish()
-        warnings = [line for line in done.output.splitlines() if shard.name in line]
-        outcome.message = warnings[0] if warnings else ""
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
-        outcome.check(bool(warnings), f"there was no warning: {done.output[-1500:]}")
-        outcome.check("fallback" in (run.run / "events.jsonl").read_text(), "it is not recorded in the events")
-        outcome.lost_steps = job.EVERY
-        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(bool(outcome.exact), "it ended differently")
+    done = sandbox.run()
+    outcome = Outcome(message=done.line_with(shard.name), lost_steps=job.EVERY)
+    outcome.check(bool(outcome.message), f"there was no warning: {done.output[-1500:]}")
+    outcome.check("fallback" in (done.run / "events.jsonl").read_text(), "it is not recorded in the events")
+    outcome.compare(done, before)
     return outcome
 
 
@@ -259,9 +233,7 @@ def _second(sandbox: Sandbox) -> Outcome:
         outcome.check(other.returncode == REFUSED, f"exit code {other.returncode}: {other.stderr[-800:]}")
         outcome.check(str(run.process.pid) in other.stderr, f"the owner is not named: {other.stderr[-800:]}")
         run.release()
-        done = run.finish()
-        outcome.exact = done.code == 0 and job.read_digests(run.run) == before
-        outcome.check(bool(outcome.exact), f"the first was disturbed: {done.code}: {done.output[-800:]}")
+        outcome.compare(run.finish(), before, "the first")
     return outcome
 
 
@@ -291,9 +263,8 @@ def _fenced_owner(sandbox: Sandbox) -> Outcome:
             os.kill(pid, signal.SIGCONT)
         run.release()
         done = run.finish(60)
-        outcome.message, outcome.seconds = done.message, round(done.ended_at - began, 1)
-        outcome.check(done.code == REFUSED, f"the first: {done.code}: {done.output[-1500:]}")
-        outcome.check("taken over" in done.output, f"it is missing from the output: {done.output[-1500:]}")
+        outcome.seconds = round(done.ended_at - began, 1)
+        outcome.expect(done, REFUSED, "taken over", name="the first")
         after_resume = sorted(path.name for path in (run.run / "checkpoints").iterdir())
         outcome.check(after_resume == before_resume, f"it wrote {set(after_resume) ^ set(before_resume)}")
         outcome.check((run.run / "events.jsonl").read_bytes() == events, "it wrote into the events")
@@ -308,22 +279,19 @@ def _fenced_owner(sandbox: Sandbox) -> Outcome:
 def _names(sandbox: Sandbox) -> Outcome:
     outcome = Outcome()
     for name in ("two words", "ünïçødé-日本", "-dash", "x" * 255, "a\nb", "../outside"):
-        with sandbox.for_scenario("name").job(f"run.name={name!r}", "train.steps=1", world=1) as run:
-            done = run.finish()
-            inside = run.folder / "runs"
-            stray = [p for p in run.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
-            outcome.check(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.output[-500:]}")
-            outcome.check("Traceback" not in done.output, f"{name!r}: {done.output[-800:]}")
-            outcome.check(not stray, f"{name!r} wrote {stray}")
-            outcome.check(
-                done.code == 0 or not inside.exists() or not any(inside.iterdir()), f"{name!r} left something"
-            )
+        place = sandbox.for_scenario("name")
+        done = place.run(f"run.name={name!r}", "train.steps=1", world=1)
+        inside = place.folder / "runs"
+        stray = [p for p in place.folder.iterdir() if p.name not in ("runs", "output.txt", "__pycache__", job.TASK)]
+        outcome.check(done.code in (0, REFUSED), f"{name!r}: exit code {done.code}: {done.output[-500:]}")
+        outcome.check("Traceback" not in done.output, f"{name!r}: {done.output[-800:]}")
+        outcome.check(not stray, f"{name!r} wrote {stray}")
+        outcome.check(done.code == 0 or not inside.exists() or not any(inside.iterdir()), f"{name!r} left something")
     loop = sandbox.for_scenario("loop")
     (loop.folder / "runs").symlink_to(loop.folder / "runs")
-    with loop.job(world=1) as run:
-        done = run.finish()
-    outcome.check(done.code == REFUSED and "Traceback" not in done.output, f"a loop: {done.code}: {done.output[-800:]}")
-    outcome.message = done.message
+    done = loop.run(world=1)
+    outcome.expect(done, REFUSED, name="a loop")
+    outcome.check("Traceback" not in done.output, f"a loop: {done.output[-800:]}")
     return outcome
 
 
@@ -334,21 +302,14 @@ def _case_insensitive_names(sandbox: Sandbox) -> Outcome:
     disk = sandbox.for_scenario("disk").folder / "runs"  # not in the folder of the jobs, as a process may serve it
     with mount_case_insensitive(disk) as kind:
         first, run_dir = disk / "Run", f"run.dir={disk}"
-        with sandbox.job("run.name=Run", run_dir) as run:
-            done = run.finish()
-            outcome.exact = done.code == 0 and job.read_digests(first) == before
-            outcome.check(bool(outcome.exact), f"it did not train: {done.code}: {done.output[-1500:]}")
+        outcome.compare(replace(sandbox.run("run.name=Run", run_dir), run=first), before)
         contents = _read_contents(first)
-        for words in ((), ("optim.lr=2e-2",), ("run.resume=never",)):
-            with sandbox.job("run.name=run", run_dir, *words) as run:
-                done = run.finish()
-            outcome.message = outcome.message or done.message
-            outcome.check(done.code == REFUSED, f"run {words}: {done.code}: {done.output[-1500:]}")
+        for words in (("run.resume=never",), ("optim.lr=2e-2",), ()):
+            outcome.expect(sandbox.run("run.name=run", run_dir, *words), REFUSED, name=f"run {words}")
             outcome.check(_read_contents(first) == contents, f"run {words} changed the folder of Run")
         outcome.check("'Run'" in outcome.message, f"the other run is not named: {outcome.message}")
-        with sandbox.job("run.name=Run", run_dir, "train.steps=15", "run.allow_change=[train.steps]") as run:
-            done = run.finish()
-            outcome.check(done.code == 0 and job.newest_step(first) == 15, f"Run: {done.code}: {done.output[-1500:]}")
+        done = sandbox.run("run.name=Run", run_dir, "train.steps=15", "run.allow_change=[train.steps]")
+        outcome.check(done.code == 0 and job.newest_step(first) == 15, f"Run: {done.code}: {done.output[-1500:]}")
     outcome.message = f"{kind}: {outcome.message}"
     return outcome
 
@@ -414,10 +375,5 @@ def _clock(sandbox: Sandbox) -> Outcome:
         run.wait_for_hold()
         send_signal(run.process.pid, signal.SIGKILL)
         run.finish()
-    with sandbox.job(variables={"PYTHONPATH": path}) as run:
-        done = run.finish()
-        outcome.check(done.code == 0, f"exit code {done.code}: {done.output[-1500:]}")
-        after = job.read_digests(run.run) if done.code == 0 else {}
-    outcome.exact = after == before
-    outcome.check(outcome.exact, "it ended differently")
+    outcome.compare(sandbox.run(variables={"PYTHONPATH": path}), before)
     return outcome

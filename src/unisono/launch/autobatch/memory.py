@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,11 +55,8 @@ def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
             raise ConfigError(
                 f"this version of torch does not report memory use on {device}; set layout.micro_batch to a number"
             )
-        return MemoryLimit(
-            given_bytes or torch.accelerator.get_memory_info()[1],
-            "layout.max_memory_gb" if given_bytes else device,
-            "device",
-        )
+        amount = given_bytes or torch.accelerator.get_memory_info()[1]
+        return MemoryLimit(amount, "layout.max_memory_gb" if given_bytes else device, "device")
     if sys.platform != "linux":
         raise ConfigError("memory use of a process can be measured on Linux only; set layout.micro_batch to a number")
     if given_bytes:
@@ -66,7 +64,7 @@ def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
         return MemoryLimit(space, "the limit of the address space (ulimit -v)", "address space")
-    free, source = _read_host_status()["MemAvailable"], "the free memory of this host"
+    free, source = _read_status(Path("/proc/meminfo"))["MemAvailable"], "the free memory of this host"
     for most, used in _read_cgroup_limits(_own_cgroups()):
         if most - used < free:
             free, source = most - used, "the control group"
@@ -79,10 +77,8 @@ def reset_peak(kind: str) -> None:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
     elif kind == "resident":
-        try:
+        with suppress(OSError):  # then the peak is that since the process started, which is an upper bound
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            return  # then the peak is that since the process started, which is an upper bound
 
 
 def read_peak(kind: str) -> int:
@@ -95,10 +91,6 @@ def read_peak(kind: str) -> int:
 def _read_status(path: Path = Path("/proc/self/status")) -> dict[str, int]:
     found = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
     return {name: 1024 * int(amount) for name, amount in found}
-
-
-def _read_host_status() -> dict[str, int]:
-    return _read_status(Path("/proc/meminfo"))
 
 
 def _own_cgroups() -> list[Path]:
@@ -130,7 +122,6 @@ def _read_cgroup_limits(folders: list[Path]) -> list[tuple[int, int]]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return ""

@@ -27,11 +27,8 @@ from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, write_whole
 
-REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = (
-    "asked.json",
-    "found.json",
-    "under-way.json",
-)  # files by which the processes of a search communicate
+# Files by which the processes of a search communicate.
+REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = "asked.json", "found.json", "under-way.json"
 _MAX_STARTS = 6  # attempts, each of which may end because a process runs out of memory
 
 
@@ -169,9 +166,7 @@ def _current_limit(config: RunConfig, known: dict[str, Any]) -> tuple[int, str] 
 
 
 def _cache_key(config: RunConfig) -> str:
-    layout = {
-        k: v for k, v in fingerprint.to_json(config)["layout"].items() if k not in ("micro_batch", "max_memory_gb")
-    }
+    layout = {**fingerprint.to_json(config)["layout"], "micro_batch": None, "max_memory_gb": None}
     parts = {
         "mathematics": fingerprint.config_digest(config),
         "layout": layout,

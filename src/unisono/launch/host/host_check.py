@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -15,9 +16,8 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SHARED_MEMORY_PER_PROCESS = (
-    32 << 20
-)  # bytes that NCCL needs there per process of a host, if its devices have no direct connection
+# Bytes that NCCL needs there per process of a host, if its devices have no direct connection.
+_SHARED_MEMORY_PER_PROCESS = 32 << 20
 _OPEN_FILES = 256  # files that a training process opens: libraries, logs, caches, sockets
 _OPEN_FILES_PER_PEER = 4  # additional files for each other process: sockets of gloo, NCCL and the store
 
@@ -47,10 +47,6 @@ def raise_open_files_limit(config: RunConfig) -> None:
     Raises:
         RunError: If the limit cannot be raised that far.
     """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
     world = config.layout.world_size if isinstance(config.layout.world_size, int) else 1
     workers = getattr(config.data, "workers", 1)
     if not isinstance(workers, int):  # decided later; as many as there may be

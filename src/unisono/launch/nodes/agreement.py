@@ -25,11 +25,8 @@ from unisono.runtime.files import write_whole
 from unisono.runtime.listening import reserve_port
 
 TOKEN = "nodes.token"  # in the run's folder during startup: a random number known only to this start
-_PER_NODE_KEYS = (
-    "launch.node_rank",
-    "launch.interface",
-    "run.name",
-)  # keys that may differ between nodes; node 0 names the run
+# Keys that may differ between nodes; node 0 names the run.
+_PER_NODE_KEYS = ("launch.node_rank", "launch.interface", "run.name")
 _PATIENCE = 10.0  # seconds for a network file system to show what another host has written
 _CONNECT_TIMEOUT = 5.0  # seconds for a connection between two nodes
 
@@ -90,18 +87,13 @@ def _open_listener(address: str, size: int) -> socket.socket:
 
 
 def _reach_all_nodes(nodes: list[dict[str, Any]], mine: int) -> None:
-    """Connect to every other node once; the kernel there accepts.
-
-    Raises:
-        RunError: Naming the interfaces without a connection.
-    """
+    """Connect to every other node once; the kernel there accepts."""
     here = nodes[mine]
     for rank, node in enumerate(nodes):
         try:
             if rank != mine:
-                socket.create_connection(
-                    (node["address"], node["ports"][0]), _CONNECT_TIMEOUT, (here["address"], 0)
-                ).close()
+                place = node["address"], node["ports"][0]
+                socket.create_connection(place, _CONNECT_TIMEOUT, (here["address"], 0)).close()
         except OSError as error:
             raise RunError(
                 f"node {mine} ({here['interface']}, {here['address']}) cannot reach node {rank} ({node['interface']}, "

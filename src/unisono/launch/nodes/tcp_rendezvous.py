@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.nodes import network, shared_secret
-from unisono.launch.nodes.run_token import find_token, print_status, provide_token
+from unisono.launch.nodes import network
+from unisono.launch.nodes.run_token import find_token, print_status, provide_token, secret_path
 from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError, TokenError
 from unisono.runtime.communicator import Json, format_address
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
@@ -91,9 +92,8 @@ class NodeCommunicator:
             mine = [None, act()]
         except UnisonoError as error:
             mine = [str(error), None]
-        answer = [
-            part if isinstance(part, list) and len(part) == 2 else [None, None] for part in self.gather(mine, what)
-        ]
+        parts = self.gather(mine, what)
+        answer = [part if isinstance(part, list) and len(part) == 2 else [None, None] for part in parts]
         refused = {rank: text for rank, (text, _) in enumerate(answer) if text}
         if refused:
             rank, text = next(iter(refused.items()))
@@ -112,9 +112,8 @@ class NodeCommunicator:
             DeadlineError: Instead of the KeyboardInterrupt.
         """
         stop = threading.Event()
-        watches = [
-            threading.Thread(target=self._watch_node, args=(line, stop), daemon=True) for line in self._lines.values()
-        ]
+        acts = [partial(self._watch_node, line, stop) for line in self._lines.values()]
+        watches = [threading.Thread(target=act, daemon=True) for act in acts]
         for thread in (*watches, threading.Thread(target=self._send_heartbeats, args=(stop,), daemon=True)):
             thread.start()
         try:
@@ -184,12 +183,9 @@ def connect_nodes(
     host, port = network.parse_rendezvous(rendezvous)
     deadline = time.monotonic() + start_timeout
     print_status(f"node {rank} of {size} meets the others at {rendezvous}")
-    secret = shared_secret.secret_path(folder.absolute(), rendezvous)
-    lines = (
-        {0: _join_node_0(rank, size, host, port, deadline, start_timeout, secret)}
-        if rank
-        else _accept_nodes(size, host, port, deadline, start_timeout, secret)
-    )
+    secret = secret_path(folder.absolute(), rendezvous)
+    meet = size, host, port, deadline, start_timeout, secret
+    lines = {0: _join_node_0(rank, *meet)} if rank else _accept_nodes(*meet)
     meeting = NodeCommunicator(rank, size, lines, timeout)
     try:
         yield meeting
@@ -237,13 +233,10 @@ def _accept_nodes(
 
 
 class _Acceptor:
-    """Accepts connections, each greeted in its own thread, so that no stranger can make the others wait.
-
-    Attributes:
-        arrivals: Connections to authenticated nodes, and what each says about itself.
-    """
+    """Accepts connections, each greeted in its own thread, so that no stranger can make the others wait."""
 
     def __init__(self, listener: socket.socket, token: bytes, which: str) -> None:
+        # Connections to authenticated nodes, and what each says about itself.
         self.arrivals: queue.SimpleQueue[tuple[AuthenticatedLine, dict[str, Any]]] = queue.SimpleQueue()
         self._token, self._token_name = token, which
         self._slots = threading.Semaphore(_MAX_GREETINGS)

@@ -12,77 +12,38 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from unisono.launch.processes.fork_server import ForkServer
 
-_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 _PATIENCE = 5.0  # seconds for a killed process to disappear
-_TICK = 0.1  # seconds between polls of processes that are not forks
+_TICK = 0.1  # seconds between polls
 
 
-class ChildProcesses(Protocol):
+class ChildProcesses:
     """Processes that were started together.
+
+    Args:
+        pids: Their process ids, in order.
+        collect: Waits at most some seconds for processes to end; returns exit codes by process id, as in `subprocess`.
 
     Attributes:
         pids: Their process ids, in order.
-        codes: Exit codes of those that have ended, by position, as in `subprocess`.
+        codes: Exit codes of those that have ended, by position.
     """
 
-    pids: list[int]
-    codes: dict[int, int]
-
-    def wait_for_exit(self, seconds: float) -> None:
-        """Update `codes`, waiting at most `seconds` for a process to end."""
-        ...
-
-
-class ForkedProcesses:
-    """Forks of a server."""
-
-    def __init__(
-        self, server: ForkServer, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
-    ) -> None:
-        self._server = server
-        self.pids = server.fork(module, arguments, environments)
+    def __init__(self, pids: list[int], collect: Callable[[float], Mapping[int, int]]) -> None:
+        self.pids, self._collect = pids, collect
         self.codes: dict[int, int] = {}
 
     def wait_for_exit(self, seconds: float) -> None:
         """Update `codes`, waiting at most `seconds` for a process to end."""
-        try:
-            ended = self._server.collect_exit_codes(seconds)
-        except OSError:  # the server is gone, and the kernel has killed its forks
-            ended = dict.fromkeys(self.pids, -int(signal.SIGKILL))
+        ended = self._collect(seconds)
         for place, pid in enumerate(self.pids):
             if pid in ended:
                 self.codes.setdefault(place, ended[pid])
-
-
-class SpawnedProcesses:
-    """New processes."""
-
-    def __init__(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        command = [sys.executable, "-m", module, *arguments]
-        self._processes = [
-            subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True)
-            for environment in environments
-        ]
-        self.pids = [process.pid for process in self._processes]
-        self.codes: dict[int, int] = {}
-
-    def wait_for_exit(self, seconds: float) -> None:
-        """Update `codes`, waiting at most `seconds` for all processes to end."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for place, process in enumerate(self._processes):
-                if (code := process.poll()) is not None:
-                    self.codes[place] = code
-            left = deadline - time.monotonic()
-            if left <= 0 or len(self.codes) == len(self._processes):
-                return
-            time.sleep(min(_TICK, left))
 
 
 def start_children(
@@ -97,8 +58,26 @@ def start_children(
         environments: Of the processes.
     """
     if server is not None and server.ready:
-        return ForkedProcesses(server, module, arguments, environments)
-    return SpawnedProcesses(module, arguments, environments)
+        pids = server.fork(module, arguments, environments)
+
+        def collect_forks(seconds: float) -> Mapping[int, int]:
+            try:
+                return server.collect_exit_codes(seconds)
+            except OSError:  # the server is gone, and the kernel has killed its forks
+                return dict.fromkeys(pids, -int(signal.SIGKILL))
+
+        return ChildProcesses(pids, collect_forks)
+    command = [sys.executable, "-m", module, *arguments]
+    started = [
+        subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True)
+        for environment in environments
+    ]
+
+    def collect(seconds: float) -> Mapping[int, int]:
+        time.sleep(seconds)
+        return {process.pid: code for process in started if (code := process.poll()) is not None}
+
+    return ChildProcesses([process.pid for process in started], collect)
 
 
 def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[int, int]:
@@ -128,7 +107,7 @@ def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[
 
 def end_children(children: ChildProcesses, number: int = signal.SIGTERM) -> None:
     """End the remaining processes: by a signal, and some seconds later by SIGKILL."""
-    for by, seconds in ((number, _GRACE), (signal.SIGKILL, _PATIENCE)):
+    for by, seconds in ((number, GRACE), (signal.SIGKILL, _PATIENCE)):
         for place, pid in enumerate(children.pids):
             if place not in children.codes:
                 with suppress(ProcessLookupError):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unisono.launch.processes import children
 from unisono.launch.processes.monitor_client import MonitorClient
 from unisono.runtime.communicator import Node
 from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoError
@@ -15,7 +16,6 @@ from unisono.supervise import collective_mismatch, preemption, records
 from unisono.supervise.hang_detection import describe_death
 
 _CONSEQUENCES = ("DeadlineError", "Preempted")  # errors that may be mere consequences of another rank's end
-GRACE = 5.0  # seconds from the launcher's SIGTERM to its SIGKILL
 
 
 class WorkerError(UnisonoError):
@@ -28,19 +28,11 @@ class WorkerError(UnisonoError):
     """
 
     def __init__(
-        self,
-        text: str,
-        code: int,
-        fault: str = "",
-        memory: bool = False,
-        by_signal: bool = False,
+        self, text: str, code: int, fault: str = "", memory: bool = False, by_signal: bool = False,
         random: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(text, fault)
-        self.exit_code = code
-        self.memory = memory
-        self.by_signal = by_signal
-        self.random = random
+        self.exit_code, self.memory, self.by_signal, self.random = code, memory, by_signal, random
 
 
 class LostWorkerError(WorkerError, LostError):
@@ -71,7 +63,7 @@ def select_fault(
     ended_with = {rank: code for rank, code in codes.items() if code}
     silent = {rank: code for rank, code in ended_with.items() if rank not in reporting}
     # The launcher kills what is left after a fault, at once or after its grace period; such a death is not a cause.
-    late = bool(faults) and ended - min(fault["time"] for fault in faults) >= GRACE
+    late = bool(faults) and ended - min(fault["time"] for fault in faults) >= children.GRACE
     ended_others = {-signal.SIGTERM, preemption.ENDED_BY_SIGNAL + signal.SIGTERM}
     by_launcher = {*ended_others, *([-signal.SIGKILL] if late else [])} if faults else set()
     deaths = [(rank, code) for rank, code in silent.items() if code not in by_launcher]
@@ -85,7 +77,8 @@ def select_fault(
         if found is not None and found.get("kind") == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
         # Processes that the monitor killed because another was gone did not die by themselves.
-        lost = found.get("rank") if found is not None else _first_death(deaths, ended_others)
+        own_death = min(deaths, key=lambda death: death[1] in ended_others, default=(None, 0))
+        lost = found.get("rank") if found is not None else own_death[0]
         if lost is not None and watch is not None and lost in codes:
             code = ended_with.get(lost, 0)
             text = watch.record_lost_rank(lost, code).text
@@ -97,17 +90,16 @@ def select_fault(
             text = f"rank {lost} died without a message ({describe_death(code)}); see {logs}"
             return LostWorkerError(text, LostError.exit_code, memory=code == -9, by_signal=code < 0)
     if not faults:
-        return WorkerError(f"the processes ended with exit codes {_format_codes(ended_with)}; see {logs}", 1)
-    fault = faults[0]
+        shown = ", ".join(f"{code} (rank {rank})" for rank, code in sorted(ended_with.items()))
+        return WorkerError(f"the processes ended with exit codes {shown}; see {logs}", 1)
+    fault, memory = faults[0], bool(faults[0].get("memory"))
     if fault["text"].startswith("Traceback"):
         more = len(faults) - 1
         others = f" ({more} other process{'es' * (more > 1)} failed, too; see {logs})" if more else ""
-        memory = bool(fault.get("memory"))
         return WorkerError(f"rank {fault['rank']} failed{others}\n{fault['text']}", fault["code"], memory=memory)
     ranks = ", ".join(map(str, sorted(silent)))
     stuck = f"\nRanks that did not respond until the launcher stopped them: {ranks}"
     text = fault["text"] + (stuck if ranks and fault["kind"] == "DeadlineError" else "")
-    memory = bool(fault.get("memory"))
     return WorkerError(text, fault["code"], fault["fault"], memory=memory, random=fault.get("random"))
 
 
@@ -122,12 +114,3 @@ def _read_finding(logs: Path, watch: MonitorClient | None) -> dict[str, Any] | N
     """Return the finding of this node's monitor, else that of another node's."""
     found = watch.read_finding() if watch is not None else None
     return found or next(iter(records.read(logs, "monitor-node-*.json", records.Finding)), None)
-
-
-def _first_death(deaths: list[tuple[int, int]], by_launcher: set[int]) -> int | None:
-    """Choose the death to report: preferably not a process that the launcher ended after another had died."""
-    return min(deaths, key=lambda death: death[1] in by_launcher)[0] if deaths else None
-
-
-def _format_codes(codes: Mapping[int, int]) -> str:
-    return ", ".join(f"{code} (rank {rank})" for rank, code in sorted(codes.items()))

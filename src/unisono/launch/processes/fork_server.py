@@ -73,7 +73,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and all its forks."""
-        self._channel.close()  # the server ends when the other end is closed
+        self._channel.link.close()  # the server ends when the other end is closed
         if self._ready is None:  # still importing: it would notice only later, and has no forks
             self._process.kill()
         try:
@@ -86,8 +86,7 @@ class ForkServer:
     def ready(self) -> bool:
         """Whether the server can fork; waits until it has imported everything."""
         if self._ready is None:
-            answer = self._channel.receive()
-            self._ready = bool(answer and answer["ready"])
+            self._ready = bool((self._channel.receive() or {}).get("ready"))
         return self._ready
 
     def fork(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
@@ -153,10 +152,6 @@ class JsonChannel:
         line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.link.close()
-
 
 def die_with_process(parent: int | None) -> None:
     """Ask the kernel to kill this process when its parent ends (on Linux); at once if the parent is already gone."""
@@ -215,15 +210,11 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
 
 def _report_exits(channel: JsonChannel, children: set[int]) -> None:
     """Report children that have ended, with their exit codes."""
-    while children:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        children.discard(pid)
-        _send_or_exit(channel, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+    for child in sorted(children):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            children.discard(child)
+            _send_or_exit(channel, {"pid": child, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _send_or_exit(channel: JsonChannel, message: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from unisono.checkpoint.core import commit
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
-from unisono.launch.host import malloc_arenas
+from unisono.launch.host import memory_allocators
 from unisono.launch.nodes import network
 from unisono.launch.processes import children, fork_server
 from unisono.launch.processes.children import ChildProcesses
@@ -35,11 +35,8 @@ from unisono.runtime.listening import reserve_port
 from unisono.supervise import preemption
 
 TRAINING_MODULE = "unisono.launch.processes.rank_process"
-_HANGUPS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-INTERRUPT_SIGNALS = (
-    signal.SIGINT,
-    *_HANGUPS,
-)  # signals that end all processes; SIGTERM is a preemption, which the processes handle themselves
+# Signals that end all processes; SIGTERM is a preemption, which the processes handle themselves.
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
@@ -147,7 +144,9 @@ def run_processes(
         if watch is not None:
             common[heartbeat.DIRECTORY_VARIABLE] = str(watch.directory)
         if node is None and shares_port:
-            private = watch.directory if watch is not None else stack.enter_context(_private_directory())
+            private = watch.directory if watch is not None else make_memory_directory()
+            if watch is None:
+                stack.callback(shutil.rmtree, private, ignore_errors=True)
             common[STORE_VARIABLE] = str(private / "store")
         if authenticated and node is None:  # nodes have their own token, or none
             common[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
@@ -173,7 +172,7 @@ def process_variables(threads: int, reference: str) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **malloc_arenas.arena_variables(),
+        **memory_allocators.arena_variables(),
     }
     chosen = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**chosen, "PYTHONPATH": _import_path(reference)}
@@ -220,16 +219,6 @@ def environment_changed(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _private_directory() -> Iterator[Path]:
-    """Yield a temporary folder in shared memory that only this user may enter."""
-    folder = make_memory_directory()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rank_variables(rank: int, ranks: range, node: Node | None) -> dict[str, str]:

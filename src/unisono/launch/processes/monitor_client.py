@@ -56,7 +56,7 @@ class MonitorClient:
         self._lock = threading.Lock()
 
     def __enter__(self) -> MonitorClient:
-        self._monitor = self._start_monitor()
+        self._monitor = _spawn_monitor(self._specification, held=True)
         self._thread.start()
         return self
 
@@ -106,9 +106,6 @@ class MonitorClient:
             if values is not None
         }
 
-    def _start_monitor(self) -> subprocess.Popen[bytes] | None:
-        return _spawn_monitor(self._specification, held=True)
-
     def _keep_running(self) -> None:
         """Restart the monitor if it dies."""
         for left in reversed(range(_MAX_RESTARTS + 1)):
@@ -120,11 +117,8 @@ class MonitorClient:
                     return
                 how = hang_detection.describe_death(code)
                 then = "It was restarted" if left else "The run continues without one (launch.timeout still applies)"
-                say(
-                    f"unisono: WARNING: the monitor (process {self._monitor.pid}) died: {how}. {then}",
-                    error=True,
-                )  # fmt: skip
-                self._monitor = self._start_monitor() if left else None
+                say(f"unisono: WARNING: the monitor (process {self._monitor.pid}) died: {how}. {then}", error=True)
+                self._monitor = _spawn_monitor(self._specification, held=True) if left else None
 
 
 def build_client(config: RunConfig, folder: Path, ranks: Sequence[int], node: int = 0) -> MonitorClient | None:
@@ -139,15 +133,13 @@ def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Com
     Raises:
         DeadlineError: If not all processes get here.
     """
-    if not config.launch.monitor or group.size == 1:
-        fault_injection.install(place.rank)
-        yield
-        return
     key = [platform.node(), os.environ.get("GROUP_RANK"), os.environ.get("SLURM_NODEID"), identity.machine_id()]
-    directory = str(make_memory_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
-    values = group.gather([key, directory], "the directories for heartbeats")
-    of_node = [rank for rank, (theirs, _) in enumerate(values) if theirs == key]
-    here = next((values[rank][1] for rank in of_node if values[rank][1]), None)
+    directory, here = None, None
+    if config.launch.monitor and group.size > 1:
+        directory = str(make_memory_directory()) if place.local_rank == 0 and sys.platform == "linux" else None
+        values = group.gather([key, directory], "the directories for heartbeats")
+        of_node = [rank for rank, (theirs, _) in enumerate(values) if theirs == key]
+        here = next((values[rank][1] for rank in of_node if values[rank][1]), None)
     if here is None or not Path(here).is_dir():
         fault_injection.install(place.rank)
         yield
@@ -173,14 +165,9 @@ def monitor_rank(config: RunConfig, folder: Path, place: ProcessInfo, group: Com
 
 
 def _build_specification(
-    config: RunConfig,
-    directory: Path,
-    folder: Path,
-    ranks: Sequence[int],
-    node: int,
-    nodes: int | None = None,
-    agent: int | None = None,
-) -> Specification:
+    config: RunConfig, directory: Path, folder: Path, ranks: Sequence[int], node: int,
+    nodes: int | None = None, agent: int | None = None,
+) -> Specification:  # fmt: skip
     launch = config.launch
     limits = {"stuck_after": launch.stuck_after, "stuck_factor": launch.stuck_factor, **launch.deadlines.model_dump()}
     count = launch.nodes if nodes is None else nodes

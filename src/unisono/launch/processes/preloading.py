@@ -7,7 +7,6 @@ thread, open no device and read no rank when imported. Anything not found here i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +31,7 @@ def is_jax(reference: str) -> bool:
         with suppress(ConfigError):  # reported later by the code that needs the task
             return recipes.find_recipe(reference).engine == "jax"
         return False
-    libraries = {name.partition(".")[0] for file in _task_files(reference) for name in _imported_modules(file)}
+    libraries = {name.partition(".")[0] for name in _imported_modules(reference)}
     return "jax" in libraries and "torch" not in libraries
 
 
@@ -42,15 +41,13 @@ def find_libraries(reference: str) -> list[str]:
     Args:
         reference: To the task.
     """
-    found = {name for file in _task_files(reference) for name in _imported_modules(file)}
-    return sorted(name for name in found if name.partition(".")[0] in PRELOADABLE)
+    return sorted(name for name in _imported_modules(reference) if name.partition(".")[0] in PRELOADABLE)
 
 
 def _task_files(reference: str) -> list[Path]:
     """Return a task's file, and those next to it if it is part of a package."""
-    place = (references.resolve_reference(reference) if reference in recipes.recipe_names() else reference).rpartition(
-        ":"
-    )[0]
+    named = references.resolve_reference(reference) if reference in recipes.recipe_names() else reference
+    place = named.rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _module_file(place)
     if file is None or not file.is_file():
         return []
@@ -67,14 +64,14 @@ def _module_file(module: str) -> Path | None:
     return None
 
 
-def _imported_modules(path: Path) -> Iterator[str]:
-    """Return the modules that a source file imports, at the top level or inside functions."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+def _imported_modules(reference: str) -> set[str]:
+    """Return the modules that a task's files import, at the top level or inside functions."""
+    found = set()
+    for path in _task_files(reference):
+        with suppress(OSError, SyntaxError, ValueError):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Import):
+                    found.update(alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module)
+    return found

@@ -36,9 +36,7 @@ from unisono.runtime.files import write_whole
 from unisono.supervise import fault_injection, preemption
 from unisono.task_config import build_task
 
-_RANK_0_HEAD_START = (
-    3.0  # seconds for rank 0 to report a common error; it is seldom more than a tenth of that behind the others
-)
+_RANK_0_HEAD_START = 3.0  # seconds for rank 0 to report a common error; it is seldom a tenth of that behind the others
 
 
 def join_processes(config: RunConfig, place: ProcessInfo) -> Communicator:
@@ -139,11 +137,11 @@ def run_and_exit(act: Any, place: ProcessInfo, report: Path | None = None) -> No
         if report is not None:
             _write_fault(report, place, error)
         elif place.is_first or not (isinstance(error, UnisonoError) and _is_agreed(error)):
-            say(f"unisono: {_error_label(error)} on rank {place.rank}: {_error_text(error)}", error=True)
+            label = "ended" if isinstance(error, Preempted) else "error"
+            say(f"unisono: {label} on rank {place.rank}: {_error_text(error)}", error=True)
         else:
-            time.sleep(
-                _RANK_0_HEAD_START
-            )  # torchrun kills all others once one rank exits, perhaps before rank 0 has printed the reason
+            # torchrun kills all others once one rank exits, perhaps before rank 0 has printed the reason.
+            time.sleep(_RANK_0_HEAD_START)
         exit_now(_exit_code(error))
 
     try:
@@ -200,10 +198,6 @@ def _is_agreed(error: BaseException) -> bool:
     collective_errors = RunError | NonFiniteError | SaveError | Preempted
     alone = isinstance(error, RecordError)
     return (isinstance(error, collective_errors) and not alone) or getattr(error, "agreed", False)
-
-
-def _error_label(error: BaseException) -> str:
-    return "ended" if isinstance(error, Preempted) else "error"
 
 
 def die_with_parent() -> None:

@@ -40,23 +40,15 @@ def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | No
                 local_processes.launch(run.config, run.directory, threads, arguments=(run.digest,), server=server)
             return
         except WorkerError as error:
-            asked = (
-                preemption.seconds_since_signal() is not None
-            )  # to end; the sender would not wait for another attempt
-            if error.exit_code not in RESTARTABLE or attempt == allowed or asked:
+            was_asked_to_end = preemption.seconds_since_signal() is not None  # and nobody waits for another attempt
+            if error.exit_code not in RESTARTABLE or attempt == allowed or was_asked_to_end:
                 raise _final_error(run, error, attempt) from None
             try:
-                run = _next_attempt(run, error)
+                short = error.exit_code == MemoryExhaustedError.exit_code
+                run = resolve.with_smaller_micro_batch(run, error.random) if short else resolve.plan_restart(run)
             except UnisonoError:
                 raise _final_error(run, error, attempt) from None
             _report_restart(run, attempt + 1, allowed, error)
-
-
-def _next_attempt(run: ResolvedRun, error: WorkerError) -> ResolvedRun:
-    """Return the run of the next attempt; raise an error if there can be none."""
-    if error.exit_code == MemoryExhaustedError.exit_code:
-        return resolve.with_smaller_micro_batch(run, error.random)
-    return resolve.plan_restart(run)
 
 
 def _final_error(run: ResolvedRun, error: WorkerError, attempt: int) -> WorkerError:
@@ -78,13 +70,8 @@ def _report_restart(run: ResolvedRun, attempt: int, allowed: int, error: WorkerE
     where = f"from the checkpoint of step {step}" if run.resume else "from the beginning: there is no checkpoint"
     rows = run.layout.micro_batch
     smaller = f", with layout.micro_batch={rows}" if error.exit_code == MemoryExhaustedError.exit_code else ""
-    say(
-        f"unisono: {error}\nunisono: restarting all processes {where}{smaller} (attempt {attempt} of {allowed}, "
-        "launch.max_restarts)",
-        error=True,
-    )  # fmt: skip
+    how_often = f"(attempt {attempt} of {allowed}, launch.max_restarts)"
+    say(f"unisono: {error}\nunisono: restarting all processes {where}{smaller} {how_often}", error=True)
+    event = {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]}
     with suppress(OSError):  # already reported above
-        events.append_event(
-            run.directory / "events.jsonl",
-            {"step": step, "restart": attempt, "code": error.exit_code, "why": str(error).splitlines()[0]},
-        )
+        events.append_event(run.directory / "events.jsonl", event)
