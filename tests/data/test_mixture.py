@@ -206,7 +206,7 @@ def test_each_source_gives_each_row_once_per_epoch_of_its_own(
     sources = joined(*sizes)
     mixture = mixed(sources, asked, seed=seed, block=block)
     positions = np.arange(600)
-    rows, epochs = mixture(positions), mixture.epochs(positions)
+    rows, epochs = mixture.locate(positions)
     for number, size in enumerate(sizes):
         own = numbers(sources, rows) == number
         order = Order(size, 100 + number)

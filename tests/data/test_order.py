@@ -93,14 +93,6 @@ def test_order_is_the_same_for_any_way_of_cutting_positions(size: int, seed: int
     assert np.array_equal(np.concatenate([order(piece) for piece in pieces]), order(positions))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-def test_order_is_the_same_on_any_world_size(world_size: int) -> None:
-    order, share = Order(31, 7), 12 // world_size
-    ranks = [[order(np.arange(12) + 12 * step)[share * r :][:share] for r in range(world_size)] for step in range(9)]
-    alone = order(np.arange(9 * 12))
-    assert np.array_equal(np.concatenate([rows for step in ranks for rows in step]), alone)
-
-
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 400), seed=seeds, epoch=st.integers(0, 50))
 def test_each_epoch_has_every_row_exactly_once(size: int, seed: int, epoch: int) -> None:
@@ -112,12 +104,6 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     order = Order(100, 0)
     assert len({tuple(order(np.arange(100) + 100 * epoch).tolist()) for epoch in range(20)}) == 20
     assert len({tuple(Order(100, seed)(np.arange(100)).tolist()) for seed in range(20)}) == 20
-
-
-def test_a_batch_may_straddle_several_epochs() -> None:
-    order = Order(5, 3)
-    straddling = order(np.arange(3, 23))
-    assert np.array_equal(straddling, [order(np.array([position]))[0] for position in range(3, 23)])
 
 
 def test_far_seeks_into_huge_sources_cost_no_time_and_no_memory() -> None:
