@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,32 @@ class PackedPlan:
 
 def plan(epochs: float = 2.2, seed: int = 0) -> StreamPlan:
     return StreamPlan.create(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that happens in another thread."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class OnlyBlocks:
+    """A source that can read whole blocks only, and notes which."""
+
+    def __init__(self, sizes: Any, slow: float = 0.0) -> None:
+        self.blocks, self.slow = np.array(sizes), slow
+        self.starts = np.cumsum(self.blocks) - self.blocks
+        self.lengths = np.ones(int(self.blocks.sum()), dtype=np.int64)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return int(self.blocks.sum())
+
+    def read_block(self, number: int) -> list[int]:
+        self.read.append(number)
+        time.sleep(self.slow)
+        return list(range(self.starts[number], self.starts[number] + self.blocks[number]))
 
 
 @contextmanager

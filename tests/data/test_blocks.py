@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.made import OnlyBlocks
 from unisono.data.order.blocks import BlockOrder, CachedBlocks, autocorrelation
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
 from unisono.data.order.order import Indices, Order
@@ -218,26 +218,8 @@ def test_batches_of_the_same_block_correlate_wholly() -> None:
 # reading block by block -----------------------------------------------------------------------------------------------
 
 
-class Read:
-    """A source that can read whole blocks only, and notes which."""
-
-    def __init__(self, sizes: Any, slow: float = 0.0) -> None:
-        self.blocks, self.slow = np.array(sizes), slow
-        self.starts = np.cumsum(self.blocks) - self.blocks
-        self.lengths = np.ones(int(self.blocks.sum()), dtype=np.int64)
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return int(self.blocks.sum())
-
-    def read_block(self, number: int) -> list[int]:
-        self.read.append(number)
-        time.sleep(self.slow)
-        return list(range(self.starts[number], self.starts[number] + self.blocks[number]))
-
-
 def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> None:
-    source = Read([3, 0, 2, 4])
+    source = OnlyBlocks([3, 0, 2, 4])
     cached = CachedBlocks(source, 2)
     assert len(cached) == 9
     assert [cached[row] for row in range(9)] == list(range(9))
@@ -258,7 +240,7 @@ def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> No
 def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(world_size: int) -> None:
     sizes, lanes, batch, window = np.full(30, 4), Lanes(6, 2), 12, 2
     blocks = BlockOrder(sizes, 0, window, lanes)
-    source = Read(sizes)
+    source = OnlyBlocks(sizes)
     ranks = [CachedBlocks(source, (window + 2) * 6 // world_size) for _ in range(world_size)]
     rows = []
     share = batch // world_size
@@ -271,7 +253,7 @@ def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(worl
 
 
 def test_threads_that_want_the_same_block_read_it_once() -> None:
-    source = Read([10, 10], slow=0.05)
+    source = OnlyBlocks([10, 10], slow=0.05)
     cached = CachedBlocks(source, 2)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(cached.__getitem__, [3, 4, 5, 13, 6, 14, 7, 15])) == [3, 4, 5, 13, 6, 14, 7, 15]
@@ -279,7 +261,7 @@ def test_threads_that_want_the_same_block_read_it_once() -> None:
 
 
 def test_a_block_that_cannot_be_read_is_an_error_for_all_who_wait_and_is_tried_again() -> None:
-    source = Read([2, 2])
+    source = OnlyBlocks([2, 2])
     whole, broken = source.read_block, threading.Event()
     broken.set()
 
@@ -298,7 +280,7 @@ def test_a_block_that_cannot_be_read_is_an_error_for_all_who_wait_and_is_tried_a
 
 
 def test_another_process_opens_blocks_of_its_own() -> None:
-    cached = CachedBlocks(Read([2, 2]), 1)
+    cached = CachedBlocks(OnlyBlocks([2, 2]), 1)
     assert cached[3] == 3
     again = pickle.loads(pickle.dumps(cached))
     assert [again[row] for row in range(4)] == [0, 1, 2, 3]

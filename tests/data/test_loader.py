@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from tests.data import made
-from tests.data.made import BATCH, SIZE
+from tests.data.made import BATCH, SIZE, until
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
@@ -361,13 +361,6 @@ def test_close_stops_all_threads(workers: int) -> None:
     assert not _threads()
 
 
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_close_does_not_prepare_what_was_only_asked_for() -> None:
     made: list[Any] = []
     gate = threading.Event()
@@ -382,7 +375,7 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
     with _loader(Slow(), prefetch=8) as loader:
         steps = loader.steps()
         next(steps)  # twelve micro-batches
-        _until(lambda: len(made) == BATCH + 1)
+        until(lambda: len(made) == BATCH + 1)
 
         waiting = loader._workers._waiting
 
@@ -390,10 +383,10 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
             return sum(not future.done() and not future.running() for future in list(waiting))
 
         def open_gate() -> None:  # once the loader is closing, which waits for the one that is under way
-            _until(lambda: pending() == 0)
+            until(lambda: pending() == 0)
             gate.set()
 
-        _until(lambda: pending() >= 4)
+        until(lambda: pending() >= 4)
 
         threading.Thread(target=open_gate).start()
     assert len(made) == BATCH + 1
@@ -411,7 +404,7 @@ def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
     with _loader(Counting(), workers=4, prefetch=prefetch) as loader:
         steps = loader.steps()
         next(steps)
-        _until(lambda: len(made) >= BATCH + prefetch)
+        until(lambda: len(made) >= BATCH + prefetch)
         time.sleep(0.05)
         assert len(made) == BATCH + prefetch
 

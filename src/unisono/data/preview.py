@@ -63,7 +63,7 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
     train = config.train
     micro_batch, share = config.layout.micro_batch, train.global_batch // world_size
     usable = isinstance(micro_batch, int) and (not share or share % micro_batch == 0)  # with this number of processes
-    split = BatchSplit.create(train.global_batch, world_size, micro_batch if usable else None)  # type: ignore[arg-type]
+    split = BatchSplit.create(train.global_batch, world_size, micro_batch if usable else None)
     source = build_source(task, config, world_size)
     plan = build_plan(task, source, config, world_size)
     length = (plan.steps - 1) * train.global_batch + plan.rows(plan.steps - 1)

@@ -33,10 +33,9 @@ class View:
         return bool(getattr(self.source, "remote", False))
 
     @property
-    def manifest(self) -> dict[str, Any] | None:
-        """The manifest of the source's files; None if it has none."""
-        found: dict[str, Any] | None = getattr(self.source, "manifest", None)
-        return found
+    def manifest(self) -> Any:
+        """The manifest of the source's files, a dict; None if it has none."""
+        return getattr(self.source, "manifest", None)
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if files have changed since they were opened; see `unisono.open_source`."""

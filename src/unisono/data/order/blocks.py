@@ -58,12 +58,12 @@ def _memoised(compute: Callable[..., T]) -> Callable[..., T]:
     @wraps(compute)
     def get(order: BlockOrder, *arguments: int) -> T:
         kept = order._kept
-        if (what := (compute.__name__, *arguments)) not in kept:
+        found: T | None = kept.get(what := (compute.__name__, *arguments))
+        if found is None:
             if len(kept) > 4 * order.lanes.count + 8:
                 kept.clear()
-            kept[what] = made = compute(order, *arguments)
-            return made
-        return kept[what]
+            found = kept[what] = compute(order, *arguments)
+        return found
 
     return get
 

@@ -194,11 +194,7 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
     create_cache_folder(folder)
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
-        raise DataError(
-            f"{folder} was started with other data or settings: "
-            f"{describe_difference(found.get('asked'), asked, 'asked')} (there, here); choose another folder (out=…), "
-            "or remove this one"
-        )
+        raise _other_data_error(f"{folder} was started with", found.get("asked"), asked, "asked")
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
             f"{folder} was started with shard_mb={found['shard_mb']:g}, not {shard_mb:g}; omit it, or choose another "
@@ -213,11 +209,7 @@ def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) ->
         return False
     manifest = read_manifest(folder)
     if manifest["of"] != dict(maker.inputs):
-        raise DataError(
-            f"{folder} contains rows made from other data or settings: "
-            f"{describe_difference(manifest['of'], dict(maker.inputs), 'of')} (there, here); choose another folder "
-            "(out=…), or remove this one"
-        )
+        raise _other_data_error(f"{folder} contains rows made from", manifest["of"], dict(maker.inputs), "of")
     whole = {
         entry["file"]: entry for entry in manifest["shards"] if file_hash(folder / entry["file"]) == entry["sha256"]
     }
@@ -319,11 +311,15 @@ def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool
         return False
     note = read_json(path)
     if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.inputs):
-        raise DataError(
-            f"{path} was made from other data or settings: {describe_difference(note['of'], dict(maker.inputs), 'of')} "
-            "(there, here); choose another folder (out=…), or remove this one"
-        )
+        raise _other_data_error(f"{path} was made from", note["of"], dict(maker.inputs), "of")
     return file_hash(folder / shard.file) == str(note["sha256"])
+
+
+def _other_data_error(what: str, there: Any, here: Any, name: str) -> DataError:
+    difference = describe_difference(there, here, name)
+    return DataError(
+        f"{what} other data or settings: {difference} (there, here); choose another folder (out=…), or remove this one"
+    )
 
 
 class _StoppedError(Exception):

@@ -48,7 +48,7 @@ class RecordingTable:
     """
 
     columns: dict[str, str]
-    fingerprint: Any
+    fingerprint: str
     changed: str
     files: list[dict[str, Any]]
     places: Sequence[str]

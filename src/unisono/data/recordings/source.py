@@ -191,6 +191,7 @@ class _ColumnTable(View, RecordingTable):
         wanted = None if columns is None else [self._audio, *dict.fromkeys([*columns, *([label] if label else [])])]
         expect = {label: "int?"} if label else None  # rejects a column of text with a clear error
         super().__init__(open_source(paths, wanted, expect=expect, storage=storage, key=key))
+        self.fingerprint = str(self.source.fingerprint)
         self.columns: dict[str, str] = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
         self._ends = np.cumsum([int(shard.rows.sum()) for shard in self.source.shards])
 
@@ -241,10 +242,6 @@ class _ColumnTable(View, RecordingTable):
                 return [str(name) for name in names]
             feature = inner.get("feature")
         return None
-
-    @property
-    def fingerprint(self) -> str:
-        return str(self.source.fingerprint)
 
     @property
     def remote(self) -> bool:
