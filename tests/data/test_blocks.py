@@ -118,13 +118,6 @@ def test_each_lane_and_each_seed_reads_otherwise() -> None:
     assert len(set(orders)) == 9
 
 
-@pytest.mark.parametrize("sizes", [[1], [7], [0, 0, 3], [1, 1]])
-def test_fewer_blocks_than_lanes_are_read_all_the_same(sizes: list[int]) -> None:
-    blocks = BlockOrder(np.array(sizes), 0, 3, Lanes(4, 2))
-    rows = blocks(np.arange(200))
-    assert set(rows.tolist()) == set(range(sum(sizes)))
-
-
 def test_seeking_far_needs_no_memory() -> None:
     blocks = BlockOrder(np.full(100, 1000), 0, 8, Lanes(8, 4))
     blocks(np.arange(64))

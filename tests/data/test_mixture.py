@@ -243,10 +243,6 @@ def test_a_source_of_weight_zero_is_never_asked() -> None:
         never(np.arange(50))
 
 
-def test_one_source_of_one_row_is_a_mixture() -> None:
-    assert mixed(joined(1), [1])(np.arange(5)).tolist() == [0] * 5
-
-
 def test_seeking_far_needs_no_memory() -> None:
     sources = Joined({"large": range(10**12), "middle": range(10**9), "small": range(10)})
     mixture = mixed(sources, [0.7, 0.25, 0.05])

@@ -174,11 +174,6 @@ def test_a_run_counted_in_steps_has_only_full_batches(size: int, batch: int, ste
     assert [len(plan.batch(step)) for step in range(steps)] == [batch] * steps
 
 
-def test_a_part_of_an_epoch_repeats_no_row() -> None:
-    consumed = _consumed(StreamPlan.create(Order(100, 0), 7, None, 0.4))
-    assert len(consumed) == len(set(consumed.tolist())) == 40
-
-
 def test_an_epoch_of_less_than_one_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs=0\.01 of 10 rows is less than one row"):
         StreamPlan.create(Order(10, 0), 4, None, 0.01)

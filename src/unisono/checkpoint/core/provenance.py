@@ -54,11 +54,7 @@ def describe_run(
         "versions": versions(resolve_engine(config)),
         "data": {name: data[name] for name in DATA_KEYS if name in data} if data is not None else None,
         "environment": environment.relevant_variables() if place is not None else None,
-        "machine": (
-            device_modules.device_module(config.layout.engine).machine(config.layout, place)
-            if place is not None
-            else None
-        ),
+        "machine": place and device_modules.device_module(config.layout.engine).machine(config.layout, place),
     }
     kept: dict[str, Json] = json.loads(json.dumps(described))  # in the form in which it is read back from a file
     return kept

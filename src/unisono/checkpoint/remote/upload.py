@@ -269,38 +269,34 @@ class Uploads:
             self._reports.put({"died": process.wait()})
 
     def _handle_report(self, report: dict[str, Any]) -> None:
-        step, url = report.get("step", self._newest), self._store.url if self._store else ""
+        step, url, lag = report.get("step", self._newest), self._store.url if self._store else "", self._format_lag()
+        why = report.get("why")
         if name := report.get("uploaded"):
             self._waiting.discard(name)
             self.uploaded = max(step, self.uploaded if self.uploaded is not None else -1)
-            megabytes, seconds = report["sent"] / 1e6, report["seconds"]
-            self._say(f"uploaded step {step} to {url} ({megabytes:.1f} MB sent, {seconds:.1f} s)")
-            self._note(step, {"upload": "there", "upload_bytes": report["sent"], "upload_seconds": seconds})
-        elif name := report.get("failed"):
+            size, seconds = report["sent"], report["seconds"]
+            self._say(f"uploaded step {step} to {url} ({size / 1e6:.1f} MB sent, {seconds:.1f} s)")
+            self._note(step, {"upload": "there", "upload_bytes": size, "upload_seconds": seconds})
+        elif report.get("failed"):
             again = f"; retrying in {report['again']:g} s" if report.get("again") else ""
-            self._say(f"WARNING: upload of step {step} failed: {report['why']} ({self._format_lag()}){again}")
-            self._note(step, {"upload": "failed", "upload_error": report["why"]})
+            self._warn(step, "failed", f"upload of step {step} failed: {why} ({lag}){again}", why)
         elif name := report.get("left"):
             self._waiting.discard(name)
-            self._say(
-                f"WARNING: step {step} was not uploaded to {url}, since a newer one is waiting ({self._format_lag()})"
-            )
-            self._note(step, {"upload": "left"})
+            self._warn(step, "left", f"step {step} was not uploaded to {url}, since a newer one is waiting ({lag})")
         elif report.get("stopped"):
             self._stopped = True
-            self._say(
-                f"WARNING: uploads to {url} stopped, since this run was continued elsewhere: {report['why']}. "
-                "Stop one of the two"
-            )
-            self._note(step, {"upload": "stopped", "upload_error": report["why"]})
+            text = f"uploads to {url} stopped, since this run was continued elsewhere: {why}. Stop one of the two"
+            self._warn(step, "stopped", text, why)
         elif "died" in report and self._waiting and self._process is not None:
-            log = self._folder / "logs" / "upload.log"
-            why = f"the upload process exited with code {report['died']}; see {log}"
-            self._say(f"WARNING: upload of step {step} failed: {why} ({self._format_lag()})")
-            self._note(step, {"upload": "failed", "upload_error": why})
+            why = f"the upload process exited with code {report['died']}; see {self._folder / 'logs' / 'upload.log'}"
+            self._warn(step, "failed", f"upload of step {step} failed: {why} ({lag})", why)
             self._process = None  # the next checkpoint, or the next start, starts another
             self._waiting.clear()
             self._missed = self._newest
+
+    def _warn(self, step: int, state: str, text: str, why: str | None = None) -> None:
+        self._say(f"WARNING: {text}")
+        self._note(step, {"upload": state, "upload_error": why} if why else {"upload": state})
 
     def _format_lag(self) -> str:
         return (
