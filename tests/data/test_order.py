@@ -93,6 +93,14 @@ def test_order_is_the_same_for_any_way_of_cutting_positions(size: int, seed: int
     assert np.array_equal(np.concatenate([order(piece) for piece in pieces]), order(positions))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_order_is_the_same_on_any_world_size(world_size: int) -> None:
+    order, share = Order(31, 7), 12 // world_size
+    ranks = [[order(np.arange(12) + 12 * step)[share * r :][:share] for r in range(world_size)] for step in range(9)]
+    alone = order(np.arange(9 * 12))
+    assert np.array_equal(np.concatenate([rows for step in ranks for rows in step]), alone)
+
+
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 400), seed=seeds, epoch=st.integers(0, 50))
 def test_each_epoch_has_every_row_exactly_once(size: int, seed: int, epoch: int) -> None:
