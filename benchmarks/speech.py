@@ -77,9 +77,8 @@ def ours(folder: Path, given: argparse.Namespace, *more: str) -> list[dict[str, 
 def padding(given: argparse.Namespace, size: int | None) -> float:
     """Places of padding for each real one over twenty global batches, by the lengths of rows as they are trained."""
     from unisono import SampleContext, generator
-    from unisono.data.order.length_groups import LengthGroups
     from unisono.data.order.order import Order
-    from unisono.data.order.plan import StreamPlan
+    from unisono.data.order.plan import LengthGroups, StreamPlan
 
     task = Speech(
         SpeechConfig(), model=recipe_model(), data=Folder(kind="folder", path=given.data, codec=KMeans(**CODEC))

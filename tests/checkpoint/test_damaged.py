@@ -14,8 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.checkpoint.saved import FILES, STATE, Threads, load, save
 from unisono.checkpoint.core import arrays, commit, manifest, verify
@@ -30,20 +28,6 @@ def _refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         commit.open_checkpoint(path)
     return str(caught.value)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(FILES), at=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_a_flipped_bit_in_any_file_is_refused_by_name(of_two: Path, name: str, at: int, bit: int) -> None:
-    content = (of_two / name).read_bytes()
-    damaged = bytearray(content)
-    damaged[at % len(content)] ^= 1 << bit
-    (of_two / name).write_bytes(damaged)
-    try:
-        refused = _refused(of_two)
-        assert str(of_two) in refused if "checkpoint format" in refused else str(of_two / name) in refused
-    finally:
-        (of_two / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -204,34 +188,24 @@ def test_ranks_share_the_verification_and_all_refuse_what_one_finds(of_two: Path
 
 
 @pytest.mark.parametrize("name", HELD)
-@pytest.mark.parametrize("size", [0, 1, 8, 50, -1])
-def test_a_truncated_file_is_refused(of_two: Path, name: str, size: int) -> None:
-    (of_two / name).write_bytes((of_two / name).read_bytes()[:size])
-    assert str(of_two / name) in _refused(of_two)
+def test_a_file_that_is_shorter_or_longer_is_refused(of_two: Path, name: str) -> None:
+    content = (of_two / name).read_bytes()
+    for other in (*(content[:size] for size in (0, 1, 8, 50, -1)), content + b"\0"):
+        (of_two / name).write_bytes(other)
+        assert str(of_two / name) in _refused(of_two)
 
 
-def test_a_file_with_more_at_its_end_is_refused(of_two: Path) -> None:
-    with (of_two / FILES[0]).open("ab") as file:
-        file.write(b"\0")
-    assert str(of_two / FILES[0]) in _refused(of_two)
-
-
-def test_a_manifest_torn_anywhere_is_refused(of_two: Path) -> None:
-    content = (of_two / "manifest.json").read_bytes()
+def test_a_manifest_that_is_torn_anywhere_missing_or_something_else_is_refused(of_two: Path) -> None:
+    file = of_two / "manifest.json"
+    content = file.read_bytes()
     for size in range(0, len(content), 7):
-        (of_two / "manifest.json").write_bytes(content[:size])
-        assert f"{of_two / 'manifest.json'} cannot be read" in _refused(of_two)
-
-
-@pytest.mark.parametrize("content", ["[]", "null", "{}", '"text"', '{"format": 2}', '{"format": 2, "sha256": ""}'])
-def test_a_manifest_that_is_something_else_is_refused(of_two: Path, content: str) -> None:
-    (of_two / "manifest.json").write_text(content)
-    assert str(of_two / "manifest.json") in _refused(of_two)
-
-
-def test_a_missing_manifest_is_refused(of_two: Path) -> None:
-    (of_two / "manifest.json").unlink()
-    assert str(of_two / "manifest.json") in _refused(of_two)
+        file.write_bytes(content[:size])
+        assert f"{file} cannot be read" in _refused(of_two)
+    for text in ("[]", "null", "{}", '"text"', '{"format": 2}', '{"format": 2, "sha256": ""}'):
+        file.write_text(text)
+        assert str(file) in _refused(of_two)
+    file.unlink()
+    assert str(file) in _refused(of_two)
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None])
@@ -267,13 +241,3 @@ def test_nothing_is_unpickled(of_two: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert reader.read("model/weight", (0, 0), (4, 3)).shape == (4, 3)
         assert reader.read("optimizer/weight/step", (), ()) == 4
     assert load(of_two)["model/weight"].shape == (4, 3)
-
-
-def test_a_whole_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    for step in (3, 6):
-        commit.save_checkpoint(tmp_path, step, [], {"step": step}, SingleProcess(), 5)
-    shutil.rmtree(tmp_path / "step-00000006")
-    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000006")
-    assert commit.open_checkpoint(tmp_path / "step-00000003").step == 3
-    with pytest.raises(CheckpointError, match=r"step-00000006/manifest\.json belongs to step 3, unlike its folder"):
-        commit.open_checkpoint(tmp_path / "step-00000006")

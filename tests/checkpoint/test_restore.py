@@ -101,14 +101,11 @@ def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: ObjectSt
     assert (line["step"], line["restored"], line["passed_over"]) == (8, "step-00000008", {})
 
 
-def test_a_folder_that_is_as_far_as_the_store_is_left_alone(store: ObjectStore, there: Path) -> None:
+def test_a_folder_gets_what_it_lacks_and_is_else_left_alone(store: ObjectStore, there: Path) -> None:
     before = sorted(path.name for path in there.rglob("*"))
     with mock.patch.object(ObjectStore, "fetch", side_effect=AssertionError):
         begun(store, there).finish()
     assert sorted(path.name for path in there.rglob("*")) == before
-
-
-def test_a_folder_that_is_behind_the_store_gets_the_newer_one(store: ObjectStore, there: Path) -> None:
     shutil.rmtree(there / "checkpoints" / "step-00000008")
     begun(store, there).finish()
     assert steps(there) == [4, 6, 8]
@@ -132,18 +129,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert json.loads((here / "events.jsonl").read_text())["passed_over"].keys() == {"step-00000008"}
 
 
-def test_a_manifest_with_the_files_of_another_step_is_passed_over(store: ObjectStore, here: Path) -> None:
-    at = "checkpoints/step-0000000{}/rank-00000.safetensors"
-    content = store.get(at.format(6)) or b""
-    assert len(content) == store.size(at.format(8)), "or its size would tell"
-    store.put(at.format(8), content)
-    begun(store, here).finish()
-    assert steps(here) == [6]
-
-
-def test_a_manifest_under_the_name_of_another_step_is_passed_over(store: ObjectStore, here: Path) -> None:
-    for name in ("rank-00000.safetensors", "manifest.json"):
-        store.put(f"checkpoints/step-00000008/{name}", store.get(f"checkpoints/step-00000006/{name}") or b"")
+@pytest.mark.parametrize("names", [["rank-00000.safetensors"], ["rank-00000.safetensors", "manifest.json"]])
+def test_the_files_of_another_step_with_or_without_its_manifest_are_passed_over(
+    store: ObjectStore, here: Path, names: list[str]
+) -> None:
+    for name in names:
+        content = store.get(f"checkpoints/step-00000006/{name}") or b""
+        assert len(content) == store.size(f"checkpoints/step-00000008/{name}"), "or its size would tell"
+        store.put(f"checkpoints/step-00000008/{name}", content)
     begun(store, here).finish()
     assert steps(here) == [6]
 
@@ -328,7 +321,7 @@ def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_t
         assert (here / "config.yaml").read_text().startswith("recipe: test")
         again = CheckpointUploader(store, there, None, Retention(1))
         again.commit(paths[1], paths[1].name, commit.read_manifest(paths[1]).files)
-        restored = restore.find_newest(store, tmp_path / f"again {instant}")
+        restored = restore.find_newest(store, tmp_path / f"again {instant}", -1, {})
         assert restored is not None and restored.step == 6 and store.names("checkpoints") == ["step-00000006"]
         if whole:
             break

@@ -7,47 +7,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runs import configuration
-from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
+from unisono.checkpoint.core.retention import Retention
 
 steps = st.lists(st.integers(1, 60), unique=True, min_size=1, max_size=12)
 
 
-def known(*steps: int) -> list[FinishedCheckpoint]:
-    return [FinishedCheckpoint(step) for step in steps]
+def known(*steps: int) -> dict[int, None]:
+    return dict.fromkeys(steps)
 
 
-def test_the_newest_remain() -> None:
+def test_the_newest_and_every_nth_remain() -> None:
     assert Retention(2).find_removable(8, known(8, 2, 6, 4)) == [2, 4]
-
-
-def test_every_nth_remains_too() -> None:
     assert Retention(1, every=4).find_removable(9, known(2, 4, 6, 8, 9)) == [2, 6]
 
 
 @pytest.mark.parametrize(("largest", "remains"), [(False, 4), (True, 2)])
 def test_the_best_remains_too(largest: bool, remains: int) -> None:
-    judged = [
-        FinishedCheckpoint(2, {"a": 3.0}),
-        FinishedCheckpoint(4, {"a": 1.0}),
-        FinishedCheckpoint(6, {"a": 2.0}),
-        FinishedCheckpoint(8, {"a": 2.5}),
-    ]
+    judged = {2: {"a": 3.0}, 4: {"a": 1.0}, 6: {"a": 2.0}, 8: {"a": 2.5}}
     assert Retention(1, best="a", largest=largest).find_removable(8, judged) == sorted({2, 4, 6} - {remains})
 
 
 def test_of_two_that_are_as_good_one_remains() -> None:
-    judged = [FinishedCheckpoint(2, {"a": 1.0}), FinishedCheckpoint(4, {"a": 1.0}), FinishedCheckpoint(6, None)]
+    judged = {2: {"a": 1.0}, 4: {"a": 1.0}, 6: None}
     assert len(Retention(1, best="a").find_removable(6, judged)) == 1
 
 
 def test_what_was_not_judged_or_is_not_a_number_is_not_the_best() -> None:
-    judged = [
-        FinishedCheckpoint(2, {"a": float("nan")}),
-        FinishedCheckpoint(4, {"b": 0.0}),
-        FinishedCheckpoint(6, {"a": 9.0}),
-        FinishedCheckpoint(8, {"a": float("-inf")}),
-    ]
-    assert Retention(1, best="a").find_removable(9, [*judged, FinishedCheckpoint(9)]) == [2, 4, 8]
+    judged = {2: {"a": float("nan")}, 4: {"b": 0.0}, 6: {"a": 9.0}, 8: {"a": float("-inf")}, 9: None}
+    assert Retention(1, best="a").find_removable(9, judged) == [2, 4, 8]
 
 
 @given(there=steps, made=st.integers(1, 60), keep=st.integers(1, 4), every=st.none() | st.integers(1, 9))

@@ -43,11 +43,8 @@ def test_what_is_not_contiguous_or_shares_memory_is_copied_by_its_indices() -> N
     assert torch.equal(tensor(first), expected.t())
     assert torch.equal(tensor(second), expected[1:])
     assert first.data.flags.c_contiguous
-
-
-def test_a_parameter_is_copied_without_its_graph() -> None:
     (copy,) = Staging().copy([shard("a", torch.nn.Parameter(torch.ones(3)))])
-    assert type(copy.data) is np.ndarray
+    assert type(copy.data) is np.ndarray, "and not of its graph"
 
 
 def test_memory_is_used_again_while_the_state_fits() -> None:
@@ -101,15 +98,12 @@ def test_every_dtype_lies_where_it_may(dtype: torch.dtype) -> None:
     ]
     copies = Staging().copy(shards)
     assert [copy.name for copy in copies] == [each.name for each in shards]
+    assert Staging().copy([]) == []
     for copy, each in zip(copies, shards, strict=True):
         assert tensor(copy).dtype == each.data.dtype and copy.data.shape == each.data.shape
         assert torch.equal(tensor(copy), each.data)
     ends = sorted((copy.data.ctypes.data, copy.data.nbytes) for copy in copies)
     assert all(place + size <= after for (place, size), (after, _) in pairwise(ends) if size)
-
-
-def test_nothing_is_copied_into_nothing() -> None:
-    assert Staging().copy([]) == []
 
 
 def test_a_system_without_huge_pages_copies_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

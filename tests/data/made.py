@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,6 +175,53 @@ def plan(epochs: float = 2.2, seed: int = 0) -> StreamPlan:
     return StreamPlan.create(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that happens in another thread."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class OnlyBlocks:
+    """A source that can read whole blocks only, and notes which."""
+
+    def __init__(self, sizes: Any, slow: float = 0.0) -> None:
+        self.blocks, self.slow = np.array(sizes), slow
+        self.starts = np.cumsum(self.blocks) - self.blocks
+        self.lengths = np.ones(int(self.blocks.sum()), dtype=np.int64)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return int(self.blocks.sum())
+
+    def read_block(self, number: int) -> list[int]:
+        self.read.append(number)
+        time.sleep(self.slow)
+        return list(range(self.starts[number], self.starts[number] + self.blocks[number]))
+
+
+@contextmanager
+def loader(
+    task: Task, *, of: Plan | None = None, rows: Any = None, world: int = 1, micro: int = 4, rank: int = 0, **how: Any
+) -> Iterator[Loader]:
+    """A loader of a rank, which ends with the block."""
+    rows = task.data() if rows is None else rows
+    with closing(Loader(task, rows, of or plan(), BatchSplit.create(BATCH, world, micro), rank, **how)) as made:
+        yield made
+
+
+def audited(folder: Path, of: Plan, task: Task, source: Any, *, checkpoint: int = 0, remake: int = 3) -> Any:
+    """The audit of a ledger against a plan, without a whole run."""
+    from unisono.data import audit
+
+    report = audit.AuditReport(folder)
+    starts = audit.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
+    counted = audit.check_starts(starts, of, checkpoint, report)
+    audit.rebuild_steps(counted, of, task, source, remake, report)
+    return report
+
+
 def steps(
     task: Task,
     world: int = 1,
@@ -183,18 +233,14 @@ def steps(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every rank together, in order, step by step."""
     of = of or plan()
-    loaders = [
-        Loader(task, task.data(), of, BatchSplit.create(BATCH, world, micro), rank, **how) for rank in range(world)
-    ]
-    made: list[list[MicroBatch]] = []
-    try:
-        running = [loader.steps(first) for loader in loaders]
-        for _ in range(first, of.steps if last is None else last):
-            made.append([batch for one in running for batch in next(one)])
-    finally:
-        for loader in loaders:
-            loader.close()
-    return made
+    with ExitStack() as opened:
+        ranks = [
+            opened.enter_context(loader(task, of=of, world=world, micro=micro, rank=r, **how)) for r in range(world)
+        ]
+        running = [each.steps(first) for each in ranks]
+        return [
+            [batch for one in running for batch in next(one)] for _ in range(first, of.steps if last is None else last)
+        ]
 
 
 def same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
@@ -214,10 +260,3 @@ def same(mine: list[list[MicroBatch]], theirs: list[list[MicroBatch]]) -> None:
             assert b.info is not None
             assert a.info.masked == b.info.masked
             assert a.info.contents.tolist() == b.info.contents.tolist()
-
-
-class Everything(WithBad):
-    """Two sources, of which some rows are bad."""
-
-    def data(self) -> Any:
-        return {"a": np.arange(SIZE), "b": np.arange(100, 100 + SIZE)}

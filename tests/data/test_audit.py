@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,9 @@ import yaml
 
 from tests.data import made
 from tests.data.made import BAD, BATCH, SIZE, Augmented, PackedPlan, WithBad
-from unisono.config.batch_split import BatchSplit
-from unisono.data import audit as audits
 from unisono.data import ledger
 from unisono.data.audit import AuditReport, audit
 from unisono.data.ledger import Ledger
-from unisono.data.loading.loader import Loader
 from unisono.data.order.plan import Plan
 from unisono.runtime.errors import RunError
 from unisono.task import SampleContext, Task
@@ -36,22 +33,16 @@ def _made(
     with ExitStack() as opened:
         for rank in range(world):
             book = opened.enter_context(Ledger(folder, rank, world, first, name))
-            loader = Loader(
-                task, task.data(), of, BatchSplit.create(BATCH, world, 2), rank, on_error="mask", contents=True, **how
-            )
-            with closing(loader):
+            how = {"on_error": "mask", "contents": True, **how}
+            with made.loader(task, of=of, world=world, micro=2, rank=rank, **how) as loader:
                 running = loader.steps(first)
                 for step in range(first, last):
                     book.step(step, next(running))
 
 
 def _audited(folder: Path, of: Plan | None = None, *, task: Task | None = None, checkpoint: int = 0) -> AuditReport:
-    report = AuditReport(folder)
-    task, of = task or WithBad(), of or made.plan()
-    starts = audits.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
-    counted = audits.check_starts(starts, of, checkpoint, report)
-    audits.rebuild_steps(counted, of, task, task.data(), 3, report)
-    return report
+    task = task or WithBad()
+    return made.audited(folder, of or made.plan(), task, task.data(), checkpoint=checkpoint)
 
 
 def _lines(folder: Path, rank: int = 0) -> list[str]:
@@ -222,10 +213,7 @@ def test_data_that_hold_something_else_now_fail(run: Path) -> None:
 
 
 def test_bad_rows_that_have_been_mended_since_fail(run: Path) -> None:
-    of = made.plan()
-    report = AuditReport(run)
-    counted = audits.check_starts(audits.collect_starts(sorted((run / "ledger").iterdir()), report), of, 6, report)
-    audits.rebuild_steps(counted, of, Augmented(), np.arange(SIZE), 30, report)
+    report = made.audited(run, made.plan(), Augmented(), np.arange(SIZE), checkpoint=6, remake=30)
     assert not report.is_clean
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.made import OnlyBlocks
 from unisono.data.order.blocks import BlockOrder, CachedBlocks, autocorrelation
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
 from unisono.data.order.order import Indices, Order
@@ -31,7 +31,7 @@ def block_of(sizes: Any, rows: Indices) -> Indices:
 def of_lane(blocks: BlockOrder, lane: int, places: Indices) -> tuple[Indices, Indices]:
     """The rows that a lane reads, and their epochs."""
     positions = blocks.lanes.positions(np.full(len(places), lane), places)
-    return blocks(positions), blocks.epochs(positions)
+    return blocks.locate(positions)
 
 
 # what is read ---------------------------------------------------------------------------------------------------------
@@ -84,11 +84,11 @@ def test_the_order_of_blocks_is_the_same_for_any_way_of_cutting_positions(
     sizes: list[int], lanes: Lanes, window: int, cuts: list[int]
 ) -> None:
     blocks, positions = BlockOrder(np.array(sizes), 3, window, lanes), np.arange(200)
-    rows, epochs = blocks(positions), blocks.epochs(positions)
+    rows, epochs = blocks.locate(positions)
     pieces = np.split(positions, sorted(cuts))
     fresh = [BlockOrder(np.array(sizes), 3, window, lanes) for _ in pieces]  # a resume remembers nothing
     assert np.array_equal(np.concatenate([one(p) for one, p in zip(fresh, pieces, strict=True)]), rows)
-    assert np.array_equal(np.concatenate([one.epochs(p) for one, p in zip(fresh, pieces, strict=True)]), epochs)
+    assert np.array_equal(np.concatenate([one.locate(p)[1] for one, p in zip(fresh, pieces, strict=True)]), epochs)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 20])
@@ -118,13 +118,6 @@ def test_each_lane_and_each_seed_reads_otherwise() -> None:
     assert len(set(orders)) == 9
 
 
-@pytest.mark.parametrize("sizes", [[1], [7], [0, 0, 3], [1, 1]])
-def test_fewer_blocks_than_lanes_are_read_all_the_same(sizes: list[int]) -> None:
-    blocks = BlockOrder(np.array(sizes), 0, 3, Lanes(4, 2))
-    rows = blocks(np.arange(200))
-    assert set(rows.tolist()) == set(range(sum(sizes)))
-
-
 def test_seeking_far_needs_no_memory() -> None:
     blocks = BlockOrder(np.full(100, 1000), 0, 8, Lanes(8, 4))
     blocks(np.arange(64))
@@ -145,20 +138,8 @@ def test_what_is_remembered_does_not_grow_with_the_epochs() -> None:
 
 def test_the_order_of_blocks_is_pinned() -> None:
     """A change of these numbers would change every run over blocks that was ever interrupted."""
-    assert BlockOrder(np.array([3, 2, 4, 1]), 0, 2, Lanes(2, 2))(np.arange(12)).tolist() == [
-        4,
-        8,
-        2,
-        9,
-        7,
-        3,
-        1,
-        0,
-        6,
-        5,
-        8,
-        4,
-    ]
+    rows = BlockOrder(np.array([3, 2, 4, 1]), 0, 2, Lanes(2, 2))(np.arange(12))
+    assert rows.tolist() == [4, 8, 2, 9, 7, 3, 1, 0, 6, 5, 8, 4]
 
 
 @pytest.mark.parametrize(
@@ -230,26 +211,8 @@ def test_batches_of_the_same_block_correlate_wholly() -> None:
 # reading block by block -----------------------------------------------------------------------------------------------
 
 
-class Read:
-    """A source that can read whole blocks only, and notes which."""
-
-    def __init__(self, sizes: Any, slow: float = 0.0) -> None:
-        self.blocks, self.slow = np.array(sizes), slow
-        self.starts = np.cumsum(self.blocks) - self.blocks
-        self.lengths = np.ones(int(self.blocks.sum()), dtype=np.int64)
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return int(self.blocks.sum())
-
-    def read_block(self, number: int) -> list[int]:
-        self.read.append(number)
-        time.sleep(self.slow)
-        return list(range(self.starts[number], self.starts[number] + self.blocks[number]))
-
-
 def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> None:
-    source = Read([3, 0, 2, 4])
+    source = OnlyBlocks([3, 0, 2, 4])
     cached = CachedBlocks(source, 2)
     assert len(cached) == 9
     assert [cached[row] for row in range(9)] == list(range(9))
@@ -270,7 +233,7 @@ def test_a_cache_of_blocks_has_the_rows_of_its_source_and_the_rest_of_it() -> No
 def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(world_size: int) -> None:
     sizes, lanes, batch, window = np.full(30, 4), Lanes(6, 2), 12, 2
     blocks = BlockOrder(sizes, 0, window, lanes)
-    source = Read(sizes)
+    source = OnlyBlocks(sizes)
     ranks = [CachedBlocks(source, (window + 2) * 6 // world_size) for _ in range(world_size)]
     rows = []
     share = batch // world_size
@@ -283,7 +246,7 @@ def test_each_block_is_read_once_per_epoch_by_one_process_on_any_world_size(worl
 
 
 def test_threads_that_want_the_same_block_read_it_once() -> None:
-    source = Read([10, 10], slow=0.05)
+    source = OnlyBlocks([10, 10], slow=0.05)
     cached = CachedBlocks(source, 2)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(cached.__getitem__, [3, 4, 5, 13, 6, 14, 7, 15])) == [3, 4, 5, 13, 6, 14, 7, 15]
@@ -291,7 +254,7 @@ def test_threads_that_want_the_same_block_read_it_once() -> None:
 
 
 def test_a_block_that_cannot_be_read_is_an_error_for_all_who_wait_and_is_tried_again() -> None:
-    source = Read([2, 2])
+    source = OnlyBlocks([2, 2])
     whole, broken = source.read_block, threading.Event()
     broken.set()
 
@@ -310,7 +273,7 @@ def test_a_block_that_cannot_be_read_is_an_error_for_all_who_wait_and_is_tried_a
 
 
 def test_another_process_opens_blocks_of_its_own() -> None:
-    cached = CachedBlocks(Read([2, 2]), 1)
+    cached = CachedBlocks(OnlyBlocks([2, 2]), 1)
     assert cached[3] == 3
     again = pickle.loads(pickle.dumps(cached))
     assert [again[row] for row in range(4)] == [0, 1, 2, 3]

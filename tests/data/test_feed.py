@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from tests.data.made import until
 from unisono.data.loading.prefetch import Prefetcher
 
 
@@ -18,13 +19,6 @@ def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_what_was_asked_for_comes_in_order_and_is_drawn_in_another_thread() -> None:

@@ -97,13 +97,9 @@ def test_a_part_of_the_rows_is_held_out_and_neither_side_is_empty(count: int, fr
     assert abs(held.sum() - fraction * count) <= 1
 
 
-def test_over_all_folds_every_row_is_held_out_once() -> None:
+def test_over_all_folds_every_row_is_held_out_once_and_none_at_zero() -> None:
     assert (sum(hold_out(17, 0.25, fold) for fold in range(5)) == 1).all()
-
-
-def test_nothing_is_held_out_at_zero() -> None:
-    assert not hold_out(3, 0.0).any()
-    assert not hold_out(1, 0.0).any()
+    assert not hold_out(3, 0.0).any() and not hold_out(1, 0.0).any()
 
 
 def test_the_split_depends_on_no_generator_and_never_changes() -> None:

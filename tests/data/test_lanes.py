@@ -49,18 +49,18 @@ def test_where_nobody_says_lanes_are_the_largest_divisor_that_is_small_enough(
     assert resolve_lane_count(None, batch, 1, blocks) == count
 
 
-def test_lanes_that_do_not_divide_the_batch_are_refused_with_the_numbers_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"lanes=5 does not divide .*=12.* These numbers do: \[1, 2, 3, 4, 6, 12\]"):
-        resolve_lane_count(5, 12, 1)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((5, 12, 1), r"lanes=5 does not divide .*=12.* These numbers do: \[1, 2, 3, 4, 6, 12\]"),
+        ((6, 12, 4), r"world_size=4 .* 6 lanes .* do: \[1, 2, 3, 6\]; .*data\.lanes=4 or 12$"),
+        ((12, 12, 1, 5), r"data\.lanes=12, but there are 5 blocks .* Use one of \[1, 2, 3, 4\], or"),
+    ],
+)
+def test_lanes_that_do_not_fit_are_refused_with_the_numbers_that_do(asked: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_lane_count(*asked)
 
 
-def test_a_world_size_that_does_not_divide_the_lanes_is_refused_with_the_numbers_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"world_size=4 .* 6 lanes .* do: \[1, 2, 3, 6\]; .*data\.lanes=4 or 12$"):
-        resolve_lane_count(6, 12, 4)
-    for world_size in (1, 2, 3, 6):
-        assert resolve_lane_count(6, 12, world_size) == 6
-
-
-def test_more_lanes_than_blocks_are_refused_with_the_numbers_that_work() -> None:
-    with pytest.raises(ConfigError, match=r"data\.lanes=12, but there are 5 blocks .* Use one of \[1, 2, 3, 4\], or"):
-        resolve_lane_count(12, 12, 1, blocks=5)
+def test_every_world_size_that_divides_the_lanes_has_them() -> None:
+    assert [resolve_lane_count(6, 12, world_size) for world_size in (1, 2, 3, 6)] == [6] * 4

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from tests.data import made
-from tests.data.made import BATCH, WithBad
+from tests.data.made import WithBad
 from tests.data.test_audit import _edited, _lines, _write
-from unisono.config.batch_split import BatchSplit
 from unisono.data import ledger
 from unisono.data.ledger import Ledger
-from unisono.data.loading.loader import Loader
 from unisono.runtime.errors import RecordError, RunError
 
 STEPS = 4
@@ -25,15 +23,11 @@ def kept(folder: Path, first: int, last: int, world: int = 1, before: Any = None
     folder.mkdir(exist_ok=True)
     marks = []
     for rank in range(world):
-        with Ledger(folder, rank, world, first, f"{first}") as book:
-            task, plan = WithBad(), made.plan()
-            loader = Loader(
-                task, task.data(), plan, BatchSplit.create(BATCH, world, 2), rank, on_error="mask", contents=True
-            )
+        how = {"world": world, "micro": 2, "rank": rank, "on_error": "mask", "contents": True}
+        with Ledger(folder, rank, world, first, f"{first}") as book, made.loader(WithBad(), **how) as loader:
             steps = loader.steps(first + seed)
             for step in range(first, last):
                 book.step(step, next(steps))
-            loader.close()
             book.flush()
             marks.append(book.mark())
     return ledger.merge_marks(before, marks)
@@ -69,35 +63,32 @@ def fault(folder: Path, known: dict[str, Any], rank: int = 0) -> str | None:
     return ledger.find_fault(folder, name, known["files"][name])
 
 
-def test_a_ledger_that_went_on_is_that_of_the_checkpoint(tmp_path: Path, known: dict[str, Any]) -> None:
+def test_a_ledger_that_went_on_is_that_of_the_checkpoint_and_a_file_that_is_gone_is_missing(
+    tmp_path: Path, known: dict[str, Any]
+) -> None:
     assert [fault(tmp_path, known, rank) for rank in (0, 1)] == [None, None]
     assert ledger.missing_files(tmp_path, known) == []
-
-
-def test_a_line_that_was_changed_is_named_with_its_step(tmp_path: Path, known: dict[str, Any]) -> None:
-    lines = _lines(tmp_path)
-    assert json.loads(lines[3])["step"] == 2
-    lines[3] = _edited(lines[3], content="0" * 16)
-    _write(tmp_path, lines)
-    assert str(fault(tmp_path, known)).startswith("rank-00000.jsonl, line 4 (step 3) is not what was written")
-    assert fault(tmp_path, known, 1) is None
-
-
-def test_a_ledger_that_was_written_anew_is_another(tmp_path: Path, known: dict[str, Any]) -> None:
-    lines = _lines(tmp_path)
-    lines[3] = _edited(lines[3], content="0" * 16)
-    _write(tmp_path, lines, chained=True)
-    assert "is from another run: step 4 differs from the checkpoint's" in str(fault(tmp_path, known))
-
-
-def test_a_ledger_that_lacks_its_end_says_after_which_step(tmp_path: Path, known: dict[str, Any]) -> None:
-    _write(tmp_path, _lines(tmp_path)[:4])
-    assert "rank-00000.jsonl ends after step 3, but the checkpoint recorded" in str(fault(tmp_path, known))
-
-
-def test_a_file_that_is_gone_is_missing(tmp_path: Path, known: dict[str, Any]) -> None:
     (tmp_path / "ledger" / "rank-00001.jsonl").unlink()
     assert ledger.missing_files(tmp_path, known) == ["rank-00001.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("chained", "told"),
+    [
+        (False, "rank-00000.jsonl, line 4 (step 3) is not what was written"),
+        (True, "is from another run: step 4 differs from the checkpoint's"),
+        (None, "rank-00000.jsonl ends after step 3, but the checkpoint recorded"),
+    ],
+)
+def test_a_ledger_that_was_changed_written_anew_or_cut_off_is_named_with_its_step(
+    tmp_path: Path, known: dict[str, Any], chained: bool | None, told: str
+) -> None:
+    lines = _lines(tmp_path)
+    assert json.loads(lines[3])["step"] == 2
+    changed = lines[:4] if chained is None else [*lines[:3], _edited(lines[3], content="0" * 16), *lines[4:]]
+    _write(tmp_path, changed, chained=bool(chained))
+    assert told in str(fault(tmp_path, known))
+    assert fault(tmp_path, known, 1) is None
 
 
 def test_a_full_disk_is_told_and_what_follows_from_it_is_not(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from tests.data import made
+from tests.data.made import BATCH, SIZE, until
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import SampleContext, Task
-
-SIZE, BATCH = 31, 12
 
 
 class Rows(Task):
@@ -50,30 +50,8 @@ class Rows(Task):
     outputs = loss = build
 
 
-def _plan(size: int = SIZE, epochs: float = 2.2, seed: int = 0) -> StreamPlan:
-    return StreamPlan.create(Order(size, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
-
-
-def _steps(
-    task: Task | None = None,
-    world: int = 1,
-    micro: int = BATCH,
-    first: int = 0,
-    plan: StreamPlan | None = None,
-    **how: Any,
-) -> list[list[MicroBatch]]:
-    """The micro-batches of every rank together, in order, step by step."""
-    task = task or Rows()
-    loaders = [
-        Loader(task, task.data(), plan or _plan(), BatchSplit.create(BATCH, world, micro), r, **how)
-        for r in range(world)
-    ]
-    try:
-        steps = zip(*(loader.steps(first) for loader in loaders), strict=True)
-        return [[micro for batches in ranks for micro in batches] for ranks in steps]
-    finally:
-        for loader in loaders:
-            loader.close()
+def _steps(task: Task | None = None, micro: int = BATCH, **how: Any) -> list[list[MicroBatch]]:
+    return made.steps(task or Rows(), micro=micro, **how)
 
 
 def _whole(step: list[MicroBatch]) -> dict[str, np.ndarray]:
@@ -105,7 +83,7 @@ layouts = st.sampled_from([1, 2, 3, 4, 6, 12]).flatmap(
 
 
 def test_one_process_loads_the_rows_of_the_plan_in_order(reference: list[list[MicroBatch]]) -> None:
-    plan = _plan()
+    plan = made.plan()
     assert plan.steps == len(reference) == 6
     for step, batches in enumerate(reference):
         assert np.array_equal(_whole(batches)["row"], plan.batch(step))
@@ -124,7 +102,7 @@ def test_all_ranks_together_load_the_same_batch_on_any_layout(
 @given(layout=layouts)
 def test_micro_batches_are_consecutive_rows_of_the_global_batch(layout: tuple[int, int]) -> None:
     world, micro = layout
-    plan = _plan()
+    plan = made.plan()
     for step, batches in enumerate(_steps(world=world, micro=micro)):
         rows = plan.batch(step)
         assert [batch.number for batch in batches] == list(range(BATCH // micro))
@@ -138,7 +116,7 @@ def test_micro_batches_are_consecutive_rows_of_the_global_batch(layout: tuple[in
 def test_every_rank_makes_equally_many_passes_in_a_short_step(world: int, micro: int) -> None:
     split = BatchSplit.create(BATCH, world, micro)
     for rank in range(world):
-        with closing(Loader(Rows(), np.arange(SIZE), _plan(), split, rank)) as loader:
+        with closing(Loader(Rows(), np.arange(SIZE), made.plan(), split, rank)) as loader:
             assert [len(batches) for batches in loader.steps()] == [split.passes] * 6
 
 
@@ -161,7 +139,7 @@ def test_an_idle_micro_batch_holds_the_first_rows_of_the_batch_again(micro_batch
     idle = [micro for micro in _steps(world=4, micro=micro_batch)[-1] if micro.idle]
     assert len(idle) == {1: 4, 3: 1}[micro_batch]
     for micro in idle:
-        assert np.array_equal(micro.arrays["row"], _plan().batch(5)[:micro_batch])
+        assert np.array_equal(micro.arrays["row"], made.plan().batch(5)[:micro_batch])
 
 
 def test_a_busy_micro_batch_counts_its_own_rows() -> None:
@@ -203,7 +181,7 @@ def test_draws_belong_to_the_epoch_and_the_row_not_to_the_step(reference: list[l
 
 def test_evaluation_and_another_seed_draw_differently_from_training(reference: list[list[MicroBatch]]) -> None:
     theirs = {draw for _, draw in _draws(reference)}
-    for other in (_steps(purpose="eval"), _steps(plan=_plan(seed=1))):
+    for other in (_steps(purpose="eval"), _steps(of=made.plan(seed=1))):
         assert not {draw for _, draw in _draws(other)} & theirs
 
 
@@ -220,7 +198,7 @@ def test_a_resume_loads_the_remaining_batches_bit_for_bit(
 
 def test_one_loader_can_be_read_again_from_any_step(reference: list[list[MicroBatch]]) -> None:
     task = Rows()
-    with closing(Loader(task, task.data(), _plan(), BatchSplit.create(BATCH, 1, None), 0)) as loader:
+    with closing(Loader(task, task.data(), made.plan(), BatchSplit.create(BATCH, 1, None), 0)) as loader:
         next(loader.steps())
         _same(list(loader.steps(3)), reference[3:])
         _same(list(loader.steps()), reference)
@@ -317,7 +295,7 @@ def _line(function: Callable[[Any], Any]) -> str:
 
 @pytest.mark.parametrize("where", ["collate", "counts", "work"])
 def test_an_error_in_a_batch_names_its_rows(where: str) -> None:
-    plan = _plan()
+    plan = made.plan()
     rows = next(r for step in range(6) for r in np.split(plan.batch(step), 3) if 17 in r)
     assert f"rows {', '.join(map(str, rows))} of the source: building the batch failed" in _failing(where, _raise)
 
@@ -350,7 +328,7 @@ def test_a_fault_that_the_task_explains_itself_is_not_explained_again() -> None:
 
 
 def test_an_error_ahead_does_not_spoil_the_steps_before_it() -> None:
-    plan = next(plan for seed in range(99) if 17 in (plan := _plan(seed=seed, epochs=1)).batch(2))
+    plan = next(plan for seed in range(99) if 17 in (plan := made.plan(seed=seed, epochs=1)).batch(2))
     task = type("Failing", (Broken,), {"act": staticmethod(_raise)})()
     with closing(Loader(task, task.data(), plan, BatchSplit.create(BATCH, 1, None), 0, prefetch=8)) as loader:
         steps = loader.steps()
@@ -368,7 +346,7 @@ def _threads() -> set[threading.Thread]:
 
 @contextmanager
 def _loader(task: Task, **how: Any) -> Iterator[Loader]:
-    loader = Loader(task, task.data(), _plan(epochs=20), BatchSplit.create(BATCH, 1, 1), 0, purpose="test", **how)
+    loader = Loader(task, task.data(), made.plan(epochs=20), BatchSplit.create(BATCH, 1, 1), 0, purpose="test", **how)
     try:
         yield loader
     finally:
@@ -381,13 +359,6 @@ def test_close_stops_all_threads(workers: int) -> None:
         next(loader.steps())
         assert len(_threads()) == workers
     assert not _threads()
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_close_does_not_prepare_what_was_only_asked_for() -> None:
@@ -404,7 +375,7 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
     with _loader(Slow(), prefetch=8) as loader:
         steps = loader.steps()
         next(steps)  # twelve micro-batches
-        _until(lambda: len(made) == BATCH + 1)
+        until(lambda: len(made) == BATCH + 1)
 
         waiting = loader._workers._waiting
 
@@ -412,10 +383,10 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
             return sum(not future.done() and not future.running() for future in list(waiting))
 
         def open_gate() -> None:  # once the loader is closing, which waits for the one that is under way
-            _until(lambda: pending() == 0)
+            until(lambda: pending() == 0)
             gate.set()
 
-        _until(lambda: pending() >= 4)
+        until(lambda: pending() >= 4)
 
         threading.Thread(target=open_gate).start()
     assert len(made) == BATCH + 1
@@ -433,7 +404,7 @@ def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
     with _loader(Counting(), workers=4, prefetch=prefetch) as loader:
         steps = loader.steps()
         next(steps)
-        _until(lambda: len(made) >= BATCH + prefetch)
+        until(lambda: len(made) >= BATCH + prefetch)
         time.sleep(0.05)
         assert len(made) == BATCH + prefetch
 

@@ -206,7 +206,7 @@ def test_each_source_gives_each_row_once_per_epoch_of_its_own(
     sources = joined(*sizes)
     mixture = mixed(sources, asked, seed=seed, block=block)
     positions = np.arange(600)
-    rows, epochs = mixture(positions), mixture.epochs(positions)
+    rows, epochs = mixture.locate(positions)
     for number, size in enumerate(sizes):
         own = numbers(sources, rows) == number
         order = Order(size, 100 + number)
@@ -241,10 +241,6 @@ def test_a_source_of_weight_zero_is_never_asked() -> None:
     )
     with pytest.raises(AssertionError):
         never(np.arange(50))
-
-
-def test_one_source_of_one_row_is_a_mixture() -> None:
-    assert mixed(joined(1), [1])(np.arange(5)).tolist() == [0] * 5
 
 
 def test_seeking_far_needs_no_memory() -> None:

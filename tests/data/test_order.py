@@ -114,12 +114,6 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     assert len({tuple(Order(100, seed)(np.arange(100)).tolist()) for seed in range(20)}) == 20
 
 
-def test_a_batch_may_straddle_several_epochs() -> None:
-    order = Order(5, 3)
-    straddling = order(np.arange(3, 23))
-    assert np.array_equal(straddling, [order(np.array([position]))[0] for position in range(3, 23)])
-
-
 def test_far_seeks_into_huge_sources_cost_no_time_and_no_memory() -> None:
     order = Order(10**12, 0)
     tracemalloc.start()
@@ -186,11 +180,6 @@ def test_a_run_counted_in_steps_has_only_full_batches(size: int, batch: int, ste
     plan = StreamPlan.create(Order(size, 0), batch, steps, None)
     assert plan.steps == steps
     assert [len(plan.batch(step)) for step in range(steps)] == [batch] * steps
-
-
-def test_a_part_of_an_epoch_repeats_no_row() -> None:
-    consumed = _consumed(StreamPlan.create(Order(100, 0), 7, None, 0.4))
-    assert len(consumed) == len(set(consumed.tolist())) == 40
 
 
 def test_an_epoch_of_less_than_one_row_is_refused() -> None:

@@ -226,17 +226,14 @@ def test_a_resume_packs_one_chunk_of_each_lane_again_and_not_those_before_it() -
     assert alone.queries > 20  # without a cursor: every chunk of the lane from the first on
 
 
-def test_without_a_cursor_any_step_can_be_asked_for_in_any_order(reference: dict[str, list[Pieces]]) -> None:
-    one = plan()
-    for step in (7, 2, 11, 0, 11, 3):
-        assert pieces(one.samples(step, range(BATCH))) == reference["online"][step]
-
-
-def test_steps_before_the_resume_can_still_be_asked_for(reference: dict[str, list[Pieces]]) -> None:
-    one = plan()
-    one.resume([plan().state(9, range(BATCH))])
-    for step in (9, 8, 0, 10):
-        assert pieces(one.samples(step, range(BATCH))) == reference["online"][step]
+def test_any_step_can_be_asked_for_in_any_order_without_a_cursor_and_before_the_resume(
+    reference: dict[str, list[Pieces]],
+) -> None:
+    fresh, resumed = plan(), plan()
+    resumed.resume([plan().state(9, range(BATCH))])
+    for one, steps in ((fresh, (7, 2, 11, 0, 11, 3)), (resumed, (9, 8, 0, 10))):
+        for step in steps:
+            assert pieces(one.samples(step, range(BATCH))) == reference["online"][step]
 
 
 def test_a_state_after_a_resume_is_the_one_of_a_run_that_was_not_interrupted() -> None:
@@ -282,28 +279,18 @@ def states() -> list[Any]:
     return [one.state(4, rows) for rows in parts(4)]
 
 
-def _other(state: dict[str, Any], **change: Any) -> dict[str, Any]:
-    return {**state, **change}
-
-
-def test_a_resume_that_lacks_a_process_names_the_lanes(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks the packing cursors of 6 of 24 lanes, \[6, 7, 8, 9, 10, 11\]"):
-        plan().resume([states[0], *states[2:]])
-
-
-def test_a_resume_with_a_lane_twice_names_the_ranks(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"lane 6 twice, from ranks 1 and 4"):
-        plan().resume([*states, states[1]])
-
-
-def test_a_resume_of_different_steps_is_refused(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match="from step 4 for rank 0 but from step 5 for rank 1"):
-        plan().resume([states[0], _other(states[1], step=5), *states[2:]])
-
-
-def test_a_resume_from_a_run_that_did_not_pack_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no packing cursors of rank 0"):
-        plan().resume([None, None])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: [s[0], *s[2:]], r"lacks the packing cursors of 6 of 24 lanes, \[6, 7, 8, 9, 10, 11\]"),
+        (lambda s: [*s, s[1]], r"lane 6 twice, from ranks 1 and 4"),
+        (lambda s: [s[0], {**s[1], "step": 5}, *s[2:]], "from step 4 for rank 0 but from step 5 for rank 1"),
+        (lambda s: [None, None], "no packing cursors of rank 0"),
+    ],
+)
+def test_a_resume_from_cursors_that_do_not_fit_together_is_refused(states: list[Any], change: Any, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        plan().resume(change(states))
 
 
 @pytest.mark.parametrize(
@@ -319,18 +306,17 @@ def test_a_resume_of_another_packing_names_the_setting(how: dict[str, Any], told
         plan(**how).resume(states)
 
 
-def test_lanes_that_do_not_divide_the_global_batch_are_refused_with_those_that_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.lanes=10 does not divide train.global_batch=48; these numbers do: \[1, 2, 3, 4"
-    ):
-        plan(lanes=10)
-
-
-def test_a_process_that_owns_half_a_lane_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"are not whole lanes of 2 rows; use a world size that divides data.lanes=24"
-    ):
-        plan().state(0, range(3))
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda: plan(lanes=10), r"lanes=10 does not divide train.global_batch=48; these numbers do: \[1, 2, 3, 4"),
+        (lambda: plan().state(0, range(3)), r"not whole lanes of 2 rows; use a world size that divides data.lanes=24"),
+        (lambda: plan("concatenate", packing={"cut": "never"}), "method=concatenate cuts samples"),
+    ],
+)
+def test_what_cannot_be_packed_or_kept_is_refused(act: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        act()
 
 
 def test_a_sample_that_must_not_be_cut_is_named_by_its_row() -> None:
@@ -340,11 +326,6 @@ def test_a_sample_that_must_not_be_cut_is_named_by_its_row() -> None:
     with pytest.raises(DataError, match=r"row 37 of the source has 17 units, but a packed row holds only 16"):
         for step in range(12):
             one.samples(step, range(BATCH))
-
-
-def test_concatenation_without_cuts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="method=concatenate cuts samples"):
-        plan("concatenate", packing={"cut": "never"})
 
 
 def test_samples_without_anything_in_them_are_an_error_and_no_endless_search() -> None:

@@ -182,13 +182,6 @@ def test_long_bins_and_many_of_them_are_sorted_right() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_makes_no_bin(way: str) -> None:
-    for lengths in (np.zeros(0, dtype=np.int64), np.zeros(5, dtype=np.int64)):
-        pieces = WAYS[way](lengths, 8)
-        assert (len(pieces), pieces.bins) == (0, 0)
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_items_that_fill_bins_exactly_lie_in_order(way: str) -> None:
     pieces = WAYS[way](np.array([8, 16, 0, 8]), 8)
     assert pieces.bin.tolist() == [0, 1, 2, 3]

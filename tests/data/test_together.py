@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.made import audited
 from tests.data.mixed import Mixed
 from tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
+from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import build_plan, build_source
 from unisono.runtime.communicator import ProcessInfo
@@ -24,24 +27,32 @@ BATCH, LANES, STEPS = 24, 24, 8
 WORLDS = (1, 2, 3, 4, 8)
 
 
-def running(world: int, states: list[Any] | None, first: int, data: dict[str, Any], last: int) -> tuple[Any, list[Any]]:
+def running(
+    world: int, states: list[Any] | None, first: int, data: dict[str, Any], last: int, folder: Path | None = None
+) -> tuple[Any, list[Any]]:
     """The global batch of every step from `first` to before `last`, and what each process keeps after them."""
     task = Mixed()
     config = configuration(train={"steps": STEPS, "global_batch": BATCH}, data={**DATA, **data})
     whole = []
     with ExitStack() as opened:
-        plans, steps = [], []
+        plans, steps, books = [], [], []
         for rank in range(world):
             source = build_source(task, config, world)
             plan, split = build_plan(task, source, config, world), BatchSplit.create(BATCH, world, None)
-            loader = Loader.from_config(task, source, plan, split, ProcessInfo(rank=rank, world_size=world), config)
+            place = ProcessInfo(rank=rank, world_size=world)
+            loader = Loader.from_config(task, source, plan, split, place, config, contents=folder is not None)
             opened.callback(loader.close)
+            if folder is not None:
+                books.append(opened.enter_context(Ledger(folder, rank, world, first, f"{first} on {world}")))
             if states is not None:
                 plan.resume(states)
             plans.append(plan)
             steps.append(loader.steps(first))
-        for _ in range(first, last):
-            batches = [batch for one in steps for batch in next(one)]
+        for step in range(first, last):
+            ranks = [next(one) for one in steps]
+            for book, own in zip(books, ranks, strict=False):
+                book.step(step, own)
+            batches = [batch for own in ranks for batch in own]
             arrays = {name: np.concatenate([batch.arrays[name] for batch in batches]) for name in batches[0].arrays}
             masked = sorted(sample.row for batch in batches if batch.info for sample in batch.info.masked)
             rows = np.concatenate([batch.rows for batch in batches]).tolist()
@@ -94,6 +105,19 @@ def test_samples_and_tensors_are_the_same_from_worker_processes(reference: list[
     first, states = running(1, None, 0, how, 3)
     second, _ = running(2, states, 3, how, STEPS)
     assert first + second == reference
+
+
+@pytest.mark.parametrize(("before", "after", "step"), [(1, 8, 1), (8, 1, 3), (2, 3, 6)])
+def test_the_ledger_of_a_run_that_goes_on_with_other_processes_passes_its_audit(
+    tmp_path: Path, before: int, after: int, step: int
+) -> None:
+    _, states = running(before, None, 0, {}, step, tmp_path)
+    running(after, states, step, {}, STEPS, tmp_path)
+    task, config = Mixed(), configuration(train={"steps": STEPS, "global_batch": BATCH}, data=DATA)
+    source = build_source(task, config)
+    report = audited(tmp_path, build_plan(task, source, config, 1), task, source, checkpoint=STEPS)
+    assert report.faults == []
+    assert (report.steps, report.starts) == (STEPS, [(0, before), (step, after)])
 
 
 class Sized(list[int]):

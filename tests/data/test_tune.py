@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,10 @@ def test_an_action_that_runs_python_holds_the_lock_and_one_that_sleeps_does_not(
     assert lock_share(busy) > free
 
 
-def test_one_core_of_each_process_is_left_to_the_training() -> None:
-    assert choose_count(cores=16, processes=4, seconds=100.0) == 3
-    assert choose_count(cores=1, processes=4, seconds=100.0) == 1
-
-
-def test_there_are_no_more_workers_than_are_needed() -> None:
-    assert choose_count(cores=64, processes=1, seconds=0.001) == 1
-    assert choose_count(cores=64, processes=1, seconds=0.1) == 5
+def test_there_are_as_many_workers_as_are_needed_but_one_core_of_each_process_is_left() -> None:
+    assert [choose_count(*asked) for asked in ((16, 4, 100.0), (1, 4, 100.0), (64, 1, 0.001), (64, 1, 0.1))] == [
+        3, 1, 1, 5,
+    ]  # fmt: skip
 
 
 def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,23 +54,22 @@ def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -
             return {"row": int(record), "units": np.zeros(1), "noise": np.zeros(2)}
 
     monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
-    loader = Loader(Slow(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, workers="auto")
-    assert loader.facts().startswith("3 threads, ")
-    assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each
-    loader.close()
-    loader.close()
+    with made.loader(Slow(), workers="auto") as loader:
+        assert loader.facts().startswith("3 threads, ")
+        assert loader._stages.sample >= 0.04  # of four rows, ten milliseconds each
+        loader.close()  # and once more
 
     def facts() -> str:
-        quick = Loader(Quick(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, workers="auto")
-        with closing(quick):
+        with made.loader(Quick(), workers="auto") as quick:
             return quick.facts()
 
     # Milliseconds in which something else has the core are measured as well, but not each time.
     assert any(facts().startswith("1 thread, ") for _ in range(100))
 
 
-def test_auto_changes_nothing_of_what_is_made() -> None:
-    made.same(made.steps(Augmented(), workers="auto"), made.steps(Augmented()))
+@pytest.mark.parametrize("how", [{"workers": "auto"}, {"remote": True}])
+def test_neither_auto_nor_workers_that_wait_for_a_network_change_what_is_made(how: dict[str, Any]) -> None:
+    made.same(made.steps(Augmented(), **how), made.steps(Augmented()))
 
 
 def test_steps_that_do_not_wait_say_nothing() -> None:
@@ -121,10 +115,7 @@ def test_storage_decides_how_many_workers_there_are_by_default(
 ) -> None:
     monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 2)
     monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda maker, request: SLOW_STORAGE)
-    loader = Loader(
-        Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, remote=remote, **given
-    )
-    with closing(loader):
+    with made.loader(Augmented(), remote=remote, **given) as loader:
         loader.start()
         next(loader.steps())
         assert loader.facts().startswith(says)
@@ -136,14 +127,9 @@ def test_storage_decides_how_many_workers_there_are_by_default(
 def test_two_micro_batches_are_ready_for_each_worker_unless_a_number_is_given(
     given: dict[str, Any], ahead: int
 ) -> None:
-    loader = Loader(Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, **given)
-    with closing(loader):
+    with made.loader(Augmented(), **given) as loader:
         next(loader.steps())
         assert loader._ahead == ahead
-
-
-def test_workers_that_wait_for_a_network_change_nothing_of_what_is_made() -> None:
-    made.same(made.steps(Augmented(), remote=True), made.steps(Augmented()))
 
 
 @pytest.mark.parametrize("storage", ["auto", "local", "remote"])

@@ -20,9 +20,7 @@ import psutil
 import pytest
 
 from tests.data import made
-from tests.data.made import BAD, BATCH, SIZE, Augmented, Ending, Large, NothingGood, PackedPlan, Telling, WithBad
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader
+from tests.data.made import BAD, SIZE, Augmented, Ending, Large, NothingGood, PackedPlan, Telling, WithBad
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import DataError
 from unisono.task import SampleContext, Task
@@ -118,13 +116,10 @@ def test_no_more_bytes_are_prepared_ahead_than_asked_for() -> None:
             return super().collate(samples)
 
     each = 3 * 200_000 * 4 / 1e6
-    split = BatchSplit.create(BATCH, 1, 3)
     for megabytes, ahead in ((0.001, 1), (2.5 * each, 2), (100.0, 6)):
         built.clear()
-        loader = Loader(
-            Counting(), np.arange(SIZE), made.plan(20), split, 0, workers=3, prefetch=6, prefetch_mb=megabytes
-        )
-        with contextlib.closing(loader):
+        how = {"workers": 3, "prefetch": 6, "prefetch_mb": megabytes}
+        with made.loader(Counting(), of=made.plan(20), micro=3, **how) as loader:
             running = loader.steps()
             next(running)
             deadline = time.monotonic() + 60
@@ -216,10 +211,10 @@ def test_a_task_that_cannot_be_sent_is_named() -> None:
 
     with pytest.raises(DataError, match=r"data.worker_kind=processes: the task Local cannot be sent.*top level"):
         made.steps(Local(), worker_kind="processes")
-    loader = Loader(
-        Augmented(), [lambda: 0] * SIZE, made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind="processes"
-    )
-    with pytest.raises(DataError, match=r"Augmented.data\(\), a list, cannot be sent"):
+    with (
+        made.loader(Augmented(), rows=[lambda: 0] * SIZE, worker_kind="processes") as loader,
+        pytest.raises(DataError, match=r"Augmented.data\(\), a list, cannot be sent"),
+    ):
         loader.start()
 
 
@@ -231,10 +226,7 @@ def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
 
     release = threading.Event()
     task: Task = Ending("hang") if kind == "processes" else Stuck()
-    loader = Loader(
-        task, np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind=kind, timeout=3.0
-    )
-    with contextlib.closing(loader):
+    with made.loader(task, worker_kind=kind, timeout=3.0) as loader:
         with pytest.raises(DataError, match=r"no micro-batch was ready within 3 s .*rows 17 of the source"):
             list(loader.steps())
         release.set()
@@ -254,10 +246,7 @@ def test_a_worker_that_only_begins_leaves_signals_to_whoever_asks(
             begun.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Signalled)
-    loader = Loader(
-        Augmented(), np.arange(SIZE), made.plan(), BatchSplit.create(BATCH, 1, 4), 0, worker_kind="processes"
-    )
-    with contextlib.closing(loader):
+    with made.loader(Augmented(), worker_kind="processes") as loader:
         assert next(loader.steps())
         assert begun
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {sent}, "here it is heard"
@@ -317,13 +306,11 @@ def test_a_process_that_ends_in_any_way_leaves_no_workers(act: str, sent: signal
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_closed_loader_plans_no_more_though_its_steps_are_still_held(kind: str) -> None:
-    loader = Loader(Augmented(), np.arange(SIZE), made.plan(40.0), BatchSplit.create(BATCH, 1, 4), 0, worker_kind=kind)
-    held = loader.steps()
-    next(held)
-    feed = loader._feed
-    assert feed is not None
-    assert feed._thread.is_alive()
-    loader.close()
+    with made.loader(Augmented(), of=made.plan(40.0), worker_kind=kind) as loader:
+        held = loader.steps()
+        next(held)
+        feed = loader._feed
+        assert feed is not None and feed._thread.is_alive()
     assert not feed._thread.is_alive()
 
 
@@ -425,8 +412,7 @@ def test_what_is_left_out_is_told_at_first_one_by_one_then_counted() -> None:
                 raise ValueError(f"odd {record}")
             return super().sample(record, context)
 
-    loader = Loader(Half(), np.arange(SIZE), made.plan(2.0), BatchSplit.create(BATCH, 1, 4), 0, on_error="mask")
-    with contextlib.closing(loader):
+    with made.loader(Half(), of=made.plan(2.0), on_error="mask") as loader:
         masked = sum(len(batch.info.masked) for step in loader.steps() for batch in step if batch.info)
     assert masked == 30
     told = list(loader.news())
@@ -450,18 +436,8 @@ def test_masking_is_refused_where_rows_carry_state() -> None:
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_lengths_are_those_of_the_samples_and_one_for_bad_ones(kind: str) -> None:
-    loader = Loader(
-        WithBad(),
-        np.arange(SIZE),
-        made.plan(),
-        BatchSplit.create(BATCH, 1, 4),
-        0,
-        worker_kind=kind,
-        workers=2,
-        on_error="mask",
-    )
     rows = np.tile(np.arange(SIZE), 5)
-    with contextlib.closing(loader):
+    with made.loader(WithBad(), worker_kind=kind, workers=2, on_error="mask") as loader:
         loader.start()
         lengths = loader.lengths(rows, rows // SIZE)
     assert np.array_equal(lengths, np.where(np.isin(rows, BAD), 1, 1 + rows % 5))
@@ -478,10 +454,7 @@ def test_a_sample_whose_length_was_asked_for_is_made_once_if_it_fits(megabytes: 
             return super().sample(record, context)
 
     plan: StreamPlan = made.plan(48 / SIZE)  # four whole steps
-    loader = Loader(
-        Counting(), np.arange(SIZE), plan, BatchSplit.create(BATCH, 1, 4), 0, workers=2, prefetch_mb=megabytes
-    )
-    with contextlib.closing(loader):
+    with made.loader(Counting(), of=plan, workers=2, prefetch_mb=megabytes) as loader:
         positions = np.arange(48)
         loader.start()
         loader.lengths(plan.stream(positions), plan.stream.epochs(positions))

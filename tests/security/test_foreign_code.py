@@ -38,15 +38,10 @@ from unisono.task_config import load_config, read_run
 def ours(run: Path, *words: str) -> Any:
     """The configuration of the command that goes on with the stranger's run."""
     found = [
-        f"run.dir={run.parent}",
-        f"run.name={run.name}",
-        "train.steps=2",
-        "train.global_batch=8",
-        "layout.world_size=1",
-    ]
-    return layout.resolve_layout(
-        load_config("tests.tasks:LinearTask", [*found, "layout.micro_batch=4", *words])[0], None
-    )
+        f"run.dir={run.parent}", f"run.name={run.name}", "train.steps=2", "train.global_batch=8",
+        "layout.world_size=1", "layout.micro_batch=4",
+    ]  # fmt: skip
+    return layout.resolve_layout(load_config("tests.tasks:LinearTask", [*found, *words])[0], None)
 
 
 # the task of a run ----------------------------------------------------------------------------------------------------
@@ -179,14 +174,8 @@ def _begin(store: ObjectStore, here: Path) -> None:
 
 
 STRANGE = (
-    "assets/evil.py",
-    "assets/a/b.so",
-    "evil.py",
-    "checkpoints/x",
-    "assets/.hidden",
-    "ledger/x",
-    "assets/a\x1b[2J.py",
-)
+    "assets/evil.py", "assets/a/b.so", "evil.py", "checkpoints/x", "assets/.hidden", "ledger/x", "assets/a\x1b[2J.py",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRANGE)

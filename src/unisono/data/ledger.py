@@ -15,7 +15,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -73,9 +72,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, RunError):  # after a RunError, another start may own the file
             # A failed write must not hide the error that ends the run.
             with suppress(RecordError) if kind is not None else nullcontext():
@@ -98,7 +95,9 @@ class Ledger:
         masked = [sample for part in infos for sample in part.masked]
         if masked:
             line["masked"] = [[m.slot, m.row, m.epoch, m.first, m.reason[:_MAX_REASON]] for m in masked]
-        self._consumed = (self._consumed + total * _step_factor(step)) % (1 << 64)
+        # An odd factor of the step, so that the same samples in other steps give a different sum.
+        factor = int(mix_bits(np.array([step], dtype=np.uint64))[0]) | 1
+        self._consumed = (self._consumed + total * factor) % (1 << 64)
         self._write(line)
         if len(self._held) >= _MAX_HELD:
             self._write_held()
@@ -180,11 +179,6 @@ def _describe_step(line: bytes) -> str | None:
         return f"step {int(json.loads(line)['step']) + 1}"
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _step_factor(step: int) -> int:
-    """An odd number for each step, so that the same samples in other steps give a different sum."""
-    return int(mix_bits(np.array([step], dtype=np.uint64))[0]) | 1
 
 
 @dataclass(frozen=True)

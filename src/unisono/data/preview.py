@@ -61,7 +61,9 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
         ConfigError: for a position that the run does not have, or an impossible layout.
     """
     train = config.train
-    split = BatchSplit.create(train.global_batch, world_size, _usable_micro_batch(config, world_size))
+    micro_batch, share = config.layout.micro_batch, train.global_batch // world_size
+    usable = isinstance(micro_batch, int) and (not share or share % micro_batch == 0)  # with this number of processes
+    split = BatchSplit.create(train.global_batch, world_size, micro_batch if usable else None)
     source = build_source(task, config, world_size)
     plan = build_plan(task, source, config, world_size)
     length = (plan.steps - 1) * train.global_batch + plan.rows(plan.steps - 1)
@@ -77,6 +79,10 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
         taken = plan.samples(step, range(first, last))
         for slot, row, epoch, begin, stop in taken:
             name, inside = source.name(row) if isinstance(source, Joined) else ("", row)
+            try:
+                record = abbreviate(source[row])
+            except Exception as error:
+                record = abbreviate(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
             number = slot // split.micro_batch
             shown.append(
                 PreviewRow(
@@ -89,7 +95,7 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
                     row=inside,
                     epoch=epoch,
                     units=None if stop < 0 else (begin, stop),
-                    record=_read_record(source, row),
+                    record=record,
                 )
             )
         position += last - first
@@ -132,19 +138,6 @@ def abbreviate(record: Any, width: int = _WIDTH) -> str:
     else:
         text = repr(record)
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _read_record(source: Any, row: int) -> str:
-    try:
-        return abbreviate(source[row])
-    except Exception as error:
-        return abbreviate(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
-
-
-def _usable_micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """The run's micro-batch, if it is set and possible with this number of processes."""
-    micro_batch, share = config.layout.micro_batch, config.train.global_batch // world_size
-    return micro_batch if isinstance(micro_batch, int) and (not share or share % micro_batch == 0) else None
 
 
 def _format_cell(value: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from unisono.task import Source
 
 
-class _View:
-    """Common base of views.
+class View:
+    """A source that passes on what another one knows of its files.
 
-    Attributes:
+    Args:
         source: the underlying source.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source: Any = source
+    def __init__(self, source: Any) -> None:
+        self.source = source
 
     @property
     def remote(self) -> bool:
@@ -33,15 +33,19 @@ class _View:
         return bool(getattr(self.source, "remote", False))
 
     @property
-    def manifest(self) -> dict[str, Any] | None:
-        """The manifest of the source's files; None if it has none."""
-        found: dict[str, Any] | None = getattr(self.source, "manifest", None)
-        return found
+    def manifest(self) -> Any:
+        """The manifest of the source's files, a dict; None if it has none."""
+        return getattr(self.source, "manifest", None)
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if files have changed since they were opened; see `unisono.open_source`."""
         if hasattr(self.source, "check_files"):
             self.source.check_files(share, shares)
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise if the data differ from those of an earlier `manifest`; see `unisono.open_source`."""
+        if hasattr(self.source, "check_same"):
+            self.source.check_same(before)
 
     def keep_blocks(self, count: int) -> None:
         """Keep up to `count` blocks of the source in memory; see `unisono.open_source`."""
@@ -53,7 +57,7 @@ class _View:
         return None if whole is None else hashlib.sha256(json.dumps([whole, address]).encode()).hexdigest()[:32]
 
 
-class Subset(_View):
+class Subset(View):
     """Some rows of a source, in a given order, e.g. a split, a filter or a fold.
 
     Args:
@@ -94,7 +98,7 @@ class Subset(_View):
         return counts[counts > 0]
 
 
-class Mapped(_View):
+class Mapped(View):
     """The rows of a source, each transformed by a function.
 
     Args:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.made import audited
 from tests.data.recordings.written import BAD, ROWS, Listener, write
 from unisono.audio import native_core
 from unisono.config.batch_split import BatchSplit
-from unisono.data import audit as audits
-from unisono.data.audit import AuditReport
 from unisono.data.ledger import Ledger
 from unisono.data.loading import worker_autotuning
 from unisono.data.loading.loader import Loader
@@ -43,21 +42,9 @@ def _steps(
     found: list[dict[str, Any]] = [{"features": [], "row": [], "masked": []} for _ in range(first, last)]
     with ExitStack() as opened:
         for rank in range(world):
-            book = (
-                None
-                if folder is None
-                else opened.enter_context(Ledger(folder, rank, world, first, f"{first} on {world}"))
-            )
-            loader = Loader(
-                task,
-                task.data(),
-                _plan(),
-                BatchSplit.create(BATCH, world, 2),
-                rank,
-                on_error="mask",
-                contents=True,
-                **how,
-            )
+            book = folder and opened.enter_context(Ledger(folder, rank, world, first, f"{first} on {world}"))
+            split = BatchSplit.create(BATCH, world, 2)
+            loader = Loader(task, task.data(), _plan(), split, rank, on_error="mask", contents=True, **how)
             with closing(loader):
                 running = loader.steps(first)
                 for step in range(first, last):
@@ -107,20 +94,12 @@ def test_an_audit_passes_over_masked_recordings_and_tells_those_that_changed(pat
     task = Listener(path)
     _steps(task, 1, 0, 4, folder)
     _steps(task, 4, 3, STEPS, folder)
-    report = _audited(folder, task)
+    report = audited(folder, _plan(), task, task.data())
     assert report.is_clean, str(report)
     assert {row for _, row, _ in report.masked} == set(BAD)
     other, good = Listener(path), task.data()[1]["audio"]
     other.data = lambda: [{**task.data()[row], "audio": good} for row in range(ROWS)]  # type: ignore[method-assign]
-    assert "its rows now differ" in str(_audited(folder, other))
-
-
-def _audited(folder: Path, task: Any) -> AuditReport:
-    report = AuditReport(folder)
-    starts = audits.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
-    counted = audits.check_starts(starts, _plan(), 0, report)
-    audits.rebuild_steps(counted, _plan(), task, task.data(), 3, report)
-    return report
+    assert "its rows now differ" in str(audited(folder, _plan(), other, other.data()))
 
 
 def test_the_reason_names_the_file_and_the_row(path: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint import stores
 from tests.data.sources.servers import hurried
 from tests.data.sources.written import plain, rows, write
 from unisono.data.sources import open_source
 from unisono.runtime.errors import DataError
 
 pytest.importorskip("s3fs")
-servers = pytest.importorskip("moto.server")
+pytest.importorskip("moto.server")
 
 ROWS = rows(29)
 
@@ -23,12 +23,8 @@ ROWS = rows(29)
 @pytest.fixture(scope="module")
 def storage() -> Iterator[dict[str, Any]]:
     """Options of fsspec for a store of our own; credentials that open nothing else."""
-    os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
-    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {"key": "nobody", "secret": "nothing", "endpoint_url": f"http://{host}:{port}"}
-    server.stop()
+    with stores.serving() as server:
+        yield server.options
 
 
 @pytest.fixture
@@ -95,13 +91,8 @@ def test_the_language_recipe_reads_from_an_object_store(
 
 
 def test_a_store_that_goes_away_is_an_error_within_the_deadline(tmp_path: Path) -> None:
-    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    import s3fs
-
-    options = {"key": "nobody", "secret": "nothing", "endpoint_url": f"http://{host}:{port}"}
-    system = s3fs.S3FileSystem(**options)
+    server = stores.Server()
+    options, system = server.options, server.system()
     system.mkdir("leaving")
     folder = write("Parquet", tmp_path / "here", rows(400))
     system.put(str(folder), "leaving/here", recursive=True)

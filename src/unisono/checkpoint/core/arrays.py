@@ -179,14 +179,7 @@ class ArrayReader:
                 yield piece, first, last
 
     def _read_piece(self, name: str, piece: dict[str, Any], into: Array, before: int = 0) -> None:
-        """Read a piece into a contiguous array and verify it; if already verified, read only the requested part.
-
-        Args:
-            name: of the array.
-            piece: of the manifest.
-            into: receives the content, or as many bytes of it as fit.
-            before: bytes of the piece to skip.
-        """
+        """Read a piece and verify it; of a verified one only what fits into the array, after the bytes `before`."""
         content = _as_bytes(into)
         file = self._folder / piece["file"]
         known = (piece["file"], piece["entry"]) in self._verified

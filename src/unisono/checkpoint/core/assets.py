@@ -22,7 +22,11 @@ FOLDER = "assets"
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of every asset of a run by name, limited to the data files that are also uploaded to a store."""
     names = [name.removeprefix(f"{FOLDER}/") for name in description.files(run) if name.startswith(f"{FOLDER}/")]
-    return {name: _digest(run / FOLDER, name) for name in sorted(names)}
+    found = {}
+    for name in sorted(names):
+        with safe_paths.open_inside(run / FOLDER, name) as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def check(checkpoint: Checkpoint, run: Path) -> None:
@@ -56,8 +60,3 @@ def difference(written: Mapping[str, str], there: Mapping[str, str]) -> tuple[st
             how = "is missing, but existed when" if name not in there else "has changed since"
             return one_line(name), "did not exist when" if name not in written else how
     return None
-
-
-def _digest(folder: Path, name: str) -> str:
-    with safe_paths.open_inside(folder, name) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

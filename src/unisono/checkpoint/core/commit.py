@@ -3,7 +3,7 @@
 Every rank writes its pieces into one temporary folder, hashes them while writing, and flushes them to disk. When all
 ranks have finished, rank 0 writes the manifest, flushes everything and renames the folder; only then may older
 checkpoints be removed. A folder without a manifest or with a temporary name is not a checkpoint, so on a store without
-rename, the manifest alone is the commit (`files_in_order`). A manifest is JSON; reading never unpickles anything.
+rename, the manifest alone is the commit. A manifest is JSON; reading never unpickles anything.
 
 runs/<name>/checkpoints/
   step-00001000/
@@ -28,7 +28,7 @@ import numpy as np
 
 from unisono.checkpoint.core import arrays, assets, manifest, verify
 from unisono.checkpoint.core.manifest import Checkpoint, read_manifest
-from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
+from unisono.checkpoint.core.retention import Retention
 from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, Json, SingleProcess
@@ -37,7 +37,6 @@ from unisono.runtime.files import fsync_path, remove_folder
 
 __all__ = [
     "Checkpoint",
-    "files_in_order",
     "find_checkpoints",
     "folder_name",
     "free_aside_path",
@@ -97,7 +96,7 @@ def save_checkpoint(
     # A unique name, so that a stale process that wakes up after a takeover cannot write into the new owner's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     retention = keep if isinstance(keep, Retention) else Retention(keep)
-    faults = _run_on_all_ranks(group, "check its part of the state", lambda: find_not_finite(shards))
+    faults = _run_on_all_ranks(group, "check its part of the state", lambda: _find_not_finite(shards))
     if any(faults):
         places = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(faults) if names)
         raise NonFiniteError(
@@ -108,7 +107,9 @@ def save_checkpoint(
         if group.rank == 0:
             if allowed is not None:
                 allowed()
-            _make_folder(folder)
+            if not folder.is_dir():
+                folder.mkdir(parents=True)
+                fsync_path(folder.parent)
             remove_leftovers(folder)
             _refuse_to_overwrite(final)
             temporary.mkdir()
@@ -120,7 +121,13 @@ def save_checkpoint(
 
         def pieces() -> Json:
             with _explain_full_disk(folder, total):
-                return _write_pieces(temporary, shards, group.rank, step)
+                if not shards:
+                    return {"files": {}, "arrays": {}}
+                file = temporary / f"rank-{group.rank:05d}.safetensors"
+                # The step makes the headers of two checkpoints differ even if nothing else does.
+                note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(group.rank)}
+                part = arrays.write_shards(file, shards, note)
+                return {"files": {file.name: part["file"]}, "arrays": part["arrays"]}
 
         written = _run_on_all_ranks(group, "write its part of the checkpoint", pieces)
 
@@ -196,17 +203,12 @@ def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint
     return verify.verify_content(checkpoint, group)
 
 
-def files_in_order(checkpoint: Checkpoint) -> list[str]:
-    """The files of a checkpoint in the order in which they must appear: a folder with a manifest is finished."""
-    return [*checkpoint.files, manifest.NAME]
-
-
 def folder_name(step: int) -> str:
     """The folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
-def find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
+def _find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
     """The first few arrays that must be finite and are not, with the number of bad elements."""
     found = []
     for shard in shards:
@@ -222,17 +224,6 @@ def find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):  # avoids allocating a mask
             found.append(f"'{shard.name}' ({int((~np.isfinite(values)).sum())} of {values.size:,})")
     return [*found[:4], f"and {len(found) - 4} more"] if len(found) > 4 else found
-
-
-def _write_pieces(folder: Path, shards: Sequence[ArrayShard], rank: int, step: int) -> Json:
-    """Write this rank's file; returns its manifest entries."""
-    if not shards:
-        return {"files": {}, "arrays": {}}
-    file = folder / f"rank-{rank:05d}.safetensors"
-    # The step makes the headers of two checkpoints differ even if nothing else does.
-    note = {"unisono": str(manifest.FORMAT), "step": str(step), "rank": str(rank)}
-    written = arrays.write_shards(file, shards, note)
-    return {"files": {file.name: written["file"]}, "arrays": written["arrays"]}
 
 
 def _run_on_all_ranks(group: Communicator, what: str, act: Callable[[], Json]) -> list[Json]:
@@ -274,13 +265,6 @@ def _format_size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
-def _make_folder(folder: Path) -> None:
-    """Create a folder and flush its directory entry to disk."""
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        fsync_path(folder.parent)
-
-
 def _refuse_to_overwrite(final: Path) -> None:
     """Refuse a step that has a readable checkpoint. An unreadable one is renamed later and kept."""
     if not (final / manifest.NAME).is_file():
@@ -307,20 +291,15 @@ def _previous_name(folder: Path, step: int) -> str | None:
 
 
 def _remove_older(folder: Path, made: int, retention: Retention) -> None:
-    """Remove checkpoints that need not be kept. The new one is finished: failures here are logged and harmless.
-
-    Unreadable ones are neither counted nor removed: they must not take the place of readable ones.
-    """
+    """Remove checkpoints that need not be kept, and log failures. Unreadable ones are neither counted nor removed."""
     known: dict[int, Path] = {}
-    metrics = []
+    metrics: dict[int, Mapping[str, float] | None] = {}
     for path in find_checkpoints(folder):
         try:
-            checkpoint = read_manifest(path)
+            metrics[_parse_step(path)] = read_manifest(path).metric
+            known[_parse_step(path)] = path
         except CheckpointError as error:
             log.warning("%s", error)
-            continue
-        known[_parse_step(path)] = path
-        metrics.append(FinishedCheckpoint(_parse_step(path), checkpoint.metric))
     for step in retention.find_removable(made, metrics):
         old = known[step]
         try:  # renamed first, so that a partially removed checkpoint is never found

@@ -177,10 +177,7 @@ def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Reject a manifest that points outside its folder, or whose pieces leave bytes of a file unverified.
-
-    The manifest's hash protects against damage but not against malice, and manifests may be untrusted.
-    """
+    """Reject a manifest that points outside its folder, or leaves bytes of a file unverified: it may be malicious."""
     if checkpoint.assets is not None and not all(isinstance(each, str) for each in dict(checkpoint.assets).values()):
         raise CheckpointError(f"{checkpoint.path}: its digests of assets are invalid")
     ends = {name: [(0, file["header"]["size"])] for name, file in checkpoint.files.items()}

@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,7 @@ from unisono.task_config import resolve_engine
 Provenance = Mapping[str, Any]
 
 DATA_KEYS = ("rows", "sources", "fingerprint")  # facts of the data that determine the order
-ENVIRONMENT_KEYS = (
-    "code",
-    "versions",
-    "environment",
-    "machine",
-)  # may differ unless a run must be the same bit for bit
+ENVIRONMENT_KEYS = ("code", "versions", "environment", "machine")  # may differ unless a run must be exact
 HOST_KEYS = ("environment", "machine")  # known only to training processes
 _BIT_CHANGING_KEYS = ("layout.", "optim.implementation")  # keys that change the order of sums, but not the mathematics
 _START_KEYS = (
@@ -59,7 +54,7 @@ def describe_run(
         "versions": versions(resolve_engine(config)),
         "data": {name: data[name] for name in DATA_KEYS if name in data} if data is not None else None,
         "environment": environment.relevant_variables() if place is not None else None,
-        "machine": describe_machine(config, place) if place is not None else None,
+        "machine": place and device_modules.device_module(config.layout.engine).machine(config.layout, place),
     }
     kept: dict[str, Json] = json.loads(json.dumps(described))  # in the form in which it is read back from a file
     return kept
@@ -75,12 +70,6 @@ def versions(engine: str) -> dict[str, str]:
         if nccl is not None and torch.cuda.is_available():
             below["nccl"] = ".".join(map(str, nccl.version()))
         found |= {name: str(version) for name, version in below.items() if version}
-    return found
-
-
-def describe_machine(config: RunConfig, place: ProcessInfo) -> dict[str, Json]:
-    """The hardware: the device's name, the processor's instruction set, and the number of threads."""
-    found: dict[str, Json] = device_modules.device_module(config.layout.engine).machine(config.layout, place)
     return found
 
 
@@ -293,13 +282,11 @@ def _list_entries(
             *({n: p[i] for n, p in pairs.items() if p[i] is not None} for i in (0, 1))
         )
     else:
-        entries = list(_format_entries(pairs, there, here))
+        entries = [
+            f"{name} is {_format_value(before)} {there} and {_format_value(after)} {here}"
+            for name, (before, after) in pairs.items()
+        ]
     return entries[:_MAX_ENTRIES] + ([f"and {len(entries) - _MAX_ENTRIES} more"] if len(entries) > _MAX_ENTRIES else [])
-
-
-def _format_entries(pairs: Mapping[str, tuple[Any, Any]], there: str, here: str) -> Iterator[str]:
-    for name, (before, after) in pairs.items():
-        yield f"{name} is {_format_value(before)} {there} and {_format_value(after)} {here}"
 
 
 def _format_value(value: Any) -> str:

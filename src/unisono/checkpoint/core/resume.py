@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from unisono.checkpoint.core.resume_point import (
     RejectedCheckpoint,
     no_valid_checkpoint,
     refetch_checkpoint,
-    without_advice,
+    try_open,
 )
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data import ledger
@@ -32,7 +33,7 @@ from unisono.engines.protocol import Engine
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, Json
 from unisono.runtime.consensus import raise_everywhere, share_first
-from unisono.runtime.errors import CheckpointError, FormatError
+from unisono.runtime.errors import CheckpointError
 from unisono.runtime.files import fsync_path
 
 log = logging.getLogger(__name__)
@@ -152,13 +153,14 @@ def open_newest(
         if candidate.damage:
             rejected.append(RejectedCheckpoint(candidate.name, candidate.damage))
             continue
+        verify = partial(commit.open_checkpoint, folder / candidate.name, communicator)
         refetched = candidate.refetched and RejectedCheckpoint(candidate.name, *candidate.refetched)
-        checkpoint, why = _open_verified(folder / candidate.name, communicator)
+        checkpoint, why = try_open(verify)
         if checkpoint is None and writing and refetch is not None:
             aside, more = _refetch(folder / candidate.name, refetch, communicator)
             if aside is not None:
                 refetched = RejectedCheckpoint(candidate.name, why, aside)
-                checkpoint, why = _open_verified(folder / candidate.name, communicator)
+                checkpoint, why = try_open(verify)
             else:
                 why = f"{why} It could not be fetched again: {more}."
         if checkpoint is not None:
@@ -235,16 +237,6 @@ def collect_state(
 # helpers ------------------------------------------------------------------------------------------------------------
 
 
-def _open_verified(path: Path, communicator: Communicator) -> tuple[Checkpoint | None, str]:
-    """A checkpoint that every rank finds intact, or why it is not; an unknown format raises."""
-    try:
-        return commit.open_checkpoint(path, communicator), ""
-    except FormatError:
-        raise
-    except CheckpointError as error:
-        return None, without_advice(str(error))
-
-
 def _refetch(path: Path, refetch: Refetch, communicator: Communicator) -> tuple[str | None, str]:
     """Have rank 0 fetch a checkpoint again, without a deadline."""
     aside, why = share_first(
@@ -269,14 +261,7 @@ def _compare_host(
 
 
 def _check_ledger(run: ResolvedRun, checkpoint: Checkpoint, communicator: Communicator) -> list[str]:
-    """Check that the ledger is the one that the checkpoint records; its files are divided among the ranks.
-
-    Returns:
-        Missing files.
-
-    Raises:
-        CheckpointError: naming file, line and step where it differs.
-    """
+    """Check that the ledger is the checkpoint's, its files divided among the ranks; returns those that are missing."""
     kept, folder = checkpoint.state["ledger"], run.directory
     if kept is None:
         return []
@@ -304,14 +289,14 @@ def _set_aside(
 
     def rename() -> list[str]:
         try:
-            names = [_rename_aside(folder, one.name) for one in rejected]
+            kept = [(folder / one.name).rename(commit.free_aside_path(folder / one.name)) for one in rejected]
             if rejected:
                 fsync_path(folder)
         except OSError as error:
             raise CheckpointError(
                 f"{folder}: a damaged checkpoint cannot be renamed ({error.strerror or error})"
             ) from error
-        return names
+        return [path.name for path in kept]
 
     what = "damaged checkpoints to be kept aside"
     names = raise_everywhere(communicator, rename if communicator.rank == 0 else None, what)[0]
@@ -319,9 +304,3 @@ def _set_aside(
     for one in named:
         log.warning("%s Falling back; the damaged checkpoint is kept as %s", one.why, one.aside)
     return named
-
-
-def _rename_aside(folder: Path, name: str) -> str:
-    aside = commit.free_aside_path(folder / name)
-    (folder / name).rename(aside)
-    return aside.name

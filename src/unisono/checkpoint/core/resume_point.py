@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from unisono.checkpoint.core import commit, provenance
@@ -24,9 +25,7 @@ log = logging.getLogger(__name__)
 Refetch = Callable[[Path], tuple[Path | None, str]]
 
 EXACT_ADVICE = "run.resume=exact accepts no other; run.resume=must resumes from the previous one"
-KEYS = frozenset(
-    {"step", "total", "random", "micro_batch", "plan", "ledger", "best", "trackers"}
-)  # of a checkpoint's state
+KEYS = frozenset({"step", "total", "random", "micro_batch", "plan", "ledger", "best", "trackers"})  # of the state
 OPTIONAL_KEYS = frozenset({"callbacks"})  # of a checkpoint's state, since they came later
 WEIGHT_PREFIXES = ("model/", "ema/", "adapter/")  # arrays of a checkpoint that holds the model only
 _ARRAYS = (*WEIGHT_PREFIXES, "optimizer/", "carry/", "spikes/", "rank-")
@@ -79,12 +78,12 @@ def newest_readable(folder: Path, refetch: Refetch | None = None) -> NewestCheck
     rejected: list[RejectedCheckpoint] = []
     for path in reversed(commit.find_checkpoints(folder)):
         refetched = None
-        checkpoint, why = _read(path)
+        checkpoint, why = try_open(partial(commit.read_manifest, path))
         if checkpoint is None and refetch is not None:
             aside, more = refetch_checkpoint(path, refetch)
             if aside is not None:
                 refetched = RejectedCheckpoint(path.name, why, aside)
-                checkpoint, why = _read(path)
+                checkpoint, why = try_open(partial(commit.read_manifest, path))
             else:
                 why = f"{why} It could not be fetched again: {more}."
         if checkpoint is not None:
@@ -117,18 +116,25 @@ def decide_resume_point(
         raise no_valid_checkpoint(folder / "checkpoints", newest.rejected)
     if first is None:
         if exact or config.run.resume == "must":
-            raise no_checkpoint(folder, config)
+            raise RunError(
+                f"{folder} has no checkpoint to resume from, and run.resume={config.run.resume}; start it with "
+                "run.resume=auto"
+            )
         return None
+
+    def damaged(name: str, why: str) -> Candidate:
+        return Candidate(name, _parse_step(name), damage=why)
+
     paths = commit.find_checkpoints(folder / "checkpoints")
     candidate = _check_candidate(folder, config, here, first, steps, paths)
     if newest.refetched is not None:
         candidate = replace(candidate, refetched=(newest.refetched.why, newest.refetched.aside))
-    candidates = [*(_damaged_candidate(one.name, one.why) for one in newest.rejected), candidate]
+    candidates = [*(damaged(one.name, one.why) for one in newest.rejected), candidate]
     for path in reversed(paths if not exact else []):
         if _parse_step(path.name) < first.step:
-            older, why = _read(path)
+            older, why = try_open(partial(commit.read_manifest, path))
             if older is None:
-                candidates.append(_damaged_candidate(path.name, why))
+                candidates.append(damaged(path.name, why))
                 continue
             with suppress(CheckpointError, RunError, KeyError):  # e.g. from another history of the run
                 _check_known_parts(older)
@@ -153,10 +159,6 @@ def _check_candidate(
     return Candidate(name, checkpoint.step, differs.to_json(), tuple(differs.lines()))
 
 
-def _damaged_candidate(name: str, why: str) -> Candidate:
-    return Candidate(name, _parse_step(name), damage=why)
-
-
 def _parse_step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
@@ -169,21 +171,14 @@ def no_valid_checkpoint(folder: Path, rejected: Sequence[RejectedCheckpoint]) ->
     )
 
 
-def no_checkpoint(folder: Path, config: RunConfig) -> RunError:
-    """The error for a run that must be resumed but cannot be."""
-    return RunError(
-        f"{folder} has no checkpoint to resume from, and run.resume={config.run.resume}; start it with run.resume=auto"
-    )
-
-
-def _read(path: Path) -> tuple[Checkpoint | None, str]:
-    """A checkpoint from its manifest alone, or why that cannot be read; an unknown format raises."""
+def try_open(open_checkpoint: Callable[[], Checkpoint]) -> tuple[Checkpoint | None, str]:
+    """A checkpoint, or why it cannot be used, without the advice to delete it; an unknown format raises."""
     try:
-        return commit.read_manifest(path), ""
+        return open_checkpoint(), ""
     except FormatError:
         raise
     except CheckpointError as error:
-        return None, without_advice(str(error))
+        return None, str(error).partition(" Delete ")[0]
 
 
 def refetch_checkpoint(path: Path, refetch: Refetch) -> tuple[str | None, str]:
@@ -197,43 +192,26 @@ def refetch_checkpoint(path: Path, refetch: Refetch) -> tuple[str | None, str]:
     return aside.name if aside else None, why
 
 
-def without_advice(fault: str) -> str:
-    """What is wrong with a checkpoint, without the advice to delete it: here it is skipped and kept."""
-    return fault.partition(" Delete ")[0]
-
-
 def _check_known_parts(checkpoint: Checkpoint) -> None:
-    """Reject a checkpoint with unknown parts, or without required ones.
-
-    Raises:
-        FormatError: naming them.
-    """
+    """Reject a checkpoint with unknown parts, or without required ones."""
     unknown = sorted(checkpoint.state.keys() - KEYS - OPTIONAL_KEYS)
     unknown += sorted({name.partition("/")[0] for name in checkpoint.arrays if not name.startswith(_ARRAYS)})
     missing = sorted(KEYS - checkpoint.state.keys())
     if unknown or missing:
+        faults = (
+            f"has {', '.join(unknown)}, which this version does not know" if unknown else "",
+            f"lacks {', '.join(missing)}" if missing else "",
+        )
         version = checkpoint.about.get("versions", {}).get("unisono", "another version")
         raise FormatError(
             f"{checkpoint.path} was written by another version of Unisono ({version}): it "
-            + " and ".join(
-                filter(
-                    None,
-                    [
-                        f"has {', '.join(unknown)}, which this version does not know" if unknown else "",
-                        f"lacks {', '.join(missing)}" if missing else "",
-                    ],
-                )
-            )
+            + " and ".join(filter(None, faults))
             + ". Resume the run with the version that wrote it, or use its weights only (unisono.load_weights)"
         )
 
 
 def _check_resumable(checkpoint: Checkpoint, steps: int, paths: Sequence[Path], differs: ProvenanceDifference) -> None:
-    """Raise for a model-only checkpoint, unless all steps are done, or one from a run of another length.
-
-    Raises:
-        RunError: with the newest checkpoint that can be resumed.
-    """
+    """Raise for a model-only checkpoint, unless all steps are done, or one from a run of another length."""
     if checkpoint.holds == "model" and checkpoint.step < steps:
         older = [path for path in paths if path < checkpoint.path and _holds_everything(path)]
         way = (

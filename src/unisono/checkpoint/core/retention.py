@@ -11,14 +11,6 @@ from unisono.runtime.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
-class FinishedCheckpoint:
-    """Step and metrics of a finished checkpoint."""
-
-    step: int
-    metric: Mapping[str, float] | None = None
-
-
-@dataclass(frozen=True)
 class Retention:
     """Which checkpoints to keep.
 
@@ -41,28 +33,27 @@ class Retention:
         name, largest = (best.metric, best.mode == "max") if best else (None, False)
         return cls(settings.keep, settings.keep_every, name, largest)
 
-    def find_removable(self, made: int, known: Iterable[FinishedCheckpoint]) -> list[int]:
+    def find_removable(self, made: int, metrics: Mapping[int, Mapping[str, float] | None]) -> list[int]:
         """Steps of the checkpoints to remove, now that the one of step `made` is finished; never that one.
 
         Later ones are kept: they belong to a history that the run left by resuming from an older checkpoint, and may
         be needed to find out why.
 
-        >>> steps = (10, 20, 25, 30, 35, 40, 50)
-        >>> Retention(2, every=10).find_removable(40, [FinishedCheckpoint(step) for step in steps])
+        Args:
+            made: a step.
+            metrics: of each finished checkpoint, by its step.
+
+        >>> Retention(2, every=10).find_removable(40, dict.fromkeys((10, 20, 25, 30, 35, 40, 50)))
         [25]
         """
-        before = sorted((c for c in known if c.step <= made), key=lambda c: c.step)
-        remain = {c.step for c in before[-self.newest :]} | {made}
+        before = sorted(step for step in metrics if step <= made)
+        remain = {*before[-self.newest :], made}
         if self.every is not None:
-            remain |= {c.step for c in before if c.step % self.every == 0}
-        judged = [(value, c.step) for c in before if (value := self._value(c)) is not None]
-        if judged:
+            remain |= {step for step in before if step % self.every == 0}
+        values = [((metrics[step] or {}).get(self.best or ""), step) for step in before]
+        if judged := [(value, step) for value, step in values if value is not None and math.isfinite(value)]:
             remain.add((max if self.largest else min)(judged)[1])
-        return [c.step for c in before if c.step not in remain]
-
-    def _value(self, checkpoint: FinishedCheckpoint) -> float | None:
-        value = (checkpoint.metric or {}).get(self.best) if self.best else None
-        return value if value is not None and math.isfinite(value) else None
+        return [step for step in before if step not in remain]
 
 
 def check_metric(settings: Settings, metrics: Iterable[str]) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
@@ -184,9 +183,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._staging.wait_until_prepared()
         self._no_retries.set()
         if kind is None:
@@ -258,16 +255,11 @@ class Saver:
 
     def _fail(self, pending: _PendingSave, kind: str, text: str) -> None:
         """End the run because of a failed save, or continue without it, as the settings say."""
-        failed = SaveError(_format_failure(pending.step, self.saved, kind, text))
+        since = f"the newest is from step {self.saved}" if self.saved else "there is none yet"
+        why = text if kind == SaveError.__name__ else f"{kind}: {text}"
+        failed = SaveError(f"the checkpoint of step {pending.step} was not written ({since}): {why}")
         if self._settings.on_failure == "stop":
             raise failed
         self._failed = failed
         if self._say is not None:
             self._say(f"{failed} The run continues; the next save that is due will try again (checkpoint.on_failure).")
-
-
-def _format_failure(made: int, saved: int, kind: str, text: str) -> str:
-    """The message about a failed save."""
-    since = f"the newest is from step {saved}" if saved else "there is none yet"
-    why = text if kind == SaveError.__name__ else f"{kind}: {text}"
-    return f"the checkpoint of step {made} was not written ({since}): {why}"

@@ -43,7 +43,8 @@ class Staging:
 
         def ask() -> None:
             with suppress(RuntimeError, OSError, MemoryError):  # `copy` tries again and reports it
-                self._block = _touch_pages(_allocate(size))
+                self._block = _allocate(size)
+                self._block[::_PAGE] = 0  # the kernel provides a page when it is first touched
                 if beside:
                     self._device().prepare([shard.data for shard in beside])
 
@@ -92,10 +93,10 @@ class Staging:
 
     def _split_by_device(self, shards: Sequence[ArrayShard]) -> tuple[list[ArrayShard], list[ArrayShard]]:
         """The shards that can be copied asynchronously, and all others."""
-        beside = [host_arrays.can_copy_async(shard.data) for shard in shards]
-        return [s for s, b in zip(shards, beside, strict=True) if b], [
-            s for s, b in zip(shards, beside, strict=True) if not b
-        ]
+        parts: tuple[list[ArrayShard], list[ArrayShard]] = ([], [])
+        for shard in shards:
+            parts[not host_arrays.can_copy_async(shard.data)].append(shard)
+        return parts
 
 
 def _plan_layout(arrays: Sequence[Any]) -> tuple[list[int], int]:
@@ -115,9 +116,3 @@ def _allocate(size: int) -> Array:
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
-
-
-def _touch_pages(block: Array) -> Array:
-    """Touch every page of a block, so that the kernel provides the memory."""
-    block[::_PAGE] = 0
-    return block

@@ -56,10 +56,7 @@ def verify_content(checkpoint: Checkpoint, group: Communicator) -> Checkpoint:
 
 
 def _file_cache_id(folder: Path) -> str | None:
-    """An id of the running kernel and the folder's inode; None if unavailable.
-
-    Processes with the same id share a page cache for its files: containers on one host do, but not two mounts.
-    """
+    """The running kernel and the folder's inode, whose page cache processes with the same id share; None if unknown."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         number = folder.stat()
@@ -87,7 +84,9 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
     file, written = checkpoint.path / stretch.file, checkpoint.files[stretch.file]["size"]
 
     def holds() -> str:
-        return ", ".join(f"'{name}'" for name in arrays_in_file(checkpoint, stretch.file)[:3])
+        arrays = checkpoint.arrays.items()
+        names = [name for name, array in arrays if any(piece["file"] == stretch.file for piece in array["pieces"])]
+        return ", ".join(f"'{name}'" for name in names[:3])
 
     try:
         with safe_paths.open_inside(checkpoint.path, stretch.file) as opened:
@@ -105,10 +104,3 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
         return None
     what = f"the content of '{stretch.array}'" if stretch.entry else "its header"
     return f"{file} is damaged: {what} is not what was written" + ("" if stretch.entry else f". It holds {holds()}")
-
-
-def arrays_in_file(checkpoint: Checkpoint, file: str) -> list[str]:
-    """Names of the arrays with pieces in a file."""
-    return [
-        name for name, array in checkpoint.arrays.items() if any(piece["file"] == file for piece in array["pieces"])
-    ]

@@ -7,7 +7,6 @@ experts. The folder appears atomically, and nothing is overwritten.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -15,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,10 @@ from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
-from unisono.checkpoint.exchange.hf_shards import CODES, DTYPES, TensorEntry, TensorFile
+from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
 from unisono.config import safe_yaml
 from unisono.config.schema.run import Lora
 from unisono.config.schema.verbs import Export
-from unisono.engines.state import StateReader
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import CheckpointError, RunError, format_ranges
 from unisono.runtime.files import atomic_folder, pickle_hint
@@ -64,26 +63,14 @@ class Exported:
     size: int
 
 
-class TensorReader(Protocol):
-    """A source of tensors to export."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every array by name."""
-        ...
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """A piece of an array."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Plan:
-    """What to write, and from which arrays."""
+    """What to write, and from which arrays: their shapes, and what reads a piece of one (name, offset, shape)."""
 
     form: ExportFormat
     files: list[TensorFile]
-    reader: TensorReader
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int], nn.Module] | None = None) -> Exported:
@@ -100,7 +87,9 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     """
     checkpoint = commit.open_checkpoint(find_checkpoint(folder, words.step))  # every byte is verified here, once
     assets.check(checkpoint, folder)
-    out = words.out or folder / "exports" / _folder_name(checkpoint.step, words)
+    marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
+    name = f"step-{checkpoint.step:08d}-" + "-".join(filter(None, marks))
+    out = words.out or folder / "exports" / name
     if os.path.lexists(out):
         raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
     if words.merge and read_adapter_settings(folder) is None:
@@ -113,13 +102,11 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     _check_room(out, sum(file.size for file in plan.files))
     try:
         with atomic_folder(out) as temporary:
-            shares = _assign_files(plan.files, 1 if words.merge else _processes(words, plan.files))
+            shares = _assign_files(plan.files, 1 if words.merge else _count_processes(words, plan.files))
             if len(shares) == 1:
                 _write(plan, temporary, {file.name for file in plan.files})
             else:
-                _write_together(
-                    plan, [str(checkpoint.path), str(folder), words.model_dump_json(), str(temporary)], shares
-                )
+                _write_together(plan, shares, checkpoint.path, folder, words, temporary)
             if plan.form.indexed or len(plan.files) > 1:
                 name = f"{plan.form.stem}.safetensors.index.json"
                 (temporary / name).write_text(hf_shards.index_json(plan.files), encoding="utf-8")
@@ -164,11 +151,6 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     return checkpoints[step]
 
 
-def _folder_name(step: int, words: Export) -> str:
-    marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
-    return f"step-{step:08d}-" + "-".join(mark for mark in marks if mark)
-
-
 def _plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
     """The plan of a checkpoint, from its manifest alone."""
     arrays = _select_entries(checkpoint.arrays, words.ema, folder)
@@ -181,7 +163,7 @@ def _plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> _Pl
         form = export_formats.peft_format(arrays, folder / "assets", adapter, base)
     else:
         form = export_formats.transformers_format(arrays, folder / "assets")
-    return _Plan(form, _plan_files(form, words), _SavedTensors(checkpoint.reader()))
+    return _Plan(form, _plan_files(form, words), *_array_access(checkpoint))
 
 
 def _plan_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
@@ -197,37 +179,20 @@ def _plan_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
         if words.to == "safetensors"
         else export_formats.transformers_format(arrays, folder / "assets")
     )
-    return _Plan(form, _plan_files(form, words), _InMemoryTensors(tensors))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    return _Plan(form, _plan_files(form, words), shapes, read)
 
 
-class _SavedTensors:
-    """Arrays of a checkpoint, as tensors."""
+def _array_access(checkpoint: Checkpoint) -> tuple[Mapping[str, tuple[int, ...]], Any]:
+    """The shapes of a checkpoint's arrays, and the function that reads a piece of one as a tensor."""
+    from unisono.engines.torch import saved_tensors
 
-    def __init__(self, reader: StateReader) -> None:
-        self._reader = reader
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._reader.shapes
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        from unisono.engines.torch import saved_tensors
-
-        return saved_tensors.read_tensor(self._reader, name, offset, shape)
-
-
-class _InMemoryTensors:
-    """Arrays in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        return self._tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    reader = checkpoint.reader()
+    return reader.shapes, partial(saved_tensors.read_tensor, reader)
 
 
 def _select_entries(arrays: Mapping[str, Any], ema: bool, folder: Path) -> dict[str, TensorEntry]:
@@ -260,7 +225,7 @@ def _plan_files(form: ExportFormat, words: Export) -> list[TensorFile]:
     return hf_shards.plan_files([output.entry for output in form.outputs], words.shard_mb * 1e6, form.stem)
 
 
-def _processes(words: Export, files: Sequence[TensorFile]) -> int:
+def _count_processes(words: Export, files: Sequence[TensorFile]) -> int:
     if words.processes != "auto":
         return min(len(files), words.processes)
     return min(len(files), usable_cores(), 1 + sum(file.size for file in files) // _BYTES_PER_PROCESS)
@@ -288,36 +253,24 @@ def _check_room(out: Path, size: int) -> None:
 def _write(plan: _Plan, folder: Path, names: set[str]) -> None:
     """Write these files of a plan."""
     outputs = {output.entry.name: output for output in plan.form.outputs}
-    content = _Content(plan.reader, outputs)
+    converted: dict[str, Mapping[str, Tensor]] = {}  # the tensors that the last array was converted to
+
+    def content(entry: TensorEntry) -> Iterator[Tensor]:
+        output = outputs[entry.name]
+        if output.convert is None:
+            for piece in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
+                yield _cast(plan.read(output.source, *piece), entry)
+            return
+        if output.source not in converted:
+            converted.clear()
+            shape = plan.shapes[output.source]
+            converted[output.source] = output.convert(_cast(plan.read(output.source, (0,) * len(shape), shape), entry))
+        yield converted[output.source][entry.name]
+
     for file in plan.files:
         if file.name in names:
             with (folder / file.name).open("wb") as stream:
                 hf_shards.write(stream, file.entries, content)
-
-
-class _Content:
-    """The blocks of the tensors to write; the converted tensors of the last array are cached."""
-
-    def __init__(self, reader: TensorReader, outputs: Mapping[str, Output]) -> None:
-        self._reader, self._outputs = reader, outputs
-        self._last_conversion: tuple[str, Mapping[str, Tensor]] = ("", {})
-
-    def __call__(self, entry: TensorEntry) -> Iterator[Tensor]:
-        output = self._outputs[entry.name]
-        if output.convert is not None:
-            yield self._convert(output)
-            return
-        for offset, shape in hf_shards.blocks(entry.shape, max(4, entry.dtype.itemsize)):  # it is saved in fp32, mostly
-            yield _cast(self._reader.read(output.source, offset, shape), entry)
-
-    def _convert(self, output: Output) -> Tensor:
-        assert output.convert is not None
-        if self._last_conversion[0] != output.source:
-            self._last_conversion = ("", {})
-            shape = self._reader.shapes[output.source]
-            whole = _cast(self._reader.read(output.source, (0,) * len(shape), shape), output.entry)
-            self._last_conversion = (output.source, output.convert(whole))
-        return self._last_conversion[1][output.entry.name]
 
 
 def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
@@ -336,27 +289,24 @@ def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
 # several processes --------------------------------------------------------------------------------------------------
 
 
-def _write_together(plan: _Plan, job: list[str], shares: Sequence[list[str]]) -> None:
+def _write_together(
+    plan: _Plan, shares: Sequence[list[str]], checkpoint: Path, folder: Path, words: Export, temporary: Path
+) -> None:
     """Write the files of a plan, each process its own; the first that fails ends the others.
 
     If no tensor needs conversion, each process receives its part of the plan, and need not import what computes it.
     """
-    sources = {output.entry.name: output.source for output in plan.form.outputs if output.convert is None}
-    is_plain = len(sources) == len(plan.form.outputs)
+    is_plain = all(output.convert is None for output in plan.form.outputs)
     context = multiprocessing.get_context("spawn")
     running: dict[Connection, Any] = {}
     try:
         for names in shares:
             receiver, sender = context.Pipe(duplex=False)
-            share = [file for file in plan.files if file.name in names]
-            message = [
-                [f.name, [[e.name, CODES[e.dtype], e.shape, sources[e.name]] for e in f.entries]]
-                for f in share
-                if is_plain
-            ]
-            process = context.Process(
-                target=_write_share, args=(json.dumps([*job, names, message]), sender), daemon=True
-            )
+            files = [file for file in plan.files if file.name in names]
+            own = {entry.name for file in files for entry in file.entries}
+            part = (files, [output for output in plan.form.outputs if output.entry.name in own]) if is_plain else None
+            arguments = (part, set(names), checkpoint, folder, words, temporary, sender)
+            process = context.Process(target=_write_share, args=arguments, daemon=True)
             process.start()
             sender.close()
             running[receiver] = process
@@ -375,7 +325,7 @@ def _write_together(plan: _Plan, job: list[str], shares: Sequence[list[str]]) ->
 def _read_reply(connection: Connection, process: Any) -> None:
     """Read a process's reply when it ends; raises the error that occurred in it."""
     try:
-        fault = json.loads(connection.recv_bytes())
+        fault = connection.recv()
     except EOFError:
         process.join()
         code = process.exitcode
@@ -384,49 +334,36 @@ def _read_reply(connection: Connection, process: Any) -> None:
             f"a process that wrote part of the export {reason}; the partial export was removed. If memory ran "
             "out, processes=1 needs the least"
         ) from None
-    if fault is None:
-        return
-    kind, number, text, file = fault
-    if kind == "os":
-        raise OSError(number, text, file)
-    if kind == "user":
-        raise CheckpointError(text)
-    raise RuntimeError(f"a process that wrote part of the export failed:\n{text}")
+    if fault is not None:
+        raise fault
 
 
-def _write_share(job: str, connection: Connection) -> None:
-    """Run in each process: compute the same plan as the others and write this process's files."""
+def _write_share(
+    part: tuple[list[TensorFile], list[Output]] | None,
+    names: set[str],
+    checkpoint: Path,
+    folder: Path,
+    words: Export,
+    temporary: Path,
+    connection: Connection,
+) -> None:
+    """Run in each process: write its files, after computing the same plan as the others if it was not sent."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    path, folder, words, temporary, names, message = json.loads(job)
     torch.set_num_threads(1)
-    fault: list[Any] | None = None
+    fault: Exception | None = None
     try:
-        plan = (
-            _plan_from_message(Path(path), message)
-            if message
-            else _plan_checkpoint(commit.read_manifest(Path(path)), Path(folder), Export.model_validate_json(words))
-        )
-        _write(plan, Path(temporary), set(names))
-    except OSError as error:
-        fault = ["os", error.errno, error.strerror, error.filename]
-    except CheckpointError as error:
-        fault = ["user", 0, str(error), None]
+        saved = commit.read_manifest(checkpoint)
+        if part is None:
+            plan = _plan_checkpoint(saved, folder, words)
+        else:
+            form = ExportFormat("", tuple(part[1]), "", False, lambda folder: None)
+            plan = _Plan(form, part[0], *_array_access(saved))
+        _write(plan, temporary, names)
+    except (OSError, CheckpointError) as error:
+        fault = error
     except Exception:
-        fault = ["bug", 0, traceback.format_exc(), None]
-    connection.send_bytes(json.dumps(fault).encode())
-
-
-def _plan_from_message(path: Path, message: list[Any]) -> _Plan:
-    """Rebuild a process's part of a plan."""
-    files, outputs = [], []
-    for name, entries in message:
-        file_outputs = [
-            Output(TensorEntry(n, DTYPES[code], tuple(shape)), source) for n, code, shape, source in entries
-        ]
-        files.append(TensorFile(name, tuple(output.entry for output in file_outputs)))
-        outputs += file_outputs
-    form = ExportFormat("", tuple(outputs), "", False, lambda folder: None)
-    return _Plan(form, files, _SavedTensors(commit.read_manifest(path).reader()))
+        fault = RuntimeError(f"a process that wrote part of the export failed:\n{traceback.format_exc()}")
+    connection.send(fault)
 
 
 def _exit_with_parent() -> None:

@@ -200,10 +200,7 @@ def _skeleton(assets: Path) -> Any:
 
 
 def _optional_heads(arrays: Mapping[str, TensorEntry], model: Any) -> dict[str, TensorEntry]:
-    """Arrays that the class reads only if it is asked to, such as a text head that generation does without.
-
-    transformers writes them under their own names, and declares that it is no fault to find them.
-    """
+    """Arrays that the class reads only on request, such as a text head; transformers keeps their own names."""
     declared = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     known = model.state_dict()
     return {

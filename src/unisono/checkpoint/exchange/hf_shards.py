@@ -155,8 +155,10 @@ class ShardedFiles:
         self._open: dict[str, Any] = {}
         self._file_of_tensor: dict[str, str] = {}
         self.entries: list[TensorEntry] = []
-        where = None if self._folder is None else _read_folder_index(self._folder)
-        for file in self._files() if where is None else sorted(set(where.values())):
+        where, files = None, [path.name]
+        if self._folder is not None:
+            where, files = self._list_folder(self._folder)
+        for file in files:
             opened = self._open_file(file)
             for name in opened.keys():  # noqa: SIM118 - it is no dictionary
                 if name in self._file_of_tensor:
@@ -188,13 +190,19 @@ class ShardedFiles:
         for offset, shape in blocks(entry.shape, entry.dtype.itemsize):
             yield view[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
-    def _files(self) -> list[str]:
-        if self._folder is None:
-            return [self.path.name]
-        found = sorted(file.name for file in self._folder.glob("*.safetensors"))
-        if not found:
-            raise CheckpointError(f"{self.path} has no *.safetensors files")
-        return found
+    def _list_folder(self, folder: Path) -> tuple[dict[str, str] | None, list[str]]:
+        """The file of every tensor if the folder has an index, and the files."""
+        indices = sorted(folder.glob("*.safetensors.index.json"))
+        if len(indices) > 1:
+            raise CheckpointError(
+                f"{folder} has several indices: {', '.join(path.name for path in indices)}; keep only one"
+            )
+        if indices:
+            where = read_index(folder, indices[0].name)
+            return where, sorted(set(where.values()))
+        if not (found := sorted(file.name for file in folder.glob("*.safetensors"))):
+            raise CheckpointError(f"{folder} has no *.safetensors files")
+        return None, found
 
     def _open_file(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -202,25 +210,12 @@ class ShardedFiles:
         if file not in self._open:
             shown = self.path if self._folder is None else self._folder / file
             try:
-                with (
-                    safe_paths.open_regular(self.path)
-                    if self._folder is None
-                    else safe_paths.open_inside(self._folder, file)
-                ) as source:
+                opened = safe_paths.open_inside(self.path, file) if self._folder else safe_paths.open_regular(self.path)
+                with opened as source:
                     self._open[file] = safe_open(safe_paths.path_of(source), framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"{shown} cannot be read as safetensors: {one_line(error, 500)}") from error
         return self._open[file]
-
-
-def _read_folder_index(folder: Path) -> dict[str, str] | None:
-    """What the index of a folder says: the file of every tensor. None where there is no index."""
-    found = sorted(folder.glob("*.safetensors.index.json"))
-    if not found:
-        return None
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} has several indices: {', '.join(path.name for path in found)}; keep only one")
-    return read_index(folder, found[0].name)
 
 
 def read_index(folder: Path, name: str) -> dict[str, str]:

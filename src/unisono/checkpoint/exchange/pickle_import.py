@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -154,8 +154,11 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
         size = os.fstat(pickle.fileno()).st_size
         file = opened.enter_context(out.open("wb"))
         done = _run(pickle, key, size, file, shown)
-    reply = _parse_reply(done.stdout)
-    if done.returncode == 0 and reply is not None and "left" in reply:
+    reply: dict[str, Any] = {}
+    with suppress(ValueError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+        reply = answer if isinstance(answer, dict) else {}
+    if done.returncode == 0 and "left" in reply:
         if missing := reply.get("without"):
             say(
                 f"unisono: WARNING: the process that read {shown} did without {' and '.join(map(_printable, missing))}",
@@ -193,24 +196,16 @@ def _run(
         ) from None
 
 
-def _parse_reply(text: str) -> dict[str, Any] | None:
-    try:
-        reply = json.loads(text.splitlines()[-1])
-    except (ValueError, IndexError):
-        return None
-    return reply if isinstance(reply, dict) else None
-
-
-def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, Any] | None) -> str:
+def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, Any]) -> str:
     """What is wrong with a pickle, as the end of a sentence."""
-    if reply is not None and "global" in reply:
+    if "global" in reply:
         asked = _printable(reply["global"])
         return (
             f"was refused: reading it would need {asked}, which is neither a tensor nor plain data and "
             "could run code. Nothing of it was run. The file's author can save only the tensors: "
             "torch.save(model.state_dict(), …), or safetensors.torch.save_file"
         )
-    if reply is not None and "sentence" in reply:
+    if "sentence" in reply:
         return _printable(reply["sentence"])
     if done.returncode < 0:
         return f"cannot be read: the reading process was killed by signal {-done.returncode}; its output was removed"

@@ -8,7 +8,6 @@ if none is intact, the start fails, since a run that has checkpoints must not si
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
-from unisono.runtime.files import atomic_file, fsync_path, remove_folder
+from unisono.runtime.files import atomic_file, file_hash, fsync_path, remove_folder
 from unisono.runtime.shapes import HashedFile, misfit
 from unisono.runtime.text import one_line
 
@@ -42,9 +41,7 @@ _TEMPORARY = ".fetching-"  # in the folder of checkpoints
 _PARALLEL_FILES = 8
 
 
-def find_newest(
-    store: ObjectStore, folder: Path, beyond: int = -1, passed: dict[str, str] | None = None
-) -> Checkpoint | None:
+def find_newest(store: ObjectStore, folder: Path, beyond: int, passed: dict[str, str]) -> Checkpoint | None:
     """The newest checkpoint of a store with an intact manifest and all its files, or None if there is none.
 
     Listings are never trusted: names come from the index and the store's listing, but a checkpoint exists only if its
@@ -59,7 +56,6 @@ def find_newest(
     Raises:
         DataError: if the store does not answer.
     """
-    passed = {} if passed is None else passed
     for name in reversed(list_checkpoints(store)):
         if parse_step(name) <= beyond or name in passed:
             continue
@@ -71,20 +67,8 @@ def find_newest(
     return None
 
 
-def fetch_files(store: ObjectStore, begun: Checkpoint) -> Path:
-    """Download the files of a checkpoint found by `find_newest`, and give its folder its final name.
-
-    Args:
-        store: of the run.
-        begun: the result of `find_newest`.
-
-    Returns:
-        The folder of the finished checkpoint.
-
-    Raises:
-        ObjectError: naming the object that is missing or damaged.
-        DataError: if the store does not answer.
-    """
+def _fetch_files(store: ObjectStore, begun: Checkpoint) -> None:
+    """Download the files of a checkpoint found by `find_newest`, and give its folder its final name."""
     name = begun.path.name.removeprefix(_TEMPORARY)
 
     def bring(file: str) -> None:
@@ -103,7 +87,6 @@ def fetch_files(store: ObjectStore, begun: Checkpoint) -> Path:
         final.rename(commit.free_aside_path(final))
     begun.path.rename(final)
     fsync_path(final.parent)
-    return final
 
 
 def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
@@ -132,7 +115,7 @@ def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
             _link_file(path / file, found.path / file, written["size"], written["sha256"])
         kept = commit.free_aside_path(path)
         try:
-            fetch_files(store, found)
+            _fetch_files(store, found)
         except ObjectError:
             remove_folder(found.path)
             raise
@@ -209,7 +192,7 @@ class Restore:
         while self.partial is not None:
             name = self.partial.path.name.removeprefix(_TEMPORARY)
             try:
-                fetch_files(self.store, self.partial)
+                _fetch_files(self.store, self.partial)
             except ObjectError as error:
                 self.skipped[name] = str(error)
                 remove_folder(self.partial.path)
@@ -266,10 +249,7 @@ def find_partial(folder: Path) -> list[Path]:
 
 
 def _fetch_manifest(store: ObjectStore, folder: Path, name: str) -> Checkpoint | str | None:
-    """Download a checkpoint's manifest; returns the checkpoint, or what is wrong with it, or None if it has none.
-
-    A checkpoint without a manifest is being uploaded or removed.
-    """
+    """Download a checkpoint's manifest; returns the checkpoint, or what is wrong with it, or None if it has none."""
     content = store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     if content is None:
         return None
@@ -296,9 +276,7 @@ def _link_file(file: Path, to: Path, size: int, sha256: str) -> None:
     with suppress(OSError):
         if file.is_symlink() or file.stat().st_size != size:
             return
-        with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found == sha256:
+        if file_hash(file) == sha256:
             to.unlink(missing_ok=True)  # of an earlier attempt
             os.link(file, to)
 
@@ -318,11 +296,7 @@ def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | 
 
 
 def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, str] | None) -> None:
-    """Download the missing files of the run's description: the configuration first, since it marks a run directory.
-
-    Raises:
-        ObjectError: naming what is missing or damaged.
-    """
+    """Download the missing files of the run's description: the configuration first, since it marks a run directory."""
     try:
         described = safe_paths.parse_json(store.get(DESCRIPTION_FILE) or b"")
         if (wrong := misfit(described, dict[str, HashedFile])) is not None:

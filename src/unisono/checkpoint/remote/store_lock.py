@@ -102,12 +102,9 @@ def claim(store: ObjectStore, folder: Path) -> None:
     there, here = read_owner(store), read_local(folder)
     run = here.get("run") or (there["run"] if there else uuid.uuid4().hex)
     mine = {
-        "run": run,
-        "start": uuid.uuid4().hex,
-        "host": platform.node(),
-        "process": str(os.getpid()),
+        "run": run, "start": uuid.uuid4().hex, "host": platform.node(), "process": str(os.getpid()),
         "folder": str(folder.resolve()),
-    }
+    }  # fmt: skip
     content = json.dumps(mine, indent=1).encode()
     if there is None:
         store.create(OWNER, content)

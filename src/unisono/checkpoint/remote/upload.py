@@ -93,7 +93,7 @@ class Uploads:
         self._stopped = self._ending = self._said = False
         self._last = math.inf
         self.uploaded: int | None = None  # step of the newest uploaded checkpoint
-        self._newest = self._revived = self._missed = -1
+        self._newest = self._missed = -1
         if self._store is not None:
             if left := description.find_skipped_assets(folder):
                 say(
@@ -190,9 +190,8 @@ class Uploads:
         """Tell the process that no more checkpoints will follow."""
         with self._lock, contextlib.suppress(OSError):
             self._ending = True
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.write(json.dumps({"end": True}) + "\n")
-                self._process.stdin.flush()
+            if self._process is not None:
+                _write_line(self._process, {"end": True})
 
     def _resume_pending(self) -> None:
         """Hand over the newest checkpoint of earlier starts, to resume interrupted uploads."""
@@ -229,11 +228,10 @@ class Uploads:
         """Send an order to the process, starting it if needed; an empty order only starts it."""
         if self._process is None or self._process.poll() is not None:
             self._start()
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
         if order:
             try:
-                self._process.stdin.write(json.dumps(order) + "\n")
-                self._process.stdin.flush()
+                _write_line(self._process, order)
             except OSError as error:  # it has just exited; the next checkpoint starts another
                 self._reports.put({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
 
@@ -252,15 +250,9 @@ class Uploads:
         with (self._folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "unisono.checkpoint.remote.upload_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-            )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
+            )  # fmt: skip
+        _write_line(process, settings)
         threading.Thread(target=self._listen, args=(process,), name="unisono-uploads", daemon=True).start()
         self._process = process
 
@@ -277,47 +269,45 @@ class Uploads:
             self._reports.put({"died": process.wait()})
 
     def _handle_report(self, report: dict[str, Any]) -> None:
-        step, url = report.get("step", self._newest), self._store.url if self._store else ""
+        step, url, lag = report.get("step", self._newest), self._store.url if self._store else "", self._format_lag()
+        why = report.get("why")
         if name := report.get("uploaded"):
             self._waiting.discard(name)
             self.uploaded = max(step, self.uploaded if self.uploaded is not None else -1)
-            megabytes, seconds = report["sent"] / 1e6, report["seconds"]
-            self._say(f"uploaded step {step} to {url} ({megabytes:.1f} MB sent, {seconds:.1f} s)")
-            self._note(step, {"upload": "there", "upload_bytes": report["sent"], "upload_seconds": seconds})
-        elif name := report.get("failed"):
+            size, seconds = report["sent"], report["seconds"]
+            self._say(f"uploaded step {step} to {url} ({size / 1e6:.1f} MB sent, {seconds:.1f} s)")
+            self._note(step, {"upload": "there", "upload_bytes": size, "upload_seconds": seconds})
+        elif report.get("failed"):
             again = f"; retrying in {report['again']:g} s" if report.get("again") else ""
-            self._say(f"WARNING: upload of step {step} failed: {report['why']} ({self._format_lag()}){again}")
-            self._note(step, {"upload": "failed", "upload_error": report["why"]})
+            self._warn(step, "failed", f"upload of step {step} failed: {why} ({lag}){again}", why)
         elif name := report.get("left"):
             self._waiting.discard(name)
-            self._say(
-                f"WARNING: step {step} was not uploaded to {url}, since a newer one is waiting ({self._format_lag()})"
-            )
-            self._note(step, {"upload": "left"})
+            self._warn(step, "left", f"step {step} was not uploaded to {url}, since a newer one is waiting ({lag})")
         elif report.get("stopped"):
             self._stopped = True
-            self._say(
-                f"WARNING: uploads to {url} stopped, since this run was continued elsewhere: {report['why']}. "
-                "Stop one of the two"
-            )
-            self._note(step, {"upload": "stopped", "upload_error": report["why"]})
+            text = f"uploads to {url} stopped, since this run was continued elsewhere: {why}. Stop one of the two"
+            self._warn(step, "stopped", text, why)
         elif "died" in report and self._waiting and self._process is not None:
-            log = self._folder / "logs" / "upload.log"
-            why = f"the upload process exited with code {report['died']}; see {log}"
-            self._say(f"WARNING: upload of step {step} failed: {why} ({self._format_lag()})")
-            self._note(step, {"upload": "failed", "upload_error": why})
-            self._process = None
+            why = f"the upload process exited with code {report['died']}; see {self._folder / 'logs' / 'upload.log'}"
+            self._warn(step, "failed", f"upload of step {step} failed: {why} ({lag})", why)
+            self._process = None  # the next checkpoint, or the next start, starts another
             self._waiting.clear()
-            if self._ending or self._revived == self._newest:
-                self._stopped |= self._ending
-            else:  # once for each checkpoint
-                self._revived = self._newest
-                self._resume_pending()
+            self._missed = self._newest
+
+    def _warn(self, step: int, state: str, text: str, why: str | None = None) -> None:
+        self._say(f"WARNING: {text}")
+        self._note(step, {"upload": state, "upload_error": why} if why else {"upload": state})
 
     def _format_lag(self) -> str:
         return (
             "nothing uploaded since the start" if self.uploaded is None else f"not uploaded since step {self.uploaded}"
         )
+
+
+def _write_line(process: subprocess.Popen[str], content: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(content) + "\n")
+    process.stdin.flush()
 
 
 def _is_complete(path: Path) -> bool:

@@ -17,7 +17,7 @@ It reports `uploaded`, `failed` (to be retried), `left` (a newer one is waiting,
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import json
 import os
 import queue
@@ -30,11 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core.retention import FinishedCheckpoint, Retention
+from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import DataError, RunError
+from unisono.runtime.files import file_hash
 from unisono.runtime.remote import remote_options
 
 CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
@@ -62,9 +63,7 @@ class CheckpointUploader:
 
     def __init__(self, store: ObjectStore, folder: Path, start: str | None, retention: Retention) -> None:
         self._store, self._folder, self._start, self._retention = store, folder, start, retention
-        self._verified_objects: set[tuple[str, str]] = (
-            set()
-        )  # name and hash of what this process has seen whole in the store
+        self._verified_objects: dict[str, str] = {}  # hashes of what this process has seen whole in the store, by name
         self.sent = 0  # bytes uploaded
 
     def commit(self, path: Path, name: str, files: dict[str, Any], metric: dict[str, float] | None = None) -> None:
@@ -105,12 +104,11 @@ class CheckpointUploader:
         store = self._store
         found = description.files(self._folder)
         described: dict[str, Any] = {
-            name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in found.items()
+            name: {"size": path.stat().st_size, "sha256": file_hash(path)} for name, path in found.items()
         }
+        objects = {name: description_object(name, written["sha256"]) for name, written in described.items()}
         for name, written in described.items():
-            self._upload_file(
-                description_object(name, written["sha256"]), found[name], written["size"], written["sha256"]
-            )
+            self._upload_file(objects[name], found[name], written["size"], written["sha256"])
         content, before = json.dumps(described, indent=1).encode(), store.get(DESCRIPTION_FILE)
         if before != content:  # a single object, so that the files it names are consistent
             store.put(DESCRIPTION_FILE, content)
@@ -119,24 +117,25 @@ class CheckpointUploader:
                     description_object(name, each["sha256"])
                     for name, each in safe_paths.parse_json(before or b"{}").items()
                 }
-                for name in old - {description_object(name, each["sha256"]) for name, each in described.items()}:
+                for name in old - {*objects.values()}:
                     store.remove(name)
 
     def _upload_file(self, name: str, path: Path, size: int, sha256: str) -> None:
         """Upload a file; an existing object is trusted only after it was read back."""
-        if (name, sha256) in self._verified_objects:
+        if self._verified_objects.get(name) == sha256:
             return
+
+        def count(part: int) -> None:
+            self.sent += part
+
         if self._store.sha256(name, size) != sha256:
             self._check_owner()
-            self._store.send(name, path, self._count)
+            self._store.send(name, path, count)
             if self._store.sha256(name, size) != sha256:
-                if _sha256(path) != sha256:
+                if file_hash(path) != sha256:
                     raise DamagedError(f"{path} is damaged: its content is not what was written")
                 raise DataError(f"{self._store.url_of(name)} {self._store.describe_fault(name, size)}")
-        self._verified_objects = {(n, h) for n, h in self._verified_objects if n != name} | {(name, sha256)}
-
-    def _count(self, size: int) -> None:
-        self.sent += size
+        self._verified_objects[name] = sha256
 
     def _check_owner(self) -> None:
         if self._start is not None and (other := store_lock.find_new_owner(self._store, self._start)):
@@ -148,9 +147,7 @@ class CheckpointUploader:
         metrics = {name: indexed[name] if name in indexed else self._metric(name) for name in list_checkpoints(store)}
         metrics[newest] = metric
         names = {parse_step(name): name for name in metrics}
-        going = self._retention.find_removable(
-            parse_step(newest), [FinishedCheckpoint(step, metrics[name]) for step, name in names.items()]
-        )
+        going = self._retention.find_removable(parse_step(newest), {s: metrics[name] for s, name in names.items()})
         gone = [names[step] for step in going]
         store.put(INDEX, json.dumps({name: metrics[name] for name in metrics.keys() - {*gone}}, indent=1).encode())
         for name in gone:
@@ -158,7 +155,7 @@ class CheckpointUploader:
             files = [file for file in store.names(at) if file != MANIFEST]
             for file in (MANIFEST, *files):
                 store.remove(f"{at}/{file}")
-                self._verified_objects = {(n, h) for n, h in self._verified_objects if n != f"{at}/{file}"}
+                self._verified_objects.pop(f"{at}/{file}", None)
 
     def _metric(self, name: str) -> dict[str, float] | None:
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -200,11 +197,6 @@ def parse_step(name: str) -> int:
     return int(number) if name.startswith("step-") and number.isdecimal() and len(number) >= 8 else -1
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class UploadWorker:
     """The loop of the process: uploads the newest waiting checkpoint until it succeeds.
 
@@ -241,33 +233,35 @@ class UploadWorker:
                 return
 
     def _upload_with_retries(self, order: dict[str, Any]) -> None:
-        pause = self._pause
+        name, step, pause = order["name"], order["step"], self._pause
         began, before = time.monotonic(), self._upload.sent
         while True:
             try:
                 with contextlib.suppress(DataError):  # listing parts may be forbidden even if uploading is allowed
                     self._store.abort_parts()
-                self._upload.commit(Path(order["path"]), order["name"], order["files"], order["metric"])
+                self._upload.commit(Path(order["path"]), name, order["files"], order["metric"])
+            except DamagedError as error:
+                self._tell({"failed": name, "step": step, "why": str(error), "again": None})
+                self._drop(order)
+                return
             except (DataError, RunError, OSError) as error:
                 why = secrets.mask(str(error) or type(error).__name__)
-                details = {"step": order["step"], "why": why, "again": pause}
-                self._tell({"failed": order["name"], **details})
+                self._tell({"failed": name, "step": step, "why": why, "again": pause})
                 self._take_orders(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if self._next is not None:
-                    self._tell({"left": order["name"], "step": order["step"]})
-                    _remove_links(order)
+                    self._drop(order)
                     return
-            except DamagedError as error:
-                self._tell({"failed": order["name"], "step": order["step"], "why": str(error), "again": None})
-                self._tell({"left": order["name"], "step": order["step"]})
-                _remove_links(order)
-                return
             else:
-                details = {"step": order["step"], "seconds": time.monotonic() - began}
-                self._tell({"uploaded": order["name"], **details, "sent": self._upload.sent - before})
+                sent, seconds = self._upload.sent - before, time.monotonic() - began
+                self._tell({"uploaded": name, "step": step, "seconds": seconds, "sent": sent})
                 _remove_links(order)
                 return
+
+    def _drop(self, order: dict[str, Any]) -> None:
+        """Give a checkpoint up."""
+        self._tell({"left": order["name"], "step": order["step"]})
+        _remove_links(order)
 
     def _take_orders(self, seconds: float | None) -> None:
         """Wait for orders, up to a time or for the first; the newest checkpoint is next, older ones are dropped."""
@@ -283,8 +277,7 @@ class UploadWorker:
                 self._ending = True
                 return
             if self._next is not None:
-                self._tell({"left": self._next["name"], "step": self._next["step"]})
-                _remove_links(self._next)
+                self._drop(self._next)
             self._next = order
 
 
@@ -292,15 +285,6 @@ def _remove_links(order: dict[str, Any]) -> None:
     """Remove the links that kept a checkpoint's files for the upload."""
     if order.get("held"):
         shutil.rmtree(order["path"], ignore_errors=True)
-
-
-def _send_heartbeats(store: ObjectStore, start: str, every: float, ended: threading.Event) -> None:
-    number = 0
-    while not ended.is_set():
-        number += 1
-        with contextlib.suppress(Exception):  # if the store is unreachable, uploads report it
-            store_lock.write_heartbeat(store, start, number)
-        ended.wait(every)
 
 
 def main() -> None:
@@ -325,11 +309,15 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     ended = threading.Event()
-    beats = threading.Thread(
-        target=_send_heartbeats,
-        args=(store, start, settings.get("beat", store_lock.HEARTBEAT_SECONDS), ended),
-        daemon=True,
-    )
+
+    def beat() -> None:
+        for number in itertools.count(1):
+            with contextlib.suppress(Exception):  # if the store is unreachable, uploads report it
+                store_lock.write_heartbeat(store, start, number)
+            if ended.wait(settings.get("beat", store_lock.HEARTBEAT_SECONDS)):
+                return
+
+    beats = threading.Thread(target=beat, daemon=True)
     beats.start()
     worker.run()
     ended.set()

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading import checksum
-from unisono.data.loading.sample_cache import SampleCache
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import NO_SAMPLES, SampleIndices
+from unisono.data.sources.cache import LruCache
 from unisono.protocols import Recurrent, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
@@ -168,7 +168,7 @@ class BatchBuilder:
     def _set_up(self) -> None:
         self._now: dict[int, int] = {}  # thread -> row of the source it is building
         self.note_row: Callable[[int], None] = self._note_row
-        self._kept = SampleCache(self._keep)
+        self._kept: LruCache[Any] = LruCache(self._keep, least=0, weigh=checksum.byte_size)
         self._stand_in: tuple[int, Any] | None = None
         self._contexts = _ContextPool(training=self.purpose != "eval")
         self._draws = getattr(self.task.sample, "__func__", None) is not Task.sample
@@ -221,12 +221,9 @@ class BatchBuilder:
         if self._mask:
             work["masked"] = 0.0 if request.idle else float(len(masked))
         made = BatchInfo(
-            request.slots,
-            NO_SAMPLES if idle else taken,
-            np.array(contents, dtype=np.uint64),
-            () if request.idle else tuple(masked),
-            (watch.read, watch.sample, watch.rest),
-        )
+            request.slots, NO_SAMPLES if idle else taken, np.array(contents, dtype=np.uint64),
+            () if request.idle else tuple(masked), (watch.read, watch.sample, watch.rest),
+        )  # fmt: skip
         packed = None if self._capacity is None else size
         return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
 
@@ -264,7 +261,7 @@ class BatchBuilder:
                 raise
             except Exception as error:
                 raise DataError(f"row {row} of the source: length() failed: {describe_error(error)}") from error
-            self._kept.put((row, epoch), sample)
+            self._kept.get((row, epoch), lambda sample=sample: sample)  # type: ignore[misc]
         self.rest()
         return found
 
@@ -304,8 +301,9 @@ class BatchBuilder:
         except UnisonoError:
             raise
         except Exception as error:
+            shown = ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")
             raise DataError(
-                f"rows {_format_rows(rows)} of the source: building the batch failed: {describe_error(error)}"
+                f"rows {shown} of the source: building the batch failed: {describe_error(error)}"
             ) from error
         return arrays, counts, work, len(pieces)
 
@@ -415,7 +413,3 @@ def _group_by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]
     places = slots.tolist()
     for _, group in groupby(range(len(pieces)), key=places.__getitem__):
         yield [pieces[number] for number in group]
-
-
-def _format_rows(rows: Indices) -> str:
-    return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")

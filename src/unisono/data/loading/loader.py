@@ -19,7 +19,6 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum, worker_autotuning, workers
 from unisono.data.loading.batch_builder import (
     BatchBuilder,
-    MaskedSample,
     MicroBatch,
     Request,
     build_sample,
@@ -27,7 +26,7 @@ from unisono.data.loading.batch_builder import (
 )
 from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
 from unisono.data.loading.prefetch import Prefetcher
-from unisono.data.loading.storage_kind import is_remote_source
+from unisono.data.order.mixture import Joined
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan
 from unisono.runtime import heartbeat
@@ -286,7 +285,8 @@ class Loader:
             self._masked += 1
             log.warning("step %d: left out: %s", step + 1, sample.reason)
             if self._masked <= _MAX_REPORTED:
-                self._news.append(f"step {step + 1}: left out: {_shorten_reason(sample)}")
+                reason = sample.reason if len(sample.reason) < 300 else f"{sample.reason[:300]} …"
+                self._news.append(f"step {step + 1}: left out: {reason}")
             elif str(self._masked).strip("0") == "1":
                 self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
 
@@ -311,6 +311,12 @@ class MeasuredLengths:
     def __call__(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Lengths of samples in units of a packed row."""
         return self.measure(rows, epochs)
+
+
+def is_remote_source(source: Source) -> bool:
+    """Whether reading waits for a network, as `source.remote` says; of several sources, whether any does."""
+    sources = source.sources.values() if isinstance(source, Joined) else [source]
+    return any(bool(getattr(one, "remote", False)) for one in sources)
 
 
 def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:
@@ -357,7 +363,3 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
             "from it).",
             fault="The samples depend on the call",
         )
-
-
-def _shorten_reason(sample: MaskedSample) -> str:
-    return sample.reason if len(sample.reason) < 300 else sample.reason[:300] + " …"

@@ -18,11 +18,8 @@ _PROBE_ROWS = 8  # rows of a micro-batch built to measure it
 _MAX_LOCKED = 0.3  # fraction of the time in Python's lock above which more threads are of little use
 REMOTE_WORKERS = 8  # workers for remote storage, which wait for an answer most of the time and need no core for it
 _NAP = 2e-4  # seconds that the probe sleeps at a time
-_WINDOW, _MAX_WAIT_SHARE, _REPEAT_AFTER = (
-    20,
-    0.1,
-    500,
-)  # steps averaged; fraction of waiting that is too much; steps between warnings
+_WINDOW = 20  # steps averaged
+_MAX_WAIT_SHARE, _REPEAT_AFTER = 0.1, 500  # fraction of waiting that is too much; steps between warnings
 
 
 @dataclass(frozen=True)

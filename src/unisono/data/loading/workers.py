@@ -24,7 +24,7 @@ from functools import cached_property
 from inspect import getattr_static
 from multiprocessing import spawn
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
@@ -37,25 +37,6 @@ _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from unisono.data.loading.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-
-
-class Workers(Protocol):
-    """Workers that call the methods of a `BatchBuilder`."""
-
-    @property
-    def busy(self) -> list[int]:
-        """Rows of the source being built."""
-
-    def ask(self, act: str, *arguments: Any) -> Future[Any]:
-        """Submit a call of the builder's method with this name."""
-
-    def close(self) -> None:
-        """Stop all workers."""
-
-
-def start_workers(maker: BatchBuilder, kind: str, count: int, name: str) -> Workers:
-    """Create workers of a kind."""
-    return ProcessWorkers(maker, count, name) if kind == "processes" else ThreadWorkers(maker, count, name)
 
 
 class ThreadWorkers:
@@ -130,7 +111,7 @@ class ProcessWorkers:
         self._lock = threading.Lock()
         self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
         self._fault: DataError | None = None
-        self._closed = False
+        self.closed = False
         # Sending wakes a process, which may preempt the sender; so the training thread must not send.
         self._more: SimpleQueue[bool] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
@@ -190,7 +171,7 @@ class ProcessWorkers:
     def close(self) -> None:
         """Stop all processes, even if they are busy."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             for future, *_ in self._asked:
                 future.cancel()
             self._asked.clear()
@@ -206,10 +187,13 @@ class ProcessWorkers:
         while self._more.get():
             self.dispatch()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+
+Workers = ThreadWorkers | ProcessWorkers
+
+
+def start_workers(maker: BatchBuilder, kind: str, count: int, name: str) -> Workers:
+    """Create workers of a kind."""
+    return (ProcessWorkers if kind == "processes" else ThreadWorkers)(maker, count, name)
 
 
 class _WorkerHandle:
@@ -224,9 +208,8 @@ class _WorkerHandle:
             self._page = mmap.mmap(file.fileno(), worker_process.PAGE_SIZE)
             descriptors = theirs.fileno(), file.fileno()
             path = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - "" is where we are
-            blocked = signal.pthread_sigmask(
-                signal.SIG_BLOCK, worker_process.BLOCKED_SIGNALS
-            )  # inherited by the worker, until it ignores them
+            # Inherited by the worker, until it ignores them.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, worker_process.BLOCKED_SIGNALS)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _CODE, path, *map(str, descriptors)],
@@ -324,15 +307,16 @@ def _pickle_builder(maker: BatchBuilder) -> ipc.IpcMessage:
     slim = copy.copy(maker)
     slim.task = copy.copy(maker.task)
     for name, value in list(vars(slim.task).items()):
-        if isinstance(getattr_static(type(slim.task), name, None), cached_property) and not _is_small(value):
-            del vars(slim.task)[name]  # recomputed on demand
+        if isinstance(getattr_static(type(slim.task), name, None), cached_property):
+            message = _try_pickle(value)
+            if message is None or b"torch" in message or message.size > _SMALL_BYTES:
+                del vars(slim.task)[name]  # recomputed on demand
     try:
         return ipc.IpcMessage(slim, shared=_SMALL_BYTES)  # fits into any socket's buffer, so sending does not block
     except Exception as error:
         kind = type(maker.task).__name__
-        what = (
-            f"{kind}.data(), a {type(maker.source).__name__}," if _cannot_pickle(maker.source) else f"the task {kind}"
-        )
+        faulty = _try_pickle(maker.source) is None
+        what = f"{kind}.data(), a {type(maker.source).__name__}," if faulty else f"the task {kind}"
         raise DataError(
             f"data.worker_kind=processes: {what} cannot be sent to a worker process "
             f"({type(error).__name__}: {error}). Define its classes and functions at the top level of a file, open "
@@ -340,18 +324,8 @@ def _pickle_builder(maker: BatchBuilder) -> ipc.IpcMessage:
         ) from error
 
 
-def _is_small(value: Any) -> bool:
-    """Whether a cached value is small and does not need torch."""
+def _try_pickle(value: Any) -> ipc.IpcMessage | None:
     try:
-        message = ipc.IpcMessage(value)
+        return ipc.IpcMessage(value)
     except Exception:
-        return False
-    return b"torch" not in message and message.size <= _SMALL_BYTES
-
-
-def _cannot_pickle(value: Any) -> bool:
-    try:
-        ipc.IpcMessage(value)
-    except Exception:
-        return True
-    return False
+        return None

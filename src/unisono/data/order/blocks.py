@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from unisono.data.order.order import Indices, Shuffle, apply_shuffles
 from unisono.data.sources.cache import LruCache
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import key
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,22 @@ class _LaneEpoch:
         """Rows of the source at these positions, before windows are shuffled."""
         block = np.searchsorted(self.ends, places, side="right")
         return self.starts[block] + places - (self.ends[block] - self.sizes[block])
+
+
+def _memoised(compute: Callable[..., T]) -> Callable[..., T]:
+    """Memoise what a method computes from the settings alone; concurrent threads may compute it twice."""
+
+    @wraps(compute)
+    def get(order: BlockOrder, *arguments: int) -> T:
+        kept = order._kept
+        found: T | None = kept.get(what := (compute.__name__, *arguments))
+        if found is None:
+            if len(kept) > 4 * order.lanes.count + 8:
+                kept.clear()
+            found = kept[what] = compute(order, *arguments)
+        return found
+
+    return get
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +107,6 @@ class BlockOrder:
         """Rows at these positions."""
         return self.locate(positions)[0]
 
-    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
-        """How many groups of blocks the lanes of these positions have read before, i.e. their epochs."""
-        return self.locate(positions)[1]
-
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions."""
         # From lanes to epochs to windows, then all windows' permutations at once, then to rows.
@@ -130,54 +144,35 @@ class BlockOrder:
         lanes = range(self.lanes.count)
         return all(self.rows_before(lane, few) <= places <= self.rows_before(lane, many) for lane in lanes)
 
+    @_memoised
     def _groups(self, cycle: int) -> tuple[Indices, Indices]:
         """The blocks in dealing order, (blocks,), and the number of rows of each group, (lanes,)."""
+        lanes, blocks = self.lanes.count, np.arange(len(self.sizes), dtype=np.int64)
+        dealt = Shuffle(len(blocks), key(self.seed, "blocks", cycle))(blocks)
+        dealt = dealt[np.argsort(-self.sizes[dealt], kind="stable")]
+        return dealt, np.array([self.sizes[dealt[group::lanes]].sum() for group in range(lanes)], dtype=np.int64)
 
-        def deal() -> tuple[Indices, Indices]:
-            lanes, blocks = self.lanes.count, np.arange(len(self.sizes), dtype=np.int64)
-            dealt = Shuffle(len(blocks), key(self.seed, "blocks", cycle))(blocks)
-            dealt = dealt[np.argsort(-self.sizes[dealt], kind="stable")]
-            return dealt, np.array([self.sizes[dealt[group::lanes]].sum() for group in range(lanes)], dtype=np.int64)
-
-        found: tuple[Indices, Indices] = self._memoise(("groups", cycle), deal)
-        return found
-
+    @_memoised
     def _ends(self, cycle: int, lane: int) -> Indices:  # -> (lanes,)
         """Where each epoch of a lane ends, counted from the beginning of the cycle."""
+        lanes = self.lanes.count
+        return np.cumsum(self._groups(cycle)[1][(lane - np.arange(lanes)) % lanes])
 
-        def ends() -> Indices:
-            lanes = self.lanes.count
-            return np.cumsum(self._groups(cycle)[1][(lane - np.arange(lanes)) % lanes])
-
-        found: Indices = self._memoise(("ends", cycle, lane), ends)
-        return found
-
+    @_memoised
     def _lane_epoch(self, epoch: int, lane: int) -> _LaneEpoch:
-        def read() -> _LaneEpoch:
-            lanes = self.lanes.count
-            cycle, within = divmod(epoch, lanes)
-            group = self._groups(cycle)[0][(lane - within) % lanes :: lanes]
-            address = key(self.seed, "lane", epoch, lane)
-            blocks = group[Shuffle(len(group), address)(np.arange(len(group), dtype=np.int64))]
-            ends = np.cumsum(self.sizes[blocks])
-            windows = np.append(np.insert(ends[self.window - 1 :: self.window], 0, 0), ends[-1])
-            return _LaneEpoch(address, ends, self._starts[blocks], self.sizes[blocks], windows)
-
-        found: _LaneEpoch = self._memoise(("reading", epoch, lane), read)
-        return found
+        lanes = self.lanes.count
+        cycle, within = divmod(epoch, lanes)
+        group = self._groups(cycle)[0][(lane - within) % lanes :: lanes]
+        address = key(self.seed, "lane", epoch, lane)
+        blocks = group[Shuffle(len(group), address)(np.arange(len(group), dtype=np.int64))]
+        ends = np.cumsum(self.sizes[blocks])
+        windows = np.append(np.insert(ends[self.window - 1 :: self.window], 0, 0), ends[-1])
+        return _LaneEpoch(address, ends, self._starts[blocks], self.sizes[blocks], windows)
 
     @cached_property
     def _starts(self) -> Indices:
         """The first row of each block."""
         return np.cumsum(self.sizes) - self.sizes
-
-    def _memoise(self, what: Any, make: Callable[[], Any]) -> Any:
-        """Memoise what depends only on the settings; concurrent threads may compute it twice."""
-        if (found := self._kept.get(what)) is None:
-            if len(self._kept) > 4 * self.lanes.count + 8:
-                self._kept.clear()
-            found = self._kept[what] = make()
-        return found
 
 
 class CachedBlocks:

@@ -81,16 +81,11 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class MixturePhase:
-    """A stretch of the run with constant weights.
+class _Phase:
+    """A stretch of the run with constant weights."""
 
-    Attributes:
-        first: its first position in each lane.
-        weights: of each source, as integers.
-    """
-
-    first: int
-    weights: tuple[int, ...]
+    first: int  # its first position in each lane
+    weights: tuple[int, ...]  # of each source
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class MixtureOrder:
     names: tuple[str, ...]
     streams: tuple[Stream, ...]
     starts: tuple[int, ...]
-    phases: tuple[MixturePhase, ...]
+    phases: tuple[_Phase, ...]
     seed: int
     block: int = 1000
     until: str = "all"
@@ -149,17 +144,13 @@ class MixtureOrder:
             samples = batch if units is None else units / _mean_mixed_length(before, joined.sources)
             begins.append(begins[-1] + (change.step - step) * samples)
             step = change.step
-        phases = tuple(MixturePhase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
+        phases = tuple(_Phase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
         names, starts = tuple(joined.sources), tuple(joined.starts)
         return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
         return self.locate(positions)[0]
-
-    def epochs(self, positions: Indices) -> Indices:  # (n,) -> (n,)
-        """Number of earlier passes over the sources of these positions."""
-        return self.locate(positions)[1]
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions, from the streams of their sources."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +31,7 @@ from unisono.runtime.rng import key
 _MAX_KEPT_CHUNKS = 2  # packed chunks to keep per lane, since a step can span two
 
 
-class Lengths(Protocol):
-    """Lengths of samples, requested once per chunk and only for lanes that the process owns."""
-
-    def __call__(self, rows: Indices, epochs: Indices) -> Indices:
-        """Lengths of these source rows in these epochs, (n,), (n,) -> (n,)."""
+Lengths = Callable[[Indices, Indices], Indices]  # of rows in epochs, asked once per chunk, for own lanes alone
 
 
 def lookup_lengths(lengths: Indices) -> Lengths:
@@ -60,11 +56,6 @@ class _Lane:
         self.chunk = chunk
         self.before = list(before)
         self.kept: dict[int, _Chunk] = {}
-
-    @property
-    def next_chunk(self) -> int:
-        """The first chunk that has not been packed yet."""
-        return self.chunk + len(self.before) - 1
 
     def chunk_of(self, row: int) -> int:
         """The chunk that contains a row, or begins with it; `row` must not be beyond the known chunks."""
@@ -153,15 +144,9 @@ class PackedPlan:
                 f"train.epochs={train.epochs:g} does not work with data.packing, since the number of rows in an epoch "
                 f"is unknown before packing; set train.steps and train.epochs=null{about}"
             )
-        return cls(
-            stream,
-            lengths if callable(lengths) else lookup_lengths(np.asarray(lengths)),
-            settings,
-            capacity=capacity,
-            global_batch=train.global_batch,
-            lanes=lanes,
-            steps=train.steps,
-        )
+        known = lengths if callable(lengths) else lookup_lengths(np.asarray(lengths))
+        batch = train.global_batch
+        return cls(stream, known, settings, capacity=capacity, global_batch=batch, lanes=lanes, steps=train.steps)
 
     @property
     def seed(self) -> int:
@@ -268,15 +253,8 @@ class PackedPlan:
             bins = slice(begin - before, min(end - before, chunk.pieces.bins))
             part = slice(chunk.edges[bins.start], chunk.edges[bins.stop])
             pieces, items = chunk.pieces, chunk.pieces.item[part]
-            parts.append(
-                (
-                    pieces.bin[part] + before + to_slot,
-                    chunk.rows[items],
-                    chunk.epochs[items],
-                    pieces.first[part],
-                    pieces.last[part],
-                )
-            )
+            slots = pieces.bin[part] + before + to_slot
+            parts.append((slots, chunk.rows[items], chunk.epochs[items], pieces.first[part], pieces.last[part]))
             begin = before + bins.stop
         return parts
 
@@ -287,7 +265,7 @@ class PackedPlan:
         known = self._lanes[lane]
         empty = 0
         while known.before[-1] < row + there:
-            bins = self._pack_and_keep(lane, known.next_chunk).pieces.bins
+            bins = self._pack_and_keep(lane, known.chunk + len(known.before) - 1).pieces.bins
             known.before.append(known.before[-1] + bins)
             empty = 0 if bins else empty + 1
             if empty * self._settings.chunk > self._stream.size:

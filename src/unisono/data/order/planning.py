@@ -15,11 +15,10 @@ from unisono.data.order import lanes as lanes_
 from unisono.data.order.blocks import BlockOrder, CachedBlocks
 from unisono.data.order.grouped import GroupedOrder
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
-from unisono.data.order.length_groups import LengthGroups
 from unisono.data.order.mixture import Joined, MixtureOrder, whole_weights
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
-from unisono.data.order.plan import Plan, Stream, StreamPlan
+from unisono.data.order.plan import LengthGroups, Plan, Stream, StreamPlan
 from unisono.protocols import packed_capacity, require_packable
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import key
@@ -46,7 +45,9 @@ def build_source(task: Task, config: RunConfig | None = None, world_size: int = 
         _check_rows(one, f"{type(task).__name__}.data()" + (f"[{name!r}]" if several else ""))
     sources = {name: one if hasattr(one, "__getitem__") else CachedBlocks(one) for name, one in sources.items()}
     if config is not None and config.data.shuffle == "blocks":
-        kept = _blocks_to_keep(sources, config, world_size)
+        blocks = _max_blocks(sources)
+        lanes = lanes_.resolve_lane_count(config.data.lanes, config.train.global_batch, world_size, blocks)
+        kept = (config.data.window + 2) * (lanes // world_size)  # its lanes' windows, and a few of the next blocks
         for one in sources.values():
             if hasattr(one, "keep_blocks"):  # other sources need no cache
                 one.keep_blocks(kept)
@@ -103,7 +104,12 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
     count = lanes_.resolve_lane_count(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
         chunks = SINGLE_LANE if blocks is None else Lanes(count, data.packing.chunk)
-        return _build_packed_plan(task, source, _build_stream(task, source, config, chunks), config, count)
+        stream = _build_stream(task, source, config, chunks)
+        require_packable(task)
+        lengths = getattr(source, "lengths", None)
+        if lengths is None:  # known only once samples are built
+            lengths = MeasuredLengths(task, source, config.run.seed, mask=data.on_error == "mask")
+        return PackedPlan.from_config(stream, lengths, train, data, capacity=packed_capacity(task), lanes=count)
     stream = _build_stream(task, source, config, Lanes(count, train.global_batch // count))
     if train.epochs is not None:
         _check_epochs(stream, train.global_batch, train.epochs)
@@ -181,17 +187,6 @@ def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -
     return MixtureOrder.from_config(data.mixture, source, streams, seed, batch, lanes, units)
 
 
-def _build_packed_plan(task: Task, source: Source, stream: Stream, config: RunConfig, lanes: int) -> Plan:
-    """The plan of packed rows."""
-    require_packable(task)
-    lengths = getattr(source, "lengths", None)
-    if lengths is None:  # known only once samples are built
-        lengths = MeasuredLengths(task, source, config.run.seed, mask=config.data.on_error == "mask")
-    return PackedPlan.from_config(
-        stream, lengths, config.train, config.data, capacity=packed_capacity(task), lanes=lanes
-    )
-
-
 def _check_rows(source: Any, name: str) -> None:
     by_number = hasattr(source, "__getitem__") or hasattr(source, "read_block")
     if not (hasattr(source, "__len__") and by_number):
@@ -207,11 +202,7 @@ def _check_rows(source: Any, name: str) -> None:
 
 
 def _max_blocks(sources: Mapping[str, Any]) -> int:
-    """The largest number of blocks of any source.
-
-    Raises:
-        ConfigError: naming a source without blocks.
-    """
+    """The largest number of blocks of any source."""
     for name, one in sources.items():
         if getattr(one, "blocks", None) is None:
             raise ConfigError(
@@ -219,14 +210,6 @@ def _max_blocks(sources: Mapping[str, Any]) -> int:
                 "none; use data.shuffle=full"
             )
     return max(len(one.blocks) for one in sources.values())
-
-
-def _blocks_to_keep(sources: Mapping[str, Any], config: RunConfig, world_size: int) -> int:
-    """Number of blocks of a source that a process caches: its lanes' windows, and a few more."""
-    data = config.data
-    lanes = lanes_.resolve_lane_count(data.lanes, config.train.global_batch, world_size, _max_blocks(sources))
-    kept: int = (data.window + 2) * (lanes // world_size)
-    return kept
 
 
 def _check_epochs(stream: Stream, global_batch: int, epochs: float) -> None:

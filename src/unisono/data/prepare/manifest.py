@@ -1,30 +1,33 @@
-"""The manifest of a folder of shards. It is written last, so a folder with a manifest is complete."""
+"""The manifest of a folder of shards, which is complete if it has one, and a hash of rows whatever their shards."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from unisono.data.prepare.content_hash import ContentHash
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
+from unisono.runtime.rng import key
 from unisono.runtime.shapes import Integer, misfit
 from unisono.runtime.text import one_line
 
 FORMAT = 1  # version of the folder's format
 MANIFEST_FILE = "manifest.json"
-_DTYPES = (
-    "<u1",
-    "<u2",
-    "<u4",
-    "<i4",
-)  # of units; signed ones are accepted here, so that their reader can name file and row
+_DTYPES = ("<u1", "<u2", "<u4", "<i4")  # of units; signed ones, so that their reader can name file and row
+_PRIME = (1 << 127) - 1
+_BASE = key("content of a row")
+
+Units = NDArray[Any]  # unsigned integers, (n,)
+Lengths = NDArray[np.int64]
 
 
 class _Shard(TypedDict):
@@ -45,6 +48,39 @@ class _Manifest(TypedDict):
     content: str
     of: dict[str, Any]
     shards: list[_Shard]
+
+
+class ContentHash:
+    """An order-dependent hash of rows that can be combined from parts: the hashes of rows are the digits of a number.
+
+    `H(a + b) = H(a) · base^rows(b) + H(b)` modulo a prime, so shards can be hashed in parallel.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self._number = 0, 0
+
+    @classmethod
+    def combine(cls, entries: Sequence[Mapping[str, Any]]) -> ContentHash:
+        """The hash of concatenated shards, from their manifest entries."""
+        whole = cls()
+        for entry in entries:
+            whole._number = (whole._number * pow(_BASE, entry["rows"], _PRIME) + int(entry["content"], 16)) % _PRIME
+            whole.rows += entry["rows"]
+        return whole
+
+    def add(self, values: Units, lengths: Lengths) -> None:
+        """Add rows: their units, (n,), and lengths, (rows,)."""
+        data, size, begin, number = values.data.cast("B"), values.itemsize, 0, self._number
+        for end in (np.cumsum(lengths) * size).tolist():
+            digit = int.from_bytes(hashlib.blake2b(data[begin:end], digest_size=16).digest(), "little")
+            number, begin = (number * _BASE + digit) % _PRIME, end
+        self._number = number
+        self.rows += len(lengths)
+
+    @property
+    def hex(self) -> str:
+        """The hash as 32 hexadecimal digits."""
+        return f"{self._number:032x}"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -72,7 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is not a manifest of prepared data ({one_line(wrong or 'dtype')}); prepare the data again"
         )
-    if min(_numbers(found)) < 0:
+    if any(entry[name] < 0 for entry in found["shards"] for name in ("rows", "units", "bytes")):
         raise DataError(f"{path} is not a manifest of prepared data (a number is below 0); prepare the data again")
     for entry in found["shards"]:
         if not safe_paths.is_inside(folder, entry["file"]) and (folder / entry["file"]).exists():
@@ -80,10 +116,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{path} names '{one_line(entry['file'])}', which is not a file in that folder; it was not read"
             )
     return found
-
-
-def _numbers(manifest: Mapping[str, Any]) -> list[int]:
-    return [entry[name] for entry in manifest["shards"] for name in ("rows", "units", "bytes")] + [0]
 
 
 def build_manifest(

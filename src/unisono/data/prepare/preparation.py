@@ -14,8 +14,8 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,8 +23,15 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from unisono.data.cache_lock import lock_entry
-from unisono.data.prepare.content_hash import Lengths, Units
-from unisono.data.prepare.manifest import FORMAT, MANIFEST_FILE, read_json, read_manifest, write_json
+from unisono.data.prepare.manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    Lengths,
+    Units,
+    read_json,
+    read_manifest,
+    write_json,
+)
 from unisono.data.prepare.partitions import (
     PLAN_FILE,
     Partition,
@@ -127,7 +134,7 @@ def prepare(
     workers: int | None = 1,
     kind: Literal["threads", "processes"] = "threads",
     shard_mb: float | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda records, units: None,
 ) -> Shards | None:
     """Prepare the missing shards of a folder.
 
@@ -146,7 +153,7 @@ def prepare(
     Raises:
         DataError: if records cannot be read, the folder contains something else, or the disk is full.
     """
-    with _wrap_write_errors(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with _hold_lock(folder, f"share-{share.number}-of-{share.count}"):
             with _hold_lock(folder, "plan"):
@@ -155,11 +162,15 @@ def prepare(
                 if _is_complete(folder, shards, maker):
                     return Shards(folder)
             own = [shards[number] for number in share.shards(len(shards))]
-            _make_all(maker, folder, own, workers or usable_cores(), kind, progress or _ignore_progress)
+            _make_all(maker, folder, own, workers or usable_cores(), kind, progress)
             if share.count > 1:
                 return None
             with _hold_lock(folder, "plan"):
                 return merge_partitions(folder)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written ({error.strerror or error}); choose another folder (out=…, or data.cache)"
+        ) from error
 
 
 # one folder -------------------------------------------------------------------------------------------------------
@@ -183,11 +194,7 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
     create_cache_folder(folder)
     found = read_json(path)
     if found.get("format") != FORMAT or found["asked"] != asked:
-        raise DataError(
-            f"{folder} was started with other data or settings: "
-            f"{describe_difference(found.get('asked'), asked, 'asked')} (there, here); choose another folder (out=…), "
-            "or remove this one"
-        )
+        raise _other_data_error(f"{folder} was started with", found.get("asked"), asked, "asked")
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
             f"{folder} was started with shard_mb={found['shard_mb']:g}, not {shard_mb:g}; omit it, or choose another "
@@ -202,11 +209,7 @@ def _is_complete(folder: Path, shards: list[PlannedShard], maker: RowBuilder) ->
         return False
     manifest = read_manifest(folder)
     if manifest["of"] != dict(maker.inputs):
-        raise DataError(
-            f"{folder} contains rows made from other data or settings: "
-            f"{describe_difference(manifest['of'], dict(maker.inputs), 'of')} (there, here); choose another folder "
-            "(out=…), or remove this one"
-        )
+        raise _other_data_error(f"{folder} contains rows made from", manifest["of"], dict(maker.inputs), "of")
     whole = {
         entry["file"]: entry for entry in manifest["shards"] if file_hash(folder / entry["file"]) == entry["sha256"]
     }
@@ -248,12 +251,10 @@ def _make_all(
         spawn = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
         each = max(1, usable_cores() // workers)
         pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_init_worker, initargs=(each,))
-        jobs: dict[Future[dict[str, Any]], PlannedShard] = {
-            pool.submit(_make_shard, maker, folder, shard, None): shard for shard in missing
-        }
     else:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="unisono-prepare")
-        jobs = {pool.submit(_make_shard, maker, folder, shard, counted): shard for shard in missing}
+    told = None if kind == "processes" else counted
+    jobs = {pool.submit(_make_shard, maker, folder, shard, told): shard for shard in missing}
     try:
         for job in as_completed(jobs):
             note = job.result()
@@ -310,11 +311,15 @@ def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool
         return False
     note = read_json(path)
     if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.inputs):
-        raise DataError(
-            f"{path} was made from other data or settings: {describe_difference(note['of'], dict(maker.inputs), 'of')} "
-            "(there, here); choose another folder (out=…), or remove this one"
-        )
+        raise _other_data_error(f"{path} was made from", note["of"], dict(maker.inputs), "of")
     return file_hash(folder / shard.file) == str(note["sha256"])
+
+
+def _other_data_error(what: str, there: Any, here: Any, name: str) -> DataError:
+    difference = describe_difference(there, here, name)
+    return DataError(
+        f"{what} other data or settings: {difference} (there, here); choose another folder (out=…), or remove this one"
+    )
 
 
 class _StoppedError(Exception):
@@ -322,10 +327,7 @@ class _StoppedError(Exception):
 
 
 def _init_worker(threads: int) -> None:
-    """Give a worker process its share of the cores, and make it exit with its parent.
-
-    Otherwise native libraries (tokenizers) would use all cores in each, and orphans would wait for work forever.
-    """
+    """Give a worker process its share of the cores (native libraries would use all), and end it with its parent."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -337,23 +339,6 @@ def _init_worker(threads: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def _hold_lock(folder: Path, name: str) -> Iterator[None]:
+def _hold_lock(folder: Path, name: str) -> AbstractContextManager[None]:
     """Hold a lock file of the folder; the kernel releases it when this process ends for any reason."""
-    with lock_entry(folder / f".{name}", _LOCK_TIMEOUT):
-        yield
-
-
-@contextmanager
-def _wrap_write_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of writing into a `DataError` that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be written ({error.strerror or error}); choose another folder (out=…, or data.cache)"
-        ) from error
-
-
-def _ignore_progress(records: int, units: int) -> None:
-    pass
+    return lock_entry(folder / f".{name}", _LOCK_TIMEOUT)

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.prepare.content_hash import Lengths
-from unisono.data.prepare.manifest import MANIFEST_FILE
+from unisono.data.prepare.manifest import MANIFEST_FILE, Lengths
 from unisono.data.prepare.partitions import PLAN_FILE
 from unisono.data.prepare.preparation import Made, ProgressCallback, RowBuilder, prepare
 from unisono.data.prepare.shards import Shards
 from unisono.runtime.errors import DataError
 
 
-def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback | None = None) -> Shards:
+def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback = lambda records, units: None) -> Shards:
     """Copy rows, in the same order, into another folder with a different number of shards of about equal size.
 
     Raises:
@@ -29,18 +28,13 @@ def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback | N
     if out.resolve() == folder.resolve():
         raise DataError(f"out={out} is the input folder; choose another one")
     source.verify()
-    result = prepare(ReshardPreparation(folder, shards), out, progress=progress)
+    result = prepare(_Resharding(folder, shards), out, progress=progress)
     assert result is not None and result.fingerprint == source.fingerprint
     return result
 
 
-class ReshardPreparation:
-    """A preparation whose records are rows that were prepared before.
-
-    Args:
-        folder: of the finished rows.
-        shards: number of shards to write.
-    """
+class _Resharding:
+    """A preparation whose records are the finished rows of a folder, to be written into a number of shards."""
 
     def __init__(self, folder: Path, shards: int) -> None:
         self._folder, self._shards = folder, shards

@@ -8,19 +8,18 @@ order have the same hash.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from unisono.data.prepare.content_hash import ContentHash, Lengths, Units
-from unisono.data.prepare.manifest import MANIFEST_FILE, read_manifest
+from unisono.data.prepare.manifest import MANIFEST_FILE, ContentHash, Lengths, Units, read_manifest
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash
@@ -155,9 +154,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sink.close()
 
     def add(self, values: Units, lengths: Lengths) -> None:
@@ -183,7 +180,8 @@ class ShardWriter:
         if self._lengths:
             self._write(np.concatenate(self._values), np.concatenate(self._lengths))
         self._file.close()
-        self._sink.sync()
+        self._sink.flush()
+        os.fsync(self._sink.fileno())
         return {
             "rows": self._content.rows,
             "units": self._units,
@@ -216,44 +214,19 @@ class ShardWriter:
         self._file.write_batch(pa.record_batch([column], schema=self._schema))
 
 
-class _HashingFile:
+class _HashingFile(io.BufferedWriter):
     """A file that hashes what Arrow writes to it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        super().__init__(io.FileIO(path, "wb"))
         self.digest = hashlib.sha256()
         self.written = 0
-        self.closed = False
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self.digest.update(view)
-        self._file.write(view)
         self.written += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.closed = True
-        self._file.close()
-
-    def seekable(self) -> bool:
-        return False
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
+        return super().write(view)
 
 
 def damaged_error(path: Path, why: str) -> DataError:

@@ -5,42 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from unisono.data.prepare.shards import Shards
-
-
-class RowStore(Protocol):
-    """Rows that can be read partially."""
-
-    shards: Shards
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Units of each row, (rows,)."""
-
-    @property
-    def files(self) -> list[dict[str, Any]]:
-        """The files that the rows were made from, as JSON."""
-
-    def slice(self, row: int, first: int, last: int) -> Any:
-        """The units `first..last-1` of a row, fewer at its end."""
 
 
 class Windows:
     """Rows cut into windows that never cross row boundaries; rows too short for a window are left out.
 
     Args:
-        store: the rows.
+        store: the rows, with `shards`, `lengths` (rows,), `files` (as JSON) and `slice(row, first, last)`.
         chosen: the rows to use, in order.
         size: distance in units between windows of a row; None for one window per row.
         overlap: units that a window has in addition to `size`, shared with the next window.
     """
 
-    def __init__(self, store: RowStore, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
+    def __init__(self, store: Any, chosen: NDArray[np.int64], size: int | None, overlap: int = 0) -> None:
         units = np.maximum(store.lengths[chosen] - overlap, 0)
         self._store, self._size, self._overlap = store, size or int(units.max(initial=1)), overlap
         self._chosen, self._units = chosen[units > 0], units[units > 0]
@@ -85,8 +66,7 @@ class Windows:
     def fingerprint(self) -> str:
         """A hash of the windows, in hex."""
         chosen = hashlib.sha256(self._chosen.astype("<i8").tobytes()).hexdigest()
-        cut = (
-            self._size if self._overlap == 1 else [self._size, self._overlap]
-        )  # compatible with runs before `overlap` was configurable
+        # As in runs before `overlap` was configurable.
+        cut = self._size if self._overlap == 1 else [self._size, self._overlap]
         facts = [self._store.shards.fingerprint, chosen, cut]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.audio.recordings import ByteRange, data_of
-from unisono.data.recordings.metadata import AUDIO_SUFFIXES
+from unisono.data.recordings.metadata import AUDIO_SUFFIXES, RecordingTable
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote, remote_options, stream_remote
@@ -36,7 +36,7 @@ def expand_paths(paths: Sequence[str]) -> list[str]:
     return found
 
 
-class Archives:
+class Archives(RecordingTable):
     """Rows of archives, in the order of the paths and of the members.
 
     Args:
@@ -58,6 +58,8 @@ class Archives:
         self._sizes = [(path, _stat(path)) for path in paths]
         said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        self.changed = "the archives have different members"
+        self.files, self.places = [{"name": Path(path).name} for path in paths], paths
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,29 +81,6 @@ class Archives:
         """These columns of every row; `audio` is None, since recordings are not separate files."""
         return ({**self.record(row), "audio": None} for row in range(len(self)))
 
-    def class_names(self, column: str) -> list[str] | None:
-        """None: archives do not name classes."""
-        return None
-
-    @property
-    def remote(self) -> bool:
-        """Whether rows are read from a URL."""
-        return any(is_remote(path) for path, _ in self._sizes)
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The archives as JSON."""
-        names = [Path(path).name for path, _ in self._sizes]
-        return {"fingerprint": self.fingerprint, "files": [{"name": name} for name in names]}
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise if the data differ from those of an earlier manifest."""
-        if before["fingerprint"] != self.fingerprint:
-            raise DataError(
-                "the data changed since the last start: the archives have different members. Restore them, or start a "
-                "new run"
-            )
-
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if an archive has changed since it was opened."""
         for path, size in self._sizes[share::shares]:
@@ -114,11 +93,8 @@ class Archives:
         found: dict[str, str] = {"key": "text"}
         for ending, (first, size) in members.items():
             if ending in ("json", "cls", "txt", "text"):
-                values = _parse_member(
-                    ending,
-                    bytes(data_of(ByteRange(path, first, first + size, self._where))),
-                    f"{path}, {name}.{ending}",
-                )
+                content = bytes(data_of(ByteRange(path, first, first + size, self._where)))
+                values = _parse_member(ending, content, f"{path}, {name}.{ending}")
                 found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
         return found
 
@@ -126,7 +102,10 @@ class Archives:
         """The rows of an archive: its path, the row's name, and the offset and size of each member."""
         rows: dict[str, dict[str, tuple[int, int]]] = {}
         try:
-            with self._open_archive(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            with (
+                stream_remote(path, self._where) if is_remote(path) else Path(path).open("rb") as file,
+                tarfile.open(fileobj=file, mode="r:") as archive,
+            ):
                 for member in archive:
                     if not member.isfile():
                         continue
@@ -146,11 +125,6 @@ class Archives:
             for name, members in rows.items()
             if any(f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES for ending in members)
         ]
-
-    def _open_archive(self, path: str) -> Any:
-        if not is_remote(path):
-            return Path(path).open("rb")
-        return stream_remote(path, self._where)
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:

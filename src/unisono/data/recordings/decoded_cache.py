@@ -19,12 +19,11 @@ import numpy as np
 from unisono.audio import CENTRE, FIRST, Pipeline, Window
 from unisono.data.recordings.source import Recordings, hash_rows
 from unisono.data.recordings.windowed import WindowedRecordings, cut_windows
+from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
 
 _CHUNK_ROWS = 64
-_TAG_FILE = "CACHEDIR.TAG"
-_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n"
 
 
 def make_cache(
@@ -210,8 +209,7 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
         return finished
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _TAG_FILE).write_text(_TAG_TEXT, encoding="utf-8")
+    create_cache_folder(folder)
     write_whole(settings_file, json.dumps(expected, indent=1))
     return {}
 

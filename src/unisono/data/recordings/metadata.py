@@ -18,21 +18,8 @@ from unisono.runtime.text import one_line
 _LONGEST = 4096  # limit of a path's length in characters
 PATH_COLUMNS = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")
 AUDIO_SUFFIXES = (
-    ".wav",
-    ".flac",
-    ".ogg",
-    ".oga",
-    ".mp3",
-    ".opus",
-    ".m4a",
-    ".aac",
-    ".aif",
-    ".aiff",
-    ".au",
-    ".caf",
-    ".w64",
-    ".webm",
-)
+    ".wav", ".flac", ".ogg", ".oga", ".mp3", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".caf", ".w64", ".webm",
+)  # fmt: skip
 _TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 
 
@@ -49,7 +36,55 @@ def find_metadata(path: str) -> Path | None:
     return place if next(_audio_files(place), None) is not None else None
 
 
-class MetadataTable:
+class RecordingTable:
+    """Rows with a column of recordings.
+
+    Attributes:
+        columns: types of the other columns as words (`int64`, `text`, …).
+        fingerprint: a hash of the rows.
+        changed: what differs if the fingerprint does, for errors.
+        files: of the manifest.
+        places: paths and URLs that the rows are read from.
+    """
+
+    columns: dict[str, str]
+    fingerprint: str
+    changed: str
+    files: list[dict[str, Any]]
+    places: Sequence[str]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Columns, `audio` and `name`."""
+        raise NotImplementedError
+
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """These columns of every row, without the recordings."""
+        raise NotImplementedError
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Names of a column's classes; None if the data do not define them."""
+        return None
+
+    @property
+    def remote(self) -> bool:
+        """Whether rows are read from a URL."""
+        return any(map(is_remote, self.places))
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The files as JSON."""
+        return {"fingerprint": self.fingerprint, "files": self.files}
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise if the data differ from those of an earlier manifest."""
+        if before["fingerprint"] != self.fingerprint:
+            raise DataError(f"the data changed since the last start: {self.changed}. Restore them, or start a new run")
+
+
+class MetadataTable(RecordingTable):
     """The rows of a metadata file, or one row per file of a folder, sorted by path.
 
     Args:
@@ -80,6 +115,8 @@ class MetadataTable:
             self._status = list(pool.map(_stat, self._paths))
         said = json.dumps([self._rows, [status and status[0] for status in self._status]], sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        self.changed = f"{place} or the sizes of its recordings differ"
+        self.files, self.places = [{"name": place.name, "rows": len(self._rows)}], self._paths
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -103,28 +140,6 @@ class MetadataTable:
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """These columns of every row; `audio` is the path as in the file."""
         return ({**row, "audio": row[self._audio]} for row in self._rows)
-
-    def class_names(self, column: str) -> list[str] | None:
-        """None: metadata files do not name classes."""
-        return None
-
-    @property
-    def remote(self) -> bool:
-        """Whether rows are read from a URL."""
-        return any(map(is_remote, self._paths))
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The metadata file, as JSON."""
-        return {"fingerprint": self.fingerprint, "files": [{"name": self._place.name, "rows": len(self._rows)}]}
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise if the data differ from those of an earlier manifest."""
-        if before["fingerprint"] != self.fingerprint:
-            raise DataError(
-                f"the data changed since the last start: {self._place} or the sizes of its recordings differ. Restore "
-                "them, or start a new run"
-            )
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if a recording has changed since it was found; checks every `shares`-th from number `share` on."""

@@ -6,63 +6,27 @@ the source, counting rows that are left out), and the other columns. Nothing is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.audio.recordings import ByteRange
 from unisono.data.recordings import archives, metadata
+from unisono.data.recordings.metadata import RecordingTable
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
-from unisono.data.sources.files import Files, open_source
+from unisono.data.sources.files import open_source
+from unisono.data.views import View
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import is_remote, remote_options
 
 log = logging.getLogger(__name__)
-
-
-class RecordingTable(Protocol):
-    """Rows with a column of recordings.
-
-    Attributes:
-        columns: types of the other columns as words (`int64`, `text`, …).
-    """
-
-    columns: dict[str, str]
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the rows."""
-
-    @property
-    def remote(self) -> bool:
-        """Whether recordings are read from a URL."""
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The files as JSON."""
-
-    def __len__(self) -> int: ...
-
-    def record(self, row: int) -> dict[str, Any]:
-        """Columns, `audio` and `name`."""
-
-    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """These columns of every row, without the recordings."""
-
-    def class_names(self, column: str) -> list[str] | None:
-        """Names of a column's classes; None if the data do not define them."""
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise if the data differ from those of an earlier manifest."""
-
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Raise if a file has changed since it was opened."""
 
 
 def open_recordings(
@@ -111,7 +75,7 @@ def open_recordings(
     return recordings
 
 
-class Recordings:
+class Recordings(View):
     """A source of recordings; see `open_recordings`.
 
     Attributes:
@@ -122,6 +86,7 @@ class Recordings:
     def __init__(
         self, table: RecordingTable, label: str | None, columns: Sequence[str] | None, left_out: NDArray[np.int64]
     ) -> None:
+        super().__init__(table)
         self.table, self._label = table, label
         self._columns = None if columns is None else {*columns, *([label] if label else [])}
         if unknown := sorted((self._columns or set()) - set(table.columns)):
@@ -181,11 +146,6 @@ class Recordings:
         return f"{self.table.fingerprint}-{hash_rows(self.rows)}"
 
     @property
-    def remote(self) -> bool:
-        """Whether recordings are read from a URL."""
-        return self.table.remote
-
-    @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON, for `check_same` when they are reopened."""
         return {**self.table.manifest, "read": self.fingerprint}
@@ -198,12 +158,8 @@ class Recordings:
                 "the rows changed since the last start: leave_out differs. Change it back, or start a new run"
             )
 
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Raise if a file has changed since it was opened."""
-        self.table.check_files(share, shares)
 
-
-class _ColumnTable:
+class _ColumnTable(View, RecordingTable):
     """Arrow and Parquet files with a column of structs, bytes or paths."""
 
     def __init__(
@@ -234,18 +190,19 @@ class _ColumnTable:
             )
         wanted = None if columns is None else [self._audio, *dict.fromkeys([*columns, *([label] if label else [])])]
         expect = {label: "int?"} if label else None  # rejects a column of text with a clear error
-        self._files: Files = open_source(paths, wanted, expect=expect, storage=storage, key=key)
+        super().__init__(open_source(paths, wanted, expect=expect, storage=storage, key=key))
+        self.fingerprint = str(self.source.fingerprint)
         self.columns: dict[str, str] = {name: str(kind) for name, kind in kinds.items() if name != self._audio}
-        self._ends = np.cumsum([int(shard.rows.sum()) for shard in self._files.shards])
+        self._ends = np.cumsum([int(shard.rows.sum()) for shard in self.source.shards])
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.source)
 
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
-        record = dict(self._files[row])
+        record = dict(self.source[row])
         shard = int(self._ends.searchsorted(row, side="right"))
-        path = self._files.shards[shard].file.path
+        path = self.source.shards[shard].file.path
         local = row - (int(self._ends[shard - 1]) if shard else 0)
         given = record.pop(self._audio)
         inner = given.get("path") if isinstance(given, dict) else None
@@ -261,7 +218,7 @@ class _ColumnTable:
 
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         audio = {self._audio: None} if "audio" in names else {}
-        paths = bool(audio) and is_text(unwrap_type(self._files.schema.field(self._audio).type))
+        paths = bool(audio) and is_text(unwrap_type(self.source.schema.field(self._audio).type))
         wanted = [name for name in names if name != "audio"] + [self._audio] * paths
         if not wanted:
             yield from ({"audio": None} for _ in range(len(self)))
@@ -271,7 +228,7 @@ class _ColumnTable:
 
     def class_names(self, column: str) -> list[str] | None:
         """Class names from the features that `datasets` writes into the schema's metadata."""
-        content = (self._files.schema.metadata or {}).get(b"huggingface")
+        content = (self.source.schema.metadata or {}).get(b"huggingface")
         try:
             feature = json.loads(content)["info"]["features"][column] if content else None
         except (ValueError, KeyError, TypeError) as error:
@@ -287,24 +244,10 @@ class _ColumnTable:
         return None
 
     @property
-    def fingerprint(self) -> str:
-        return self._files.fingerprint
-
-    @property
     def remote(self) -> bool:
-        if self._files.remote:
+        if self.source.remote:
             return True
         return isinstance(held := self.record(0)["audio"], ByteRange) and is_remote(held.url)
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        return self._files.manifest
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        self._files.check_same(before)
-
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        self._files.check_files(share, shares)
 
 
 def _require_columns(paths: list[str], key: str) -> None:
@@ -321,8 +264,6 @@ def _require_columns(paths: list[str], key: str) -> None:
 
 def hash_rows(rows: NDArray[np.int64]) -> str:
     """A short digest of row numbers."""
-    import hashlib
-
     return hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from unisono import audio
-from unisono.data.recordings.source import Recordings
+from unisono.data.recordings.source import Recordings, hash_rows
+from unisono.data.views import View
 from unisono.runtime.errors import DataError
 
 
@@ -42,7 +42,7 @@ def cut_windows(source: Recordings, duration: float, hop: float | None = None, t
     return WindowedRecordings(source, rows, np.concatenate([np.array(each) for each in starts]))
 
 
-class WindowedRecordings:
+class WindowedRecordings(View):
     """Rows of windows: the recording's record, plus `window`.
 
     Args:
@@ -52,7 +52,8 @@ class WindowedRecordings:
     """
 
     def __init__(self, source: Recordings, rows: Any, starts: Any) -> None:
-        self.source, self.rows, self.starts = source, rows, starts
+        super().__init__(source)
+        self.rows, self.starts = rows, starts
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,24 +65,4 @@ class WindowedRecordings:
     @property
     def fingerprint(self) -> str:
         """A hash of the recordings and the windows."""
-        from unisono.data.recordings.source import hash_rows
-
         return f"{self.source.fingerprint}-{hash_rows(self.rows)}-{hash_rows(self.starts.view(np.int64))}"
-
-    @property
-    def remote(self) -> bool:
-        """Whether rows are read from a URL."""
-        return self.source.remote
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The files as JSON."""
-        return self.source.manifest
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise if the data differ from those of an earlier manifest."""
-        self.source.check_same(before)
-
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Raise if a file has changed since it was opened."""
-        self.source.check_files(share, shares)

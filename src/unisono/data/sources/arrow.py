@@ -30,23 +30,14 @@ _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 
 
 @dataclass(frozen=True)
-class ArrowMessage:
-    """The position of a message, and facts from its header.
-
-    Attributes:
-        first: its first byte.
-        last: one past its last byte.
-        kind: schema, dictionary or record batch.
-        rows: number of rows of a record batch.
-        nulls: null counts of a record batch, one per node.
-        compressed: whether its buffers are compressed.
-    """
+class _Message:
+    """The position of a message, and facts from its header."""
 
     first: int
-    last: int
+    last: int  # one past its last byte
     kind: int
-    rows: int = 0
-    nulls: tuple[int, ...] = ()
+    rows: int = 0  # of a record batch
+    nulls: tuple[int, ...] = ()  # of a record batch, one per node
     compressed: bool = False
 
 
@@ -110,7 +101,7 @@ class ArrowReader:
             batch.validate()
             return batch
 
-    def _check_nulls(self, batches: list[ArrowMessage]) -> None:
+    def _check_nulls(self, batches: list[_Message]) -> None:
         """Reject nulls in columns that must have none, as far as the headers show: for top-level columns."""
         nodes = np.cumsum([0, *(_count_nodes(field.type) for field in self.schema)])
         for steps in self._wanted.without_nulls:
@@ -121,7 +112,7 @@ class ArrowReader:
                         pass
 
 
-def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
+def _messages(file: File, source: Any, digest: Any) -> Iterator[_Message]:
     """The messages of a file or a stream, in order, up to its end marker."""
     framed = source.read(len(_MAGIC)) == _MAGIC
     if framed:
@@ -158,18 +149,18 @@ def _messages(file: File, source: Any, digest: Any) -> Iterator[ArrowMessage]:
         yield message
 
 
-def _message(first: int, body: int, meta: bytes) -> ArrowMessage:
+def _message(first: int, body: int, meta: bytes) -> _Message:
     """Parse a message header: a flatbuffer `Message` that wraps a `Schema`, `DictionaryBatch` or `RecordBatch`."""
     message = _FlatTable(meta, struct.unpack_from("<I", meta, 0)[0])
     kind, size = message.number(1, "<B"), message.number(3, "<q")
     if size < 0:
         raise IndexError(size)
     if kind != _BATCH:
-        return ArrowMessage(first, body + size, kind)
+        return _Message(first, body + size, kind)
     batch = message.table(2)
     count, nodes = batch.vector(1)
     nulls = tuple(struct.unpack_from("<qq", meta, nodes + 16 * node)[1] for node in range(count))
-    return ArrowMessage(first, body + size, kind, batch.number(0, "<q"), nulls, batch.offset(3) > 0)
+    return _Message(first, body + size, kind, batch.number(0, "<q"), nulls, batch.offset(3) > 0)
 
 
 class _FlatTable:

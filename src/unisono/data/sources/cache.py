@@ -1,4 +1,4 @@
-"""A cache of the most recently used objects (blocks, open files), bounded by their memory."""
+"""A cache of the most recently used objects (blocks, open files, samples), bounded by their memory."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ class LruCache(Generic[T]):
             while self._weight > self._budget and len(self._kept) > self.least:
                 self._weight -= self._kept.popitem(last=False)[1][1]
         promised.set_result(value)
+        return value
+
+    def peek(self, name: Hashable) -> T | None:
+        """The entry with this name, or None; it does not count as a use."""
+        return self._kept[name][0] if name in self._kept else None
+
+    def pop(self, name: Hashable) -> T | None:
+        """Remove and return the entry with this name, or None."""
+        with self._lock:
+            value, weight = self._kept.pop(name, (None, 0.0))
+            self._weight -= weight
         return value
 
     def __len__(self) -> int:

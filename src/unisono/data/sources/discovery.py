@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from unisono.data.sources.duplicates import refuse_duplicates
-from unisono.data.sources.storage import TAG, File
+from unisono.data.sources.storage import TAG, File, wrap_read_errors
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
@@ -23,6 +25,9 @@ FORMAT_BY_SUFFIX = {
     ".arrow": "arrow", ".feather": "arrow", ".npy": "npy", ".csv": "csv", ".tsv": "tsv",
 }  # fmt: skip
 Place = str | PathLike[str]
+_END_BYTES = 1 << 16  # bytes at either end of a file
+_CHUNK = 1 << 20
+_HASH_THREADS = 16  # files hashed at a time
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ def find(
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
     files: list[File] = []
     ignored: list[str] = []
-    for place in _expand_places([_strip_file_scheme(fspath(path)) for path in given], where or RemoteOptions(), key):
+    for place in _expand_places(
+        [fspath(path).removeprefix("file://") for path in given], where or RemoteOptions(), key
+    ):
         place = place.choose_split(split)
         for entry in place.entries():
             ending = PurePosixPath(entry.inner.name.removesuffix(".gz")).suffix.lower()
@@ -126,27 +133,24 @@ class _LocalPlace:
     def choose_split(self, split: str | None) -> _LocalPlace:
         if not (self.path / "dataset_dict.json").is_file():
             return self
-        return _LocalPlace(
-            self.path / _choose_split(self.path, safe_paths.read_bytes(self.path, "dataset_dict.json"), split),
-            self.where,
-        )
+        content = safe_paths.read_bytes(self.path, "dataset_dict.json")
+        return _LocalPlace(self.path / _choose_split(self.path, content, split), self.where)
 
     def entries(self) -> Iterator[_Entry]:
         path = self.path
+        root = path.parent if path.is_file() else path
         if path.is_file():
-            chosen, root = [path], path.parent
+            chosen = [path]
         elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
             there = {entry.name for entry in path.iterdir() if entry.is_file()}
-            chosen, root = (
-                [path / n for n in _saved_files(path, safe_paths.read_bytes(path, "state.json"), there)],
-                path,
-            )
+            chosen = [path / n for n in _saved_files(path, safe_paths.read_bytes(path, "state.json"), there)]
         else:
             below = {PurePosixPath(p.relative_to(path)): p for p in sorted(path.rglob("*"))}
-            chosen, root = (
-                [p for p in map(below.__getitem__, _data_paths(below)) if p.is_file() or _refuse_broken_link(p)],
-                path,
-            )
+            chosen = [below[inner] for inner in _data_paths(below)]
+            for link in chosen:
+                if link.is_symlink() and not link.exists():  # its rows would be silently missing
+                    raise DataError(f"{link} is a link to {link.readlink()}, which does not exist; repair or remove it")
+            chosen = [p for p in chosen if p.is_file()]
         for file in chosen:
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
@@ -163,12 +167,9 @@ class _RemotePlace:
         return self.url.rpartition("/")[2]
 
     def choose_split(self, split: str | None) -> _RemotePlace:
-        content = self._content("dataset_dict.json")
-        return (
-            self
-            if content is None
-            else _RemotePlace(f"{self.url}/{_choose_split(self.url, content, split)}", self.where)
-        )
+        if (content := self._content("dataset_dict.json")) is None:
+            return self
+        return _RemotePlace(f"{self.url}/{_choose_split(self.url, content, split)}", self.where)
 
     def entries(self) -> Iterator[_Entry]:
         def listing(system: Any, path: str) -> tuple[str, dict[str, Any]]:
@@ -200,18 +201,6 @@ class _RemotePlace:
             if self.url.startswith("http"):  # web servers may respond with any error if the file does not exist
                 return None
             raise
-
-
-def _refuse_broken_link(path: Path) -> bool:
-    """Raise for a broken symbolic link, whose rows would otherwise be silently missing."""
-    if path.is_symlink() and not path.exists():
-        raise DataError(f"{path} is a link to {path.readlink()}, which does not exist; repair or remove it")
-    return False
-
-
-def _strip_file_scheme(path: str) -> str:
-    """A local path without `file://`."""
-    return path.removeprefix("file://") if path.startswith("file://") else path
 
 
 def _expand_places(paths: Sequence[str], where: RemoteOptions, key: str) -> Iterator[_LocalPlace | _RemotePlace]:
@@ -274,13 +263,9 @@ def _stamp(about: dict[str, Any]) -> str:
 
 def _data_paths(inner: Iterable[PurePosixPath]) -> list[PurePosixPath]:
     """The paths that are neither hidden nor in a subdirectory tagged as a cache."""
-    paths = [path for path in inner if not _is_hidden(path)]
+    paths = [path for path in inner if not any(part.startswith(".") for part in path.parts)]
     made = {path.parent for path in paths if path.name == TAG}
     return [path for path in paths if path.name != TAG and not made.intersection(list(path.parents)[:-1])]
-
-
-def _is_hidden(inner: PurePosixPath | Path) -> bool:
-    return any(part.startswith(".") for part in inner.parts)
 
 
 def _choose_split(place: Any, content: bytes, split: str | None) -> str:
@@ -329,3 +314,56 @@ def _saved_files(place: Any, content: bytes, there: set[str]) -> list[str]:
     if missing:
         raise DataError(f"{place}: {missing[0]} is listed in state.json but missing")
     return names
+
+
+def refuse_duplicates(files: Iterable[File], key: str) -> None:
+    """Raise if a file is listed twice, or has the same content as another.
+
+    Text files are exempt, since identical documents are plausible. Only files of equal size are compared, and only
+    those with equal ends are read completely.
+
+    Raises:
+        DataError: naming both.
+    """
+    seen: set[str] = set()
+    for file in files:
+        if file.path in seen:
+            raise DataError(
+                f"{key}: {file.path} is listed twice, so its rows would count twice; list it once, or allow duplicates "
+                "(open_source(duplicates='allow'))"
+            )
+        seen.add(file.path)
+    framed = sorted((f for f in files if f.format != "text" and f.size), key=lambda f: (f.format, f.size))
+    groups = [list(group) for _, group in groupby(framed, key=lambda f: (f.format, f.size))]
+    suspect = [file for group in groups if len(group) > 1 for file in group]
+    with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="unisono-source") as pool:
+        digests = dict(zip(suspect, pool.map(digest_ends, suspect), strict=True))
+    alike: dict[bytes, list[File]] = {}
+    for file in suspect:
+        others = alike.setdefault(digests[file], [])
+        for other in others:
+            if _is_equal(other, file):
+                raise DataError(
+                    f"{key}: {file.path} has the same content as {other.path}, so its rows would count twice; remove "
+                    "one, or allow duplicates (open_source(duplicates='allow'))"
+                )
+        others.append(file)
+
+
+def digest_ends(file: File) -> bytes:
+    """A digest of a file's size and both its ends; of the whole content, if it is small."""
+    digest = hashlib.blake2b(f"{file.format} {file.size} ".encode(), digest_size=16)
+    with wrap_read_errors(file):
+        digest.update(file.range(0, min(_END_BYTES, file.size)))
+        if file.size > _END_BYTES:
+            digest.update(file.range(max(_END_BYTES, file.size - _END_BYTES), file.size))
+    return digest.digest()
+
+
+def _is_equal(one: File, other: File) -> bool:
+    """Whether two files of equal size have the same content; stops reading at the first difference."""
+    with wrap_read_errors(one), one.stream() as first, other.stream() as second:
+        while chunk := first.read(_CHUNK):
+            if chunk != second.read(len(chunk)):
+                return False
+    return True

@@ -24,8 +24,7 @@ from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
 from unisono.data.sources.cache import LruCache
 from unisono.data.sources.change_detection import find_change
 from unisono.data.sources.column_schema import ColumnRequest, ColumnType, is_list, is_number, is_same_type, unwrap_type
-from unisono.data.sources.discovery import Found, Place, find
-from unisono.data.sources.duplicates import digest_ends
+from unisono.data.sources.discovery import Found, Place, digest_ends, find
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import DEADLINE, is_remote, remote_options
@@ -141,17 +140,11 @@ def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """A file, as it was when the source was opened.
-
-    Attributes:
-        file: the file.
-        rows: number of rows of each block, (blocks,).
-        digest: of its size, its ends and its format's metadata.
-    """
+class _SourceFile:
+    """A file as it was when the source was opened, the rows of its blocks, and a digest of its ends and metadata."""
 
     file: File
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # (blocks,)
     digest: str
 
 
@@ -330,11 +323,11 @@ class Files:
         with wrap_read_errors(file):
             return _READERS[file.format](file, self._wanted)
 
-    def _describe_file(self, file: File) -> tuple[SourceFile, Any]:
+    def _describe_file(self, file: File) -> tuple[_SourceFile, Any]:
         reader = self._open_reader(file)
         digest = hashlib.blake2b(reader.digest.encode(), digest_size=16)
         digest.update(digest_ends(file))
-        return SourceFile(file, reader.rows, digest.hexdigest()), reader.schema
+        return _SourceFile(file, reader.rows, digest.hexdigest()), reader.schema
 
     def _reset_caches(self) -> None:
         self._process, self._lock = os.getpid(), threading.Lock()

@@ -33,29 +33,17 @@ _SAMPLE = 64  # lines from which columns are inferred
 _BOM = b"\xef\xbb\xbf"  # dropped, as by the JSON parser
 
 Record = dict[str, Any]
+_Positions = NDArray[np.int64]  # in bytes, (rows,)
 
 
-class LineBlock:
-    """Consecutive rows of a file.
-
-    Args:
-        content: their bytes.
-        starts: positions in the file at which rows begin, (rows,).
-        ends: positions at which they end, (rows,).
-        made: parses a row, given its bytes and its position.
-        weight: memory in bytes.
-    """
+class _LineBlock:
+    """Consecutive rows of a file between these positions; `parse` reads one, given its bytes and its position."""
 
     def __init__(
-        self,
-        content: Any,
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        made: Callable[[bytes, int], Record],
-        weight: int,
+        self, content: Any, starts: _Positions, ends: _Positions, parse: Callable[[bytes, int], Record], weight: int
     ) -> None:
         self.weight = weight
-        self._content, self._starts, self._ends, self._parse_record = content, starts, ends, made
+        self._content, self._starts, self._ends, self._parse_record = content, starts, ends, parse
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -81,11 +69,11 @@ class DocumentReader:
         self.rows = np.ones(1, dtype=np.int64)
         self.digest, self.weight = "", 0
 
-    def block(self, number: int) -> LineBlock:
+    def block(self, number: int) -> _LineBlock:
         """The document."""
         with wrap_read_errors(self._file), self._file.open_plain() as stream:
             content = stream.read()
-        return LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._parse_record, len(content))
+        return _LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._parse_record, len(content))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.block(0))
@@ -117,7 +105,7 @@ class LineReader:
         self.digest = hashlib.blake2b(self._starts.data, digest_size=16).hexdigest()
         self.schema = pa.schema([(_text_column(wanted), pa.string())]) if self._text else self._infer_schema()
 
-    def block(self, number: int) -> LineBlock:
+    def block(self, number: int) -> _LineBlock:
         """The rows of a block."""
         return self._rows(int(self._firsts[number]), int(self._firsts[number] + self.rows[number]))
 
@@ -134,22 +122,22 @@ class LineReader:
         with self._plain.stream() as content:
             return _find_part_starts(content, self._mark) if self._text else _find_line_starts(content)
 
-    def _rows(self, first: int, last: int) -> LineBlock:
+    def _rows(self, first: int, last: int) -> _LineBlock:
         starts = self._starts[first:last]
         ends = np.append(self._starts[first + 1 : last + 1], self._plain.size)[: len(starts)]
         if self._text:
             ends = np.where(np.arange(first, last) == len(self._starts) - 1, ends, ends - len(self._mark))
         begin, end = int(starts[0]), int(ends[-1])
         if self._content is not None:
-            return LineBlock(self._content.slice(begin, end - begin), starts, ends, self._parse_record, 0)
+            return _LineBlock(self._content.slice(begin, end - begin), starts, ends, self._parse_record, 0)
         with wrap_read_errors(self._file):
             content = self._plain.range(begin, end)
-        return LineBlock(content, starts, ends, self._parse_record, len(content))
+        return _LineBlock(content, starts, ends, self._parse_record, len(content))
 
     def _parse_record(self, content: bytes, first: int) -> Record:
         if self._text:
             return {_text_column(self._wanted): _decode(self._file, content, first)}
-        return parse_record(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
+        return _parse_line(content.partition(b"\n")[0], self._wanted, lambda: self._line(first))
 
     def _line(self, first: int) -> str:
         """A row's location for errors, with the line number as shown by an editor."""
@@ -163,10 +151,7 @@ class LineReader:
         return f"{self._file.path}, line {lines}"
 
     def _infer_schema(self) -> Any:
-        """The schema of the first lines, at least one of which must be valid.
-
-        A single bad line is only an error when it is read, since it may be skipped then.
-        """
+        """The schema of the first lines, at least one of which must be valid: a bad line may be skipped when read."""
         good: list[Record] = []
         fault: DataError | None = None
         if not len(self.rows):
@@ -192,20 +177,17 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
     """
     with wrap_read_errors(file), file.open_plain() as content:
         if file.format == "text":
-            for piece in _split_text(_decode(file, content.read(), 0), wanted.separator):
+            text = _decode(file, content.read(), 0)
+            for piece in text.split(wanted.separator) if wanted.separator else [text]:
                 yield {_text_column(wanted): piece}
             return
         for number, line in enumerate(content, start=1):
             if line.strip():
-                yield parse_record(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
+                yield _parse_line(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
 
 
-def parse_record(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -> Record:
-    """Parse a line of JSON into the requested columns.
-
-    Raises:
-        DataError: naming the location, the problem and the column.
-    """
+def _parse_line(line: bytes, wanted: ColumnRequest, where: Callable[[], str]) -> Record:
+    """Parse a line of JSON into the requested columns."""
     try:
         made = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -263,10 +245,6 @@ def _decode(file: File, content: bytes, first: int) -> str:
         shift = len(_BOM) if first == 0 and content.startswith(_BOM) else 0
         at = error.start + shift
         raise DataError(f"{file.path} is not UTF-8 text: byte {first + at} is 0x{content[at]:02x}") from error
-
-
-def _split_text(text: str, separator: str | None) -> list[str]:
-    return text.split(separator) if separator else [text]
 
 
 def _text_column(wanted: ColumnRequest) -> str:

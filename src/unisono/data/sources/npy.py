@@ -26,18 +26,12 @@ _HEADER = 1 << 16  # bytes; NumPy refuses longer ones
 
 
 @dataclass(frozen=True)
-class NpyHeader:
-    """The header of a file.
+class _Header:
+    """The header of a file."""
 
-    Attributes:
-        shape: of the array, (rows, ...).
-        dtype: of its elements.
-        begin: position of the first element in bytes.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (rows, ...)
     dtype: np.dtype[Any]
-    begin: int
+    begin: int  # position of the first element in bytes
 
     @property
     def row(self) -> int:
@@ -45,12 +39,8 @@ class NpyHeader:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-def parse_header(path: str, content: bytes) -> NpyHeader:
-    """Parse the header of a file.
-
-    Raises:
-        DataError: if it is invalid, or the file cannot be read by rows.
-    """
+def _parse_header(path: str, content: bytes) -> _Header:
+    """Parse the header of a file that can be read by rows."""
     begin = io.BytesIO(content)
     try:
         version = numpy_format.read_magic(begin)
@@ -65,18 +55,18 @@ def parse_header(path: str, content: bytes) -> NpyHeader:
     if not shape or (transposed and len(shape) > 1):
         why = "has no rows" if not shape else "is in Fortran order"
         raise DataError(f"{path} {why}; save it again with numpy.save(path, numpy.ascontiguousarray(array))")
-    return NpyHeader(shape, dtype, begin.tell())
+    return _Header(shape, dtype, begin.tell())
 
 
 def map_array(path: Path) -> NDArray[Any]:
     """Memory-map a local file as a read-only array, without keeping a file handle."""
     with pa.memory_map(str(path)) as source:
         content = source.read_buffer()
-    found = parse_header(str(path), bytes(content[: min(_HEADER, content.size)]))
+    found = _parse_header(str(path), bytes(content[: min(_HEADER, content.size)]))
     return _view_rows(found, content, found.shape[0], found.begin)
 
 
-def _view_rows(found: NpyHeader, content: Any, rows: int, begin: int = 0) -> NDArray[Any]:
+def _view_rows(found: _Header, content: Any, rows: int, begin: int = 0) -> NDArray[Any]:
     if rows == 0:
         return np.zeros((0, *found.shape[1:]), found.dtype)
     count = rows * math.prod(found.shape[1:])
@@ -114,7 +104,7 @@ class NpyReader:
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
         with wrap_read_errors(file):
-            self._header = found = parse_header(file.path, file.range(0, min(_HEADER, file.size)))
+            self._header = found = _parse_header(file.path, file.range(0, min(_HEADER, file.size)))
             file.check_rows(found.shape[0])
             if file.size < found.begin + found.shape[0] * found.row:
                 raise DataError(
@@ -152,7 +142,7 @@ class NpyReader:
         return np.array([record[column] for block in blocks for record in block], dtype=np.int64)
 
 
-def _build_schema(found: NpyHeader) -> Any:
+def _build_schema(found: _Header) -> Any:
     def kind(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         shape, dtype = (*shape, *dtype.shape), dtype.base
         words = {"U": pa.string(), "S": pa.binary(), "V": pa.binary()}

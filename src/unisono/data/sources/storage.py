@@ -22,8 +22,9 @@ from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_re
 _READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
 _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
-
-
+_READ_ERRORS = (
+    OSError, EOFError, zlib.error, pa.ArrowException, ValueError, LookupError, ArithmeticError, MemoryError,
+)  # fmt: skip
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
 
 
@@ -137,16 +138,7 @@ def wrap_read_errors(file: File) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        pa.ArrowException,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        MemoryError,
-    ) as error:
+    except _READ_ERRORS as error:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error_text(error)}") from error
 
 

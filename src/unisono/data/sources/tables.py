@@ -34,7 +34,7 @@ class TableBlock:
         self._columns = {
             name: _single_chunk(column) for name, column in zip(table.schema.names, table.columns, strict=True)
         }
-        self._made = {name: value_converter(column.type) for name, column in self._columns.items()}
+        self._made = {name: _value_converter(column.type) for name, column in self._columns.items()}
         self._rows, self._path, self._first, self._wanted = table.num_rows, path, first, wanted
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class TableBlock:
     def _values(self, name: str, first: int, count: int) -> list[Any]:
         column = self._columns[name].slice(first, count)
         try:
-            check_offsets(column)
+            _check_offsets(column)
             return self._made[name](column)
         except UnicodeDecodeError as error:
             for place in range(count):
@@ -80,7 +80,7 @@ class TableBlock:
             ) from error
 
 
-def value_converter(kind: Any) -> Callable[[Any], list[Any]]:
+def _value_converter(kind: Any) -> Callable[[Any], list[Any]]:
     """The function that converts columns of this type: lists of numbers to arrays, and all else to Python values."""
     kind = unwrap_type(kind)
     return _to_arrays if is_list(kind) and is_number(unwrap_type(kind.value_type)) else _to_python
@@ -112,27 +112,21 @@ def _single_chunk(column: Any) -> Any:
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) and column.num_chunks == 1 else column
 
 
-def check_offsets(column: Any) -> None:
-    """Reject offsets that point outside of the values, which Arrow would follow without checking, past its memory.
-
-    UTF-8 is checked by decoding, and dictionary indices that are too large by Arrow; it follows negative ones.
-
-    Raises:
-        pyarrow.ArrowInvalid: if there are such offsets.
-    """
+def _check_offsets(column: Any) -> None:
+    """Reject offsets outside of the values and negative dictionary indices, which Arrow follows past its memory."""
     kind = column.type
     if isinstance(column, pa.ChunkedArray):
         for chunk in column.chunks:
-            check_offsets(chunk)
+            _check_offsets(chunk)
     elif isinstance(column, pa.ExtensionArray):
-        check_offsets(column.storage)
+        _check_offsets(column.storage)
     elif isinstance(column, pa.DictionaryArray):
         if (least := pc.min(column.indices).as_py()) is not None and least < 0:
             raise pa.ArrowInvalid(f"it has the number {least} in a dictionary")
-        check_offsets(column.dictionary)
+        _check_offsets(column.dictionary)
     elif isinstance(column, pa.StructArray):
         for place in range(kind.num_fields):
-            check_offsets(column.field(place))
+            _check_offsets(column.field(place))
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary()).validate(full=True)
     elif is_list(kind) and is_number(kind.value_type):
@@ -141,7 +135,7 @@ def check_offsets(column: Any) -> None:
         offsets = column.offsets.to_numpy()
         if offsets[0] < 0 or offsets[-1] > len(column.values) or (np.diff(offsets) < 0).any():
             raise pa.ArrowInvalid("its lists begin or end outside of their values")
-        check_offsets(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
+        _check_offsets(column.values.slice(offsets[0], offsets[-1] - offsets[0]))
     elif not is_number(kind):
         column.validate(full=True)
 
@@ -149,6 +143,6 @@ def check_offsets(column: Any) -> None:
 def column_lengths(column: Any) -> Any:
     """The lengths of a column's lists, or the values of an integer column, (rows,) int64; nulls are 0."""
     if is_list(unwrap_type(column.type)):
-        check_offsets(column)
+        _check_offsets(column)
         column = pc.list_value_length(column)
     return np.asarray(pc.fill_null(column, 0).to_numpy(), dtype=np.int64)
