@@ -18,7 +18,8 @@ from typing import Any
 
 from unisono.checkpoint.exchange import hf_shards
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import CheckpointError, ConfigError
+from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
+from unisono.runtime.files import pickle_hint
 from unisono.runtime.text import one_line
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,29 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
     config._name_or_path = str(folder)
     return config
+
+
+def open_folder(folder: Path, key: str) -> Any:
+    """The configuration of a local model, whose weights may be loaded; see `read_config` and `check_weights`.
+
+    Raises:
+        ConfigError: for whatever these refuse, naming the setting `key`.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key}: {folder} is not a directory; give a local model with config.json and safetensors"
+            + pickle_hint(folder)
+        )
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{key}: {folder} has no {CONFIG}")
+    try:
+        check_weights(folder)
+    except (OSError, UnisonoError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+    try:
+        return read_config(folder)
+    except Exception as error:  # each architecture validates in its own way
+        raise ConfigError(f"{key}: {folder / CONFIG} cannot be read: {error}") from error
 
 
 def load_pretrained(

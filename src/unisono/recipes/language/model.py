@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, UnisonoError, hf_config, nearest, pickle_hint
+from unisono import ConfigError, hf_config, nearest, pickle_hint
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
 
@@ -28,7 +28,10 @@ def check_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) 
             few experts.
     """
     if isinstance(config, Pretrained):
-        found = _read_config(saved) if saved and not config.path.is_dir() else _config_from_directory(config.path)
+        if saved and not config.path.is_dir():
+            found = hf_config.open_folder(saved, "model.path")
+        else:
+            found = _config_from_directory(config.path)
     else:
         assert isinstance(config, FromConfig)
         found = _config_from_settings(config, vocab_size)
@@ -205,13 +208,7 @@ def _reads_setting(kind: Any, name: str) -> bool:
 
 
 def _config_from_directory(path: Path) -> Any:
-    if not path.is_dir():
-        raise ConfigError(
-            f"model.path: {path} is not a directory; give a local model with config.json and safetensors"
-            + pickle_hint(path)
-        )
-    if not (path / hf_config.CONFIG).exists():
-        raise ConfigError(f"model.path: {path} has no config.json")
+    found = hf_config.open_folder(path, "model.path")
     if (path / "adapter_config.json").exists():
         raise ConfigError(
             f"model.path: {path} has adapters next to its model (adapter_config.json), which transformers would load "
@@ -222,15 +219,4 @@ def _config_from_directory(path: Path) -> Any:
             f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
             + pickle_hint(path)
         )
-    try:
-        hf_config.check_weights(path)
-    except (OSError, UnisonoError) as error:
-        raise ConfigError(f"model.path: {error}") from error
-    return _read_config(path)
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        return hf_config.read_config(path)
-    except Exception as error:  # each architecture validates in its own way
-        raise ConfigError(f"model.path: {path / 'config.json'} cannot be read: {error}") from error
+    return found
