@@ -208,15 +208,15 @@ def _reads_setting(kind: Any, name: str) -> bool:
 
 
 def _config_from_directory(path: Path) -> Any:
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
+            + pickle_hint(path)
+        )
     found = hf_config.open_folder(path, "model.path")
     if (path / "adapter_config.json").exists():
         raise ConfigError(
             f"model.path: {path} has adapters next to its model (adapter_config.json), which transformers would load "
             "too; merge them, or move that file away"
-        )
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
-            + pickle_hint(path)
         )
     return found
