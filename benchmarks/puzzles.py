@@ -147,13 +147,13 @@ def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tupl
                 {f"sudoku/{name}": value for name, value in batch.items()}).items()}  # fmt: skip
         work = act.begin(carry, batch, model.starts)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-            thought = model("sudoku", work, config.h_cycles, config.l_cycles)
+            step = model("sudoku", work, config.h_cycles, config.l_cycles)
         answers = work["answer"].long()
-        logits = thought.logits.double()
+        logits = step.logits.double()
         stable = torch.where(logits < 0, 1 / (1 - logits + 1e-30), logits + 1)
         share = stable.gather(-1, answers[..., None])[..., 0] / stable.sum(-1)
-        right = (thought.logits.argmax(-1) == answers).all(-1).double()
-        halt = torch.nn.functional.binary_cross_entropy_with_logits(thought.q[:, 0].double(), right, reduction="sum")
+        right = (step.logits.argmax(-1) == answers).all(-1).double()
+        halt = torch.nn.functional.binary_cross_entropy_with_logits(step.q[:, 0].double(), right, reduction="sum")
         loss = -share.log().mean(-1).sum() + 0.5 * halt
         (loss / rows).backward()
         for optimizer in optimizers:
@@ -162,8 +162,8 @@ def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tupl
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 average[name].lerp_(parameter, 1e-3)
-        halted = act.halt(work, thought.q.detach(), batch, 0.1, 16, competing=False)
-        states = {name: getattr(thought, name).detach() for name in act.STATES}
+        halted = act.halt(work, step.q.detach(), batch, 0.1, 16, competing=False)
+        states = {name: value.detach() for name, value in step.states.items()}
         carry = {**{name: work[name] for name in act.PUZZLE}, **states, **halted}
         _ = loss.item(), halted["halted"].sum().item(), right.sum().item()
     yield clocks()

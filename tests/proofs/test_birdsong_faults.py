@@ -23,7 +23,7 @@ from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
 from unisono.recipes.birdsong import task as birdsong
-from unisono.recipes.birdsong.objectives.base import Seen
+from unisono.recipes.birdsong.objectives import Seen
 from unisono.recipes.birdsong.objectives.lejepa import Lejepa, sigreg
 
 pytestmark = pytest.mark.slow

@@ -53,7 +53,7 @@ OWN = _names("""
     proof.recording.case_recorder proof.recording.trace proof.scripts.rank_facts proof.scripts.rank_progress
     proof.scripts.script_process recipes.birdsong.evaluation.pictures recipes.language.tokens
     recipes.puzzles.data.library recipes.puzzles.data.prepared
-    recipes.speech.library recipes.speech.show recipes.speech.voices runtime.collective_log runtime.files
+    recipes.speech.library recipes.speech.voices runtime.collective_log runtime.files
     runtime.heartbeat runtime.safe_paths supervise.collective_mismatch supervise.identity supervise.monitor
     supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.telemetry
 """)

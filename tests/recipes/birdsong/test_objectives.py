@@ -11,8 +11,8 @@ import pytest
 
 from unisono.recipes.birdsong.objectives.collapse import CollapseWarning, spread_and_rank
 from unisono.recipes.birdsong.objectives.lejepa import Lejepa, invariance, sigreg
-from unisono.recipes.birdsong.objectives.losses import asymmetric, cross_entropy
 from unisono.recipes.birdsong.objectives.pixio import targets
+from unisono.recipes.birdsong.objectives.supervised import asymmetric, cross_entropy
 from unisono.recipes.birdsong.settings import Asymmetric, LeJepa
 
 RNG = np.random.default_rng(0)

@@ -10,6 +10,14 @@ from tests.recipes.language.corpora import corpus, sentences, write_jsonl
 from unisono.recipes.language.settings import Corpus
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus of forty documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_jsonl(folder / "a.jsonl", sentences(40))
+    return corpus(folder)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Corpus:
     """A corpus with a cache of its own."""

@@ -95,13 +95,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "opt, narrow embeddings": (
         "opt",
         {
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "word_embed_proj_dim": 16,
-            "max_position_embeddings": 64,
-            "dropout": 0.0,
+            "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0,
         },
         True,
     ),
@@ -112,7 +107,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     ),
     "granite, scaled logits": ("granite", {**GROUPED, "logits_scaling": 4.0}, False),
     "cohere, scaled logits": ("cohere", {**GROUPED, "pad_token_id": None}, False),
-}
+}  # fmt: skip
 
 
 def model(name: str) -> FromConfig:
@@ -131,23 +126,11 @@ def task(data: Corpus, name: str = "llama, tied", **settings: Any) -> Language:
 def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:
     """Dotted keys for a run of the recipe on this corpus: one process, a small llama, and little else."""
     return {
-        "layout.world_size": 1,
-        "layout.threads": 1,
-        "model.settings": {**GROUPED, "tie_word_embeddings": True},
-        "data": "corpus",
-        "data.path": str(data),
-        "data.vocab_size": 300,
-        "task.sequence": 16,
-        "task.pad_to_multiple": 4,
-        "train.steps": 2,
-        "train.global_batch": 4,
-        "eval.every": None,
-        "checkpoint.every": None,
-        "observe.trackers": [],
-        "run.dir": str(runs),
-        "run.name": "run",
-        **more,
-    }
+        "layout.world_size": 1, "layout.threads": 1, "model.settings": {**GROUPED, "tie_word_embeddings": True},
+        "data": "corpus", "data.path": str(data), "data.vocab_size": 300, "task.sequence": 16,
+        "task.pad_to_multiple": 4, "train.steps": 2, "train.global_batch": 4, "eval.every": None,
+        "checkpoint.every": None, "observe.trackers": [], "run.dir": str(runs), "run.name": "run", **more,
+    }  # fmt: skip
 
 
 def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> TokenStore:

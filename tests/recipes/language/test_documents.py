@@ -133,18 +133,6 @@ def test_the_column_can_have_any_name(tmp_path: Path) -> None:
     assert texts(tmp_path, column="the body") == ["from JSON", "from Parquet"]
 
 
-def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "line"}\n')
-    assert texts(tmp_path) == ["text", "line"]
-
-
-def test_a_separator_that_does_not_occur_leaves_the_file_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    assert texts(tmp_path, separator="----") == ["one\n\ntwo"]
-    assert texts(tmp_path, separator="\n\n") == ["one", "two"]
-
-
 def test_a_python_file_may_declare_its_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'café'\n".encode("latin-1"))
     assert texts(tmp_path, pattern="*.py") == ["# -*- coding: latin-1 -*-\nname = 'café'\n"]
@@ -168,11 +156,6 @@ def _tree(root: Path, *files: str) -> Path:
     return root
 
 
-def test_folders_are_searched_to_any_depth_and_sorted_by_path(tmp_path: Path) -> None:
-    root = _tree(tmp_path / "root", "b/z.txt", "a/b/c/d.txt", "c.txt", "a/b.txt", "B.txt", "a/b/a.txt")
-    assert texts(root) == ["B.txt", "a/b/a.txt", "a/b/c/d.txt", "a/b.txt", "b/z.txt", "c.txt"]
-
-
 def test_the_order_does_not_depend_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = _tree(tmp_path / "root", *(f"{i:02}.txt" for i in range(20)))
     search = Path.rglob
@@ -182,9 +165,22 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path: Path, monkeypatc
         assert texts(root) == listed == sorted(listed)
 
 
-def test_several_paths_are_read_in_the_order_in_which_they_are_given(tmp_path: Path) -> None:
-    root = _tree(tmp_path, "x/2.txt", "x/1.txt", "y/1.txt", "single.txt")
-    assert texts(root / "y", root / "single.txt", root / "x") == ["y/1.txt", "single.txt", "x/1.txt", "x/2.txt"]
+@pytest.mark.parametrize(
+    ("files", "paths", "found"),
+    [
+        (
+            ["b/z.txt", "a/b/c/d.txt", "c.txt", "a/b.txt", "B.txt", "a/b/a.txt"], [""],
+            ["B.txt", "a/b/a.txt", "a/b/c/d.txt", "a/b.txt", "b/z.txt", "c.txt"],
+        ),
+        (["x/2.txt", "x/1.txt", "y/1.txt", "z.txt"], ["y", "z.txt", "x"], ["y/1.txt", "z.txt", "x/1.txt", "x/2.txt"]),
+        (["a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "c/.git/d/e.txt"], [""], ["a.txt"]),
+        ([".b.txt"], [".b.txt"], [".b.txt"]),
+    ],
+    ids=["any depth, by path", "paths as they are given", "nothing hidden", "unless it is named"],
+)  # fmt: skip
+def test_folders_are_searched_and_sorted(tmp_path: Path, files: list[str], paths: list[str], found: list[str]) -> None:
+    root = _tree(tmp_path / "root", *files)
+    assert texts(*(root / path for path in paths)) == found
 
 
 def test_names_do_not_depend_on_where_the_corpus_lies(tmp_path: Path) -> None:
@@ -206,27 +202,9 @@ def test_what_is_passed_over_is_listed(tmp_path: Path) -> None:
     assert documents.find_texts([root], "*.md").ignored == ("a.txt", "picture.png")
 
 
-def test_hidden_files_and_folders_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
-    root = _tree(tmp_path / ".root", "a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "c/.git/d/e.txt")
-    assert texts(root) == ["a.txt"]
-    assert texts(root / ".b.txt") == [".b.txt"]
-
-
 def test_a_url_stays_a_url_and_a_path_may_be_one_of_pathlib(tmp_path: Path) -> None:
     assert corpus("s3://bucket/corpus").path == "s3://bucket/corpus"  # type: ignore[arg-type]
     assert corpus([tmp_path, "gs://b/c"]).path == [str(tmp_path), "gs://b/c"]  # type: ignore[list-item]
-
-
-def test_documents_behind_a_url_are_those_of_the_files(tmp_path: Path) -> None:
-    import fsspec
-
-    for name in ("JSONL", "Parquet", "text, gzip"):
-        (tmp_path / name).mkdir()
-        FORMATS[name](tmp_path / name)
-        fsspec.filesystem("memory").put(str(tmp_path / name), f"/documents/{name}", recursive=True)
-        found = documents.find_texts([f"memory://documents/{name}"])
-        assert [file.name for file in found.files] == names(tmp_path / name)
-        assert [text for file in found.files for text in documents.read_documents(file)] == DIFFICULT
 
 
 # saved data sets --------------------------------------------------------------------------------------------------
@@ -304,23 +282,18 @@ def test_a_folder_without_documents_says_what_was_passed_over_and_what_is_known(
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_a_missing_column_suggests_the_nearest(tmp_path: Path, ending: str) -> None:
-    path = _with_column(tmp_path, ending, "text", ["it"])
+def test_a_missing_column_suggests_the_nearest_and_one_that_is_not_text_is_refused(tmp_path: Path, ending: str) -> None:
     where = ["line 1"] if ending == "jsonl" else []
+    path = _with_column(tmp_path, ending, ["it"])
     _refused(path, *where, "'txt'", "did you mean 'text'?", "data.column", column="txt")
+    _refused(_with_column(tmp_path, ending, [3]), "'text'", "int", "not text", "data.column")
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_a_column_that_is_not_text_is_refused_with_its_type(tmp_path: Path, ending: str) -> None:
-    path = _with_column(tmp_path, ending, "text", [3])
-    _refused(path, "'text'", "int", "not text", "data.column")
-
-
-def _with_column(folder: Path, ending: str, column: str, values: list[object]) -> Path:
+def _with_column(folder: Path, ending: str, values: list[object]) -> Path:
     path = folder / f"a.{ending}"
-    table = pa.table({column: values})
+    table = pa.table({"text": values})
     if ending == "jsonl":
-        path.write_text("".join(json.dumps({column: value}) + "\n" for value in values))
+        path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
     elif ending == "parquet":
         pq.write_table(table, path)
     else:
@@ -335,23 +308,14 @@ GOOD = b'{"text": "good"}\n'
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        (b'{"text": "broken\n', ["line 3 is not JSON"]),
         (b'{"other": "x"}\n', ["line 3 has no key 'text'", "valid here: other", "data.column"]),
-        (b'{"text": ["x"]}\n', ["line 3", "'text' is of type list, not text"]),
-        (b'["x"]\n', ["line 3 is a list", "every line must be a JSON object"]),
-        (b'{"text": "caf\xe9"}\n', ["line 3", "utf-8", "0xe9", "position 13"]),
-        (b'{"text": "ab\\ud800c"}\n', ["line 3", "'text'", "unpaired surrogate \\ud800", "character 2", "repair"]),
-        (b'{"text": "\\udc00"}\n', ["line 3", "unpaired surrogate \\udc00", "character 0"]),
         (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", ["line 3 is not JSON", "recursion"]),
     ],
-    ids=["broken", "no key", "not text", "no object", "not UTF-8", "high surrogate", "low surrogate", "too deep"],
+    ids=["no key", "too deep"],
 )
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
-def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: bytes, parts: list[str], ending: str) -> None:
-    content = GOOD + b"\n" + line + GOOD
-    path = tmp_path / f"lines.{ending}"
-    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
-    _refused(path, *parts)
+def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: bytes, parts: list[str]) -> None:
+    (tmp_path / "lines.jsonl").write_bytes(GOOD + b"\n" + line + GOOD)
+    _refused(tmp_path / "lines.jsonl", *parts)
 
 
 def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
@@ -365,27 +329,13 @@ def test_python_that_is_not_utf8_and_does_not_say_so_is_refused_with_the_byte(tm
         texts(tmp_path, pattern="*.py")
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_a_row_that_is_not_utf8_is_named(tmp_path: Path, ending: str) -> None:
-    offsets = pa.py_buffer(b"".join(i.to_bytes(4, "little") for i in (0, 1, 2, 4)))
-    bad = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"ab\xff\xfe")])
-    path = _with_column(tmp_path, ending, "text", bad)
-    _refused(path, "row 2", "'text'", "0xff")
-
-
-_BINARY = ["Parquet", "Arrow file", "Arrow stream", "Feather"]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [(name, damage) for name in ["text, gzip", "JSONL, gzip", *_BINARY] for damage in ("truncated", "overwritten")]
-    + [(name, "empty") for name in _BINARY],
-)
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+@pytest.mark.parametrize("name", ["text, gzip", "Feather"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     FORMATS[name](tmp_path)
     path = sorted(tmp_path.iterdir())[-1]
     content = path.read_bytes()
-    path.write_bytes({"truncated": content[: -len(content) // 3], "overwritten": b"\xff" * 64, "empty": b""}[damage])
+    path.write_bytes({"truncated": content[: -len(content) // 3], "overwritten": b"\xff" * 64}[damage])
     _refused(path, "cannot be read as")
 
 

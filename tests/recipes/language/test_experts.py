@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import unisono
-from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
+from tests.recipes.language.corpora import GROUPED
 from tests.recipes.language.kernels import distance, gradients, perturbed
 from unisono.config.schema.optimizers import AdamW
 from unisono.optim.optimizers import parameter_groups
@@ -33,13 +33,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3},
     "gpt_oss": {**GROUPED, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_jsonl(folder / "a.jsonl", sentences(40))
-    return corpus(folder)
 
 
 def config(name: str, **changed: Any) -> FromConfig:
@@ -165,21 +158,16 @@ def test_an_evaluation_has_the_loss_of_tokens_alone(data: Corpus) -> None:
     assert set(language.loss(outputs, batch, EVALUATION).sums) == {"next_token"}
 
 
+OTHER_RULE = {
+    "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "why"),
     [
         ("llama", {}, "llama is not a mixture of experts"),
-        (
-            "deepseek_v3",
-            {
-                "n_routed_experts": 8,
-                "n_group": 1,
-                "topk_group": 1,
-                "moe_intermediate_size": 16,
-                "first_k_dense_replace": 0,
-            },
-            "deepseek_v3 chooses its experts by another rule",
-        ),
+        ("deepseek_v3", OTHER_RULE, "deepseek_v3 chooses its experts by another rule"),
     ],
 )
 def test_a_router_that_has_no_such_loss_is_refused(
@@ -250,18 +238,8 @@ def test_under_autocast_experts_are_multiplied_in_its_precision(data: Corpus, mo
         ({}, "cpu", "fp64", r"loop \(grouped: torch has no fp64 kernel for grouped matrix products\)"),
         ({}, "mps", "fp32", r"loop \(grouped: torch's grouped matrix product is not known to work on mps\)"),
         ({"moe_intermediate_size": 20}, "cpu", "fp32", "grouped"),
-        (
-            {"moe_intermediate_size": 20},
-            "cpu",
-            "bf16",
-            r"loop \(grouped: in bf16 .* multiples of 8, but some are \[20\]\)",
-        ),
-        (
-            {"moe_intermediate_size": 17},
-            "cpu",
-            "fp32",
-            r"loop \(grouped: in fp32 .* multiples of 4, but some are \[17, 34\]\)",
-        ),
+        ({"moe_intermediate_size": 20}, "cpu", "bf16", r"loop \(grouped: in bf16 .* of 8, but some are \[20\]\)"),
+        ({"moe_intermediate_size": 17}, "cpu", "fp32", r"loop \(grouped: in fp32 .* of 4, but some are \[17, 34\]\)"),
     ],
 )
 def test_the_product_of_experts_is_chosen_by_capability(
@@ -306,13 +284,12 @@ def test_matrices_of_experts_decay_and_their_biases_do_not(data: Corpus, name: s
     assert not {key for key in of_experts if key.endswith("bias")} & decayed
 
 
-def test_a_smaller_copy_keeps_losses_and_kernels() -> None:
-    large = config(
-        "qwen3_moe", balance_weight=0.3, experts="loop", settings={"num_experts": 64, "moe_intermediate_size": 512}
-    )
-    small = shrunk(large, 300, 10_000)
+def test_a_smaller_copy_keeps_losses_kernels_and_experts_enough_for_a_token() -> None:
+    large = {"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+    small = shrunk(config("qwen3_moe", balance_weight=0.3, experts="loop", settings=large), 300, 10_000)
     assert small is not None
     assert (small.balance_weight, small.experts) == (0.3, "loop")
+    assert models.check_model(small, 300).num_experts == 10
 
 
 def test_what_a_mixture_has_learnt_is_written_with_any_width(data: Corpus, tmp_path: Path) -> None:
@@ -334,14 +311,6 @@ def test_more_experts_per_token_than_experts_are_refused(data: Corpus, name: str
     model = FromConfig(kind="config", architecture=name, settings=settings)
     with pytest.raises(ConfigError, match=r"num_experts_per_tok=9 is more than num_(local_)?experts=8; use at most 8"):
         Language(LanguageConfig(), model=model, data=data).check()
-
-
-def test_a_smaller_copy_has_experts_enough_for_a_token() -> None:
-    settings = {**QUIET, **MIXTURES["qwen3_moe"], "num_experts": 32, "num_experts_per_tok": 10}
-    model = FromConfig(kind="config", architecture="qwen3_moe", settings=settings)
-    made = shrunk(model, 64, 0)
-    assert made is not None
-    assert models.check_model(made, 64).num_experts == 10
 
 
 def test_unknown_balances_are_refused() -> None:

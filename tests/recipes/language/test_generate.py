@@ -48,10 +48,8 @@ def written(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 def test_it_continues_what_the_run_has_learned_and_stops_at_the_end_of_the_document(run: Path) -> None:
     assert written_by(run, "the quick") == KNOWN
     assert written_by(run, "pack my box") == TEXTS[1]
-
-
-def test_an_empty_prompt_begins_a_document(run: Path) -> None:
-    assert written_by(run, "") in TEXTS
+    assert written_by(run, "") in TEXTS  # an empty prompt begins a document
+    assert written_by(run, "the quick", temperature=0.01, seed=1) == KNOWN  # nearly greedy
 
 
 def test_it_writes_as_many_tokens_as_were_asked_for(run: Path) -> None:
@@ -85,8 +83,13 @@ def test_documents_that_are_given_are_predicted_as_the_run_would_read_them(run: 
     assert max(nats[:3]) < 0.3 and nats[3] > 2  # another tokenizer than the run's would find all of them unlikely
 
 
-def test_the_command_prints_the_same_every_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_same_every_time_and_as_many_tokens_as_it_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert written(capsys, run, "sphinx of") == written(capsys, run, "sphinx of") == TEXTS[2] + "\n"
+    short, long = (written(capsys, run, "the quick", f"tokens={count}") for count in (2, 5))
+    assert len(short) < len(long)
+    assert KNOWN.startswith(short.strip("\n"))
 
 
 def test_a_temperature_draws_and_its_seed_decides(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,16 +110,6 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(run: Path, monkeypatch: pyte
     assert [int((chance > 0).sum()) for chance in chances] == [300, 300]
 
 
-def test_a_low_temperature_is_nearly_greedy(run: Path) -> None:
-    assert written_by(run, "the quick", temperature=0.01, seed=1) == KNOWN
-
-
-def test_the_number_of_tokens_can_be_given_on_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short, long = (written(capsys, run, "the quick", f"tokens={count}") for count in (2, 5))
-    assert len(short) < len(long)
-    assert KNOWN.startswith(short.strip("\n"))
-
-
 # refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -127,22 +120,17 @@ def _refused(run: Path, told: str, *arguments: Any, capsys: pytest.CaptureFixtur
     assert told in error
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _refused(tmp_path / "nowhere", "is neither a run (no", capsys=capsys)
-
-
-def test_a_run_of_another_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_model_of_language_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.tasks import LinearTask
 
-    settings = {"layout.world_size": 1, "train.steps": 1, "run.dir": str(tmp_path), "observe.progress": False}
-    folder = unisono.train(LinearTask(), settings).folder
-    _refused(folder, "has no verb 'generate'", capsys=capsys)
-
-
-def test_a_run_without_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _refused(tmp_path / "nowhere", "is neither a run (no", capsys=capsys)
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "checkpoints")
     _refused(copy, "has no checkpoint yet", capsys=capsys)
+    settings = {"layout.world_size": 1, "train.steps": 1, "run.dir": str(tmp_path), "observe.progress": False}
+    _refused(unisono.train(LinearTask(), settings).folder, "has no verb 'generate'", capsys=capsys)
 
 
 @pytest.mark.parametrize(("option", "value"), [("tokens", 0), ("tokens", -3), ("temperature", -1)])

@@ -22,24 +22,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**WIDE, "head_dim": 16},
     "mistral": {**WIDE, "sliding_window": 4},
     "gpt2": {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
+        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     },
     "gemma2": {**WIDE, "head_dim": 16, "query_pre_attn_scalar": 16},
     "olmoe": {**WIDE, "num_experts": 4, "num_experts_per_tok": 2},
-}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_jsonl(folder / "a.jsonl", sentences(40))
-    return corpus(folder)
+}  # fmt: skip
 
 
 def task(data: Corpus, name: str = "llama", attention: str = "auto", **settings: Any) -> Language:
@@ -80,9 +68,11 @@ def test_auto_takes_what_device_precision_and_model_allow(
     assert task(data, name).kernels(device, precision)["attention"] == chosen
 
 
-def test_without_the_package_auto_takes_sdpa(data: Corpus) -> None:
+def test_without_the_package_auto_takes_sdpa_and_flash_is_refused(data: Corpus) -> None:
     assert not kernels._find_flash(), "flash-attn is installed here: take this test to where it is not"
     assert task(data).kernels("cuda", "bf16") == {"attention": "sdpa"}
+    with pytest.raises(KernelError, match=r"flash-attn is not installed; set model\.attention=sdpa, or auto"):
+        task(data, "llama", "flash").kernels("cuda", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -95,14 +85,7 @@ def test_without_the_package_auto_takes_sdpa(data: Corpus) -> None:
         ("olmoe", "flex", "cuda", "bf16", {}, "transformers has no attention of this kind for olmoe"),
         ("llama", "flash", "cpu", "bf16", {}, "needs a CUDA or ROCm device, but this run is on cpu"),
         ("llama", "flash", "cuda", "fp32", {}, r"only half precision \(train.precision=bf16\)"),
-        (
-            "gemma2",
-            "sdpa",
-            "cpu",
-            "fp32",
-            {},
-            "transformers has no attention of this kind for gemma2; set model.attention=eager",
-        ),
+        ("gemma2", "sdpa", "cpu", "fp32", {}, "no attention of this kind for gemma2; set model.attention=eager"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_reason_and_remedy(
@@ -110,11 +93,6 @@ def test_what_cannot_be_had_is_refused_with_reason_and_remedy(
 ) -> None:
     with pytest.raises(KernelError, match=rf"model\.attention={asked} cannot be used: .*{reason}"):
         task(data, name, asked, **settings).kernels(device, precision)
-
-
-def test_flash_that_is_not_installed_is_refused(data: Corpus) -> None:
-    with pytest.raises(KernelError, match=r"flash-attn is not installed; set model\.attention=sdpa, or auto"):
-        task(data, "llama", "flash").kernels("cuda", "bf16")
 
 
 def test_a_refusal_is_a_config_error_that_build_makes_too(data: Corpus) -> None:

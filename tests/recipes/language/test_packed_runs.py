@@ -114,17 +114,19 @@ def test_a_run_is_packed_from_the_command_line(texts: Path, tmp_path: Path) -> N
     assert len({plain[0], packed[0], longer[0]}) == 3
 
 
-def test_epochs_and_packing_are_refused_before_anything_starts(texts: Path, tmp_path: Path) -> None:
-    how = {"data.packing": {}, "train.steps": None, "train.epochs": 2}
-    with pytest.raises(ConfigError, match=r"train\.epochs=2 does not work with data\.packing.*set train\.steps"):
-        _train(texts, tmp_path, **how)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_world_size_that_does_not_divide_the_lanes_is_refused_before_anything_starts(
-    texts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (
+            {"train.steps": None, "train.epochs": 2},
+            r"train\.epochs=2 does not work with data\.packing.*set train\.steps",
+        ),
+        ({"data.lanes": 2, "layout.world_size": 4}, r"layout\.world_size=4 does not divide the 2 lanes"),
+    ],
+)
+def test_what_packing_cannot_do_is_refused_before_anything_starts(
+    texts: Path, tmp_path: Path, how: dict[str, Any], told: str
 ) -> None:
-    how = {"data.packing": {}, "data.lanes": 2, "layout.world_size": 4}
-    with pytest.raises(ConfigError, match=r"layout\.world_size=4 does not divide the 2 lanes"):
-        _train(texts, tmp_path, **how)
+    with pytest.raises(ConfigError, match=told):
+        _train(texts, tmp_path, **{"data.packing": {}, **how})
     assert not (tmp_path / "run").exists()

@@ -218,19 +218,10 @@ def test_two_processes_train_it_as_one_does(trained: dict[str, dict[str, Any]], 
 def test_a_run_from_it_tells_stories(pretrained: Path, stories: Path, tmp_path: Path) -> None:
     """One step that changes nothing; then what the run writes is what the pretrained model writes."""
     settings = {
-        "model": "pretrained",
-        "model.path": str(pretrained),
-        "data": "corpus",
-        "data.path": str(stories),
-        "data.held_out": 0.0,
-        "layout.world_size": 1,
-        "train.steps": 1,
-        "train.global_batch": 2,
-        "optim.lr": 0.0,
-        "run.dir": str(tmp_path),
-        "run.name": "stories",
-        "observe.progress": False,
-    }
+        "model": "pretrained", "model.path": str(pretrained), "data": "corpus", "data.path": str(stories),
+        "data.held_out": 0.0, "layout.world_size": 1, "train.steps": 1, "train.global_batch": 2, "optim.lr": 0.0,
+        "run.dir": str(tmp_path), "run.name": "stories", "observe.progress": False,
+    }  # fmt: skip
     folder = unisono.train("language", settings).folder
     engine = Engine.from_file(str(pretrained / "tokenizer.json"))
     prompt = "Once upon a time, there was a little girl named Lily."

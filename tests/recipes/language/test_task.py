@@ -23,28 +23,18 @@ from unisono.recipes.language.task import IGNORED, Language
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, DataError, KernelError
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_jsonl(folder / "a.jsonl", sentences(40))
-    return corpus(folder)
-
-
 # batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_and_targets_are_the_row_shifted_by_one(data: Corpus) -> None:
-    batch = task(data, pad_to_multiple=3).collate([np.array([7, 8, 9, 10])])
-    assert batch["inputs"].tolist() == [[7, 8, 9]]
-    assert batch["targets"].tolist() == [[8, 9, 10]]
-
-
-def test_rows_are_padded_to_the_longest_rounded_up_with_targets_that_are_ignored(data: Corpus) -> None:
-    batch = task(data, pad_to_multiple=4).collate([np.array([7, 8]), np.arange(1, 7), np.array([5, 6, 7])])
+def test_rows_are_shifted_by_one_and_padded_to_the_longest_rounded_up_with_targets_that_are_ignored(
+    data: Corpus,
+) -> None:
+    language = task(data, pad_to_multiple=4)
+    batch = language.collate([np.array([7, 8]), np.arange(1, 7), np.array([5, 6, 7])])
     assert batch["inputs"].tolist() == [[7] + [0] * 7, [1, 2, 3, 4, 5, 0, 0, 0], [5, 6] + [0] * 6]
     ignored = [IGNORED] * 8
     assert batch["targets"].tolist() == [[8, *ignored[1:]], [2, 3, 4, 5, 6, *ignored[5:]], [6, 7, *ignored[2:]]]
+    assert language.counts(language.collate([np.array([0, 0, 0])])) == {"next_token": 2.0}  # the padding's id counts
 
 
 @settings(deadline=None, max_examples=50)
@@ -57,11 +47,6 @@ def test_a_batch_is_as_wide_as_it_must_be_and_counts_its_real_targets(lengths: l
     assert 0 <= batch["inputs"].shape[1] - (max(lengths) - 1) < multiple
     assert batch["inputs"].dtype == batch["targets"].dtype == np.int64
     assert language.counts(batch) == {"next_token": float(sum(lengths) - len(lengths))}
-
-
-def test_a_token_whose_id_is_the_one_of_the_padding_counts(data: Corpus) -> None:
-    language = task(data)
-    assert language.counts(language.collate([np.array([0, 0, 0])])) == {"next_token": 2.0}
 
 
 def test_an_epoch_counts_every_target_of_the_training_documents_once(data: Corpus) -> None:
@@ -114,6 +99,7 @@ def test_rows_and_held_out_rows_share_no_document(data: Corpus) -> None:
 def test_nothing_is_held_out_where_the_fraction_is_zero(data: Corpus) -> None:
     language = task(data.model_copy(update={"held_out": 0.0}))
     assert language.held_out() is None
+    assert "unigram_entropy" not in language.facts()
     assert language.data().lengths.sum() == int((store_in(language).lengths - 1).sum())
 
 
@@ -133,10 +119,6 @@ def test_the_facts_are_those_of_the_corpus(data: Corpus) -> None:
     assert entropy == pytest.approx(
         tokens.unigram_entropy(tokens.unigram_counts(store, language.library.split[""][1])), abs=5e-5
     )
-
-
-def test_without_held_out_documents_no_entropy_of_them_is_told(data: Corpus) -> None:
-    assert "unigram_entropy" not in task(data.model_copy(update={"held_out": 0.0})).facts()
 
 
 def test_the_fingerprint_follows_the_text_and_not_where_it_lies(tmp_path: Path) -> None:

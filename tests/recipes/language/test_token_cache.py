@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,8 @@ from tokenizers import models
 from tests.recipes.language.corpora import corpus, decoded, sentences, tokenised, word_level, write_jsonl
 from unisono.recipes.language import tokenizer, tokens
 from unisono.recipes.language.settings import Corpus
-from unisono.recipes.language.texts import Texts
-from unisono.recipes.language.tokenizer import train_tokenizer
 from unisono.recipes.language.tokens import TokenStore
 from unisono.runtime.errors import DataError
-
-
-def entries(cache: Path) -> list[Path]:
-    return sorted(path for path in (cache / "language").iterdir() if path.suffix != ".lock")
 
 
 def test_the_second_time_the_cache_is_used(small: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,105 +100,6 @@ def test_the_cache_is_where_the_config_or_the_environment_says(
     assert tokenised(no_cache).folder.parent == tmp_path / "environment" / "language"
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(small: Corpus, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"the cache .*file cannot be used \(.*\); set data\.cache or \$UNISONO_CACHE"):
-        tokenised(small.model_copy(update={"cache": tmp_path / "file"}))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_without_permission_is_named_with_the_remedy(small: Corpus, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o500)
-    with pytest.raises(DataError, match=r"the cache .* cannot be used \(Permission denied\)"):
-        tokenised(small)
-
-
-class Interruption(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("where", ["pathlib.Path.replace", "pyarrow.ipc.new_file", "os.fsync"])
-def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_finished(
-    small: Corpus, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    assert small.cache is not None
-    train_tokenizer({"": Texts.from_files(small.files[""])}, small.vocab_size, small.cache)
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise Interruption
-
-    with monkeypatch.context() as patched:
-        patched.setattr(where, interrupt)
-        with pytest.raises(Interruption):
-            tokenised(small)
-    (begun,) = entries(small.cache)
-    assert not (begun / "manifest.json").exists()
-    store = tokenised(small)
-    assert store.folder == begun
-    assert not list(begun.glob("*.writing"))
-    assert decoded(store) == sentences(20)
-
-
-def _die_while_writing(config: Corpus) -> None:
-    pa.ipc.new_file = lambda *_: os._exit(9)
-    tokenised(config)
-
-
-def test_a_process_that_dies_while_preparing_keeps_nobody_waiting(small: Corpus) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_die_while_writing, args=(small,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 9
-    began = time.monotonic()
-    assert decoded(tokenised(small)) == sentences(20)
-    assert time.monotonic() - began < 10
-
-
-def _prepare_together(config: Corpus, ready: Any, results: Any) -> None:
-    make, train = tokens.TokenisePreparation.make, tokenizer._train
-    made: list[str] = []
-
-    def slowly(self: tokens.TokenisePreparation, first: int, last: int) -> Any:
-        made.append("shard")
-        time.sleep(0.5)
-        return make(self, first, last)
-
-    def train_slowly(*arguments: Any) -> Any:
-        made.append("tokenizer")
-        time.sleep(0.5)
-        return train(*arguments)
-
-    tokens.TokenisePreparation.make, tokenizer._train = slowly, train_slowly  # type: ignore[method-assign]
-    ready.wait(60)
-    store = tokenised(config)
-    results.put((made, str(store.folder), store.manifest["content"]))
-
-
-def test_two_processes_at_once_make_one_entry(small: Corpus) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_prepare_together, args=(small, ready, results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
-    assert small.cache is not None
-    assert sorted(what for made, _, _ in found for what in made) == ["shard", "tokenizer"]
-    assert {folder for _, folder, _ in found} == {str(path) for path in entries(small.cache)}
-    assert len({content for _, _, content in found}) == 1
-
-
-def test_a_cut_off_shard_is_refused_and_what_the_error_says_helps(small: Corpus) -> None:
-    path = tokenised(small).folder / "shard-00000-of-00001.arrow"
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=rf"{path} is damaged .*; remove this file and prepare the data again"):
-        tokenised(small)
-    path.unlink()
-    assert decoded(tokenised(small)) == sentences(20)
-
-
 def test_a_tokenizer_that_was_exchanged_is_refused(small: Corpus, tmp_path: Path) -> None:
     folder = tokenised(small).folder
     other = word_level(tmp_path / "other", {"a": 0, "b": 1})
@@ -228,9 +121,3 @@ def test_an_entry_that_lost_its_manifest_is_made_again(small: Corpus) -> None:
     folder = tokenised(small).folder
     (folder / "manifest.json").unlink()
     assert decoded(tokenised(small)) == sentences(20)
-
-
-def test_half_a_character_is_refused_before_the_tokenizer_sees_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* unpaired surrogate"):
-        tokenised(corpus(tmp_path))

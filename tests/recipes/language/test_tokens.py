@@ -77,15 +77,6 @@ def test_null_and_empty_documents_are_left_out_and_counted(tmp_path: Path) -> No
     assert (store.manifest["rows"], store.manifest["left_out"]) == (3, 5)
 
 
-def test_the_manifest_tells_files_documents_tokens_and_what_was_passed_over(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", sentences(7))
-    (tmp_path / "notes.md").write_text("not read")
-    store = tokenised(corpus(tmp_path))
-    source = store.manifest["of"]["source"]
-    assert (source["files"], source["ignored"]) == (1, ["notes.md"])
-    assert (store.manifest["rows"], store.manifest["units"]) == (7, int(store.lengths.sum()))
-
-
 def test_more_documents_than_one_call_of_the_tokenizer_takes_keep_their_order(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(3 * tokenizer._BATCH + 1)]
     write_jsonl(tmp_path / "a.jsonl", texts[:500])
@@ -110,22 +101,15 @@ def test_a_trained_tokenizer_has_the_size_that_was_asked_for(tmp_path: Path) -> 
         assert tokenised(corpus(tmp_path, vocab_size=size)).tokenizer.size == size
 
 
-def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
+def test_a_corpus_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="the 1 records produced no rows: 1 were left out as empty"):
-        tokenised(corpus(tmp_path))
-
-
-def test_text_of_which_the_tokenizer_makes_nothing_is_refused(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["signs that it", "does not know"])
+        tokenised(corpus(tmp_path / "empty.txt"))
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["known", "unknown"])
     Engine(models.BPE({"x": 0}, [])).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"the 2 records produced no rows: 0 .* that the tokenizer can encode\?"):
         tokenised(corpus(tmp_path / "corpus"), tokenizer.load_tokenizer(tmp_path))
-
-
-def test_text_at_which_the_tokenizer_fails_is_refused_with_its_words(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["known", "unknown"])
-    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"known": 0}))
+    given = tokenizer.load_tokenizer(word_level(tmp_path / "words", {"known": 0}))
     with pytest.raises(DataError, match=r"tokenizer\.json cannot tokenise the documents: .*Missing \[UNK\]"):
         tokenised(corpus(tmp_path / "corpus"), given)
 
@@ -146,13 +130,13 @@ def test_ids_take_two_bytes_up_to_65536_tokens_and_four_above(tmp_path: Path, si
     assert store.slice(1, 0, 9).tolist() == [1, 65535]
 
 
-def test_ids_with_gaps_count_by_the_largest(tmp_path: Path) -> None:
+def test_ids_with_gaps_count_by_the_largest_and_without_special_tokens_documents_stay_bare(tmp_path: Path) -> None:
     given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"a": 0, "b": 70_000}))
-    assert given.size == 70_001
+    assert (given.size, given.first, given.last) == (70_001, None, None)
     write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b a", "b"])
     store = tokenised(corpus(tmp_path / "corpus"), given)
     assert store.slice(0, 0, 9).tolist() == [0, 70_000, 0]
-    assert store.tokenizer.size == 70_001
+    assert (store.tokenizer.size, store.lengths.tolist()) == (70_001, [3, 1])
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_not_obeyed(tmp_path: Path) -> None:
@@ -190,30 +174,23 @@ def test_the_special_tokens_are_found(tmp_path: Path, beside: dict[str, Any], fi
         assert (given.first, given.last, given.size) == (first, last, 4)
 
 
-def test_a_tokenizer_without_special_tokens_leaves_documents_bare(tmp_path: Path) -> None:
-    given = tokenizer.load_tokenizer(word_level(tmp_path / "tokenizer", {"a": 0, "b": 1}))
-    assert (given.first, given.last) == (None, None)
-    write_jsonl(tmp_path / "corpus" / "a.jsonl", ["a b", "b a"])
-    assert tokenised(corpus(tmp_path / "corpus"), given).lengths.tolist() == [2, 2]
-
-
-def test_a_missing_tokenizer_is_refused_with_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer at .*: give a directory with tokenizer\.json, or that file"):
-        tokenizer.load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[1]"])
-def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        tokenizer.load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(("content", "told"), [("{", "cannot be read as JSON"), ("[1]", "is a JSON list, not")])
-def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("README.md", "", r"no tokenizer at .*: give a directory with tokenizer\.json, or that file"),
+        ("tokenizer.json", "{", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer.json", "{}", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer.json", "[1]", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read as JSON"),
+        ("tokenizer_config.json", "[1]", r"tokenizer_config\.json is a JSON list, not"),
+    ],
+)
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path, name: str, content: str, told: str) -> None:
     folder = word_level(tmp_path / "tokenizer", WORDS)
-    (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(DataError, match=rf"tokenizer_config\.json {told}"):
+    if name == "README.md":
+        (folder / "tokenizer.json").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(DataError, match=told):
         tokenizer.load_tokenizer(folder)
 
 
@@ -229,7 +206,9 @@ def _cut(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 @settings(max_examples=60, deadline=None)
 @given(_cut())
-def test_every_target_of_every_chosen_document_occurs_once(cut: tuple[list[int], list[int], int]) -> None:
+def test_every_target_occurs_once_in_rows_that_cross_no_document_and_are_full_but_for_the_last(
+    cut: tuple[list[int], list[int], int],
+) -> None:
     lengths, chosen, sequence = cut
     with tempfile.TemporaryDirectory() as folder:
         rows = Windows(store_of(Path(folder), lengths), np.asarray(chosen), sequence, overlap=1)
@@ -238,16 +217,6 @@ def test_every_target_of_every_chosen_document_occurs_once(cut: tuple[list[int],
     wanted = [token for document in chosen for token in range(begins[document] + 1, begins[document + 1])]
     assert [int(token) for row in cut_up for token in row[1:]] == wanted
     assert rows.lengths.tolist() == [len(row) - 1 for row in cut_up]
-
-
-@settings(max_examples=60, deadline=None)
-@given(_cut())
-def test_rows_never_cross_documents_and_all_but_the_last_are_full(cut: tuple[list[int], list[int], int]) -> None:
-    lengths, chosen, sequence = cut
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Windows(store_of(Path(folder), lengths), np.asarray(chosen), sequence, overlap=1)
-        cut_up = [rows[number] for number in range(len(rows))]
-    begins = np.cumsum([0, *lengths])
     for row in cut_up:
         document = int(np.searchsorted(begins, row[0], side="right")) - 1
         assert document in chosen
@@ -260,13 +229,9 @@ def test_rows_never_cross_documents_and_all_but_the_last_are_full(cut: tuple[lis
 def test_neighbouring_rows_of_a_document_overlap_by_one_token(tmp_path: Path) -> None:
     rows = Windows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), size=3, overlap=1)
     assert [rows[number].tolist() for number in range(len(rows))] == [[3, 4, 5, 6], [6, 7, 8, 9], [9, 10], [11, 12]]
-
-
-@pytest.mark.parametrize("row", [-1, 4])
-def test_a_row_that_is_not_there_is_an_index_error(tmp_path: Path, row: int) -> None:
-    rows = Windows(store_of(tmp_path, [3, 8, 2]), np.array([1, 2]), size=3, overlap=1)
-    with pytest.raises(IndexError, match=f"row {row} of 4"):
-        rows[row]
+    for row in (-1, 4):
+        with pytest.raises(IndexError, match=f"row {row} of 4"):
+            rows[row]
 
 
 def test_documents_without_a_target_make_no_rows(tmp_path: Path) -> None:

@@ -92,29 +92,18 @@ def test_what_is_computed_is_kept_until_something_changes(tmp_path: Path, tree: 
     assert not np.array_equal(distances(of=Tree(tmp_path / "u.nwk")), first)
     distances("jaccard")
     assert len(made) == 4
-    monkeypatch.setattr(diversity, "_version", lambda: "another")
+    monkeypatch.setattr(diversity, "version", lambda package: "another")
     distances()
     assert len(made) == 5
 
 
-@pytest.mark.parametrize("damage", [b"", b"junk", "short", "nan"])
-def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path, tree: Tree, damage) -> None:
+@pytest.mark.parametrize("damage", ["short", "nan"])
+def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
     first = diversity.pairwise_distances("jaccard", table(), None, tmp_path)
     (entry,) = (tmp_path / "microbiome").glob("*/array.npy")
-    if damage == "short":
-        np.save(entry, first[:3, :3])
-    elif damage == "nan":
-        np.save(entry, np.full_like(first, np.nan))
-    else:
-        entry.write_bytes(damage)
+    np.save(entry, first[:3, :3] if damage == "short" else np.full_like(first, np.nan))
     assert np.array_equal(diversity.pairwise_distances("jaccard", table(), None, tmp_path), first)
     assert np.array_equal(np.load(entry), first)
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"the cache .*file cannot be used .*data\.cache or \$UNISONO_CACHE"):
-        diversity.pairwise_distances("jaccard", table(), None, tmp_path / "file")
 
 
 def test_what_needs_a_tree_says_so(tmp_path: Path) -> None:

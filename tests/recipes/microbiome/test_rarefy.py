@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,22 +15,13 @@ COUNTS = np.array([40, 0, 3, 1, 500, 7], dtype=np.int64)
 TAXA = np.array([2, 3, 5, 8, 9, 11], dtype=np.int64)
 
 
-def test_so_many_reads_are_left_and_none_more_than_there_were() -> None:
-    for draw in range(50):
-        left = rarefy(COUNTS, 100, generator("test", draw))
+def test_so_many_reads_are_left_by_their_address_and_none_more_than_there_were() -> None:
+    drawn = [rarefy(COUNTS, 100, generator("test", draw)) for draw in range(50)]
+    for left in drawn:
         assert left.sum() == 100
-        assert (left <= COUNTS).all()
-        assert (left >= 0).all()
-
-
-def test_all_reads_are_left_where_all_are_drawn() -> None:
+        assert ((left >= 0) & (left <= COUNTS)).all()
+    assert rarefy(COUNTS, 100, generator("test", 1)).tolist() == drawn[1].tolist() != drawn[2].tolist()
     assert rarefy(COUNTS, int(COUNTS.sum()), generator("test")).tolist() == COUNTS.tolist()
-
-
-def test_the_same_address_draws_the_same_and_another_another() -> None:
-    one, same, other = (rarefy(COUNTS, 100, generator("test", draw)) for draw in (1, 1, 2))
-    assert one.tolist() == same.tolist()
-    assert one.tolist() != other.tolist()
 
 
 def test_draws_are_hypergeometric() -> None:
@@ -45,35 +38,29 @@ def test_draws_are_hypergeometric() -> None:
     assert (np.abs(ratio - 1) < 0.12).all()
 
 
-def test_a_sample_with_fewer_reads_is_refused() -> None:
+def test_a_sample_with_fewer_reads_or_more_than_numpy_can_draw_from_is_refused() -> None:
     with pytest.raises(DataError, match=r"551 reads cannot be rarefied to 552: lower data\.rarefy"):
         rarefy(COUNTS, 552, generator("test"))
-
-
-def test_a_sample_deeper_than_numpy_can_draw_from_is_refused() -> None:
     with pytest.raises(DataError, match="too deep"):
         rarefy(np.array([10**9, 5]), 10, generator("test"))
 
 
-def test_taxa_without_reads_are_none_of_a_sample() -> None:
-    taxa, counts = choose_taxa(TAXA, COUNTS, None, "first", generator("test"))
-    assert (taxa.tolist(), counts.tolist()) == ([2, 5, 8, 9, 11], [40, 3, 1, 500, 7])
-
-
-def test_the_most_abundant_are_kept_in_descending_order_and_the_first_of_equals() -> None:
-    taxa, counts = choose_taxa(TAXA, COUNTS, 3, "abundance", generator("test"))
-    assert (taxa.tolist(), counts.tolist()) == ([9, 2, 11], [500, 40, 7])
-    equal = np.array([5, 9, 5, 9, 5, 5])
+@pytest.mark.parametrize(
+    ("limit", "keep", "taxa", "reads"),
+    [
+        (None, "first", [2, 5, 8, 9, 11], [40, 3, 1, 500, 7]),  # taxa without reads are none of a sample
+        (3, "first", [2, 5, 8], [40, 3, 1]),
+        (None, "abundance", [9, 2, 11, 5, 8], [500, 40, 7, 3, 1]),
+        (3, "abundance", [9, 2, 11], [500, 40, 7]),
+    ],
+)
+def test_taxa_are_kept_in_the_tables_order_or_the_most_abundant_first(
+    limit: int | None, keep: Any, taxa: list[int], reads: list[int]
+) -> None:
+    chosen, counts = choose_taxa(TAXA, COUNTS, limit, keep, generator("test"))
+    assert (chosen.tolist(), counts.tolist()) == (taxa, reads)
+    equal = np.array([5, 9, 5, 9, 5, 5])  # the first of equals
     assert choose_taxa(TAXA, equal, 4, "abundance", generator("test"))[0].tolist() == [3, 8, 2, 5]
-
-
-def test_the_order_does_not_depend_on_whether_a_limit_cuts() -> None:
-    whole, _ = choose_taxa(TAXA, COUNTS, None, "abundance", generator("test"))
-    assert choose_taxa(TAXA, COUNTS, 4, "abundance", generator("test"))[0].tolist() == whole[:4].tolist()
-
-
-def test_the_first_are_kept_in_the_tables_order() -> None:
-    assert choose_taxa(TAXA, COUNTS, 3, "first", generator("test"))[0].tolist() == [2, 5, 8]
 
 
 def test_random_ones_are_kept_by_their_address_in_the_tables_order() -> None:

@@ -6,12 +6,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 from pydantic import TypeAdapter
 
 from unisono.recipes.microbiome.settings import MicrobiomeData, Simulated
 from unisono.recipes.microbiome.study.library import open_library
-from unisono.runtime.errors import DataError
 
 SMALL = {"subjects": 12, "visits": 3, "taxa": 32, "bases": 40, "reads": 400}
 
@@ -74,9 +72,3 @@ def test_settings_choose_between_it_and_a_study() -> None:
     chosen = TypeAdapter(MicrobiomeData).validate_python({"kind": "simulated", "subjects": 6})
     assert isinstance(chosen, Simulated)
     assert chosen.subjects == 6
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be used .*data\.cache"):
-        open_library(simulated(tmp_path / "file"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,26 @@ def write_mazes(path: Path) -> None:
     mirrored = "".join(question[row * 5 : row * 5 + 5][::-1] for row in range(5))
     way = "".join(answer[row * 5 : row * 5 + 5][::-1] for row in range(5))
     path.write_text(f"source,question,answer,rating\nmade,{question},{answer},4\nmade,{mirrored},{way},4\n")
+
+
+def arrays_of(model: Any) -> dict[str, np.ndarray]:
+    """The arrays of a JAX model by their names in torch: an array's path, with dots."""
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+
+
+def with_arrays(model: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A JAX model with other arrays, given by their names in torch."""
+    import jax
+
+    def replaced(path: Any, leaf: Any) -> Any:
+        value = arrays[jax.tree_util.keystr(path, simple=True, separator=".")]
+        assert value.shape == leaf.shape
+        return jax.numpy.asarray(value, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(replaced, model)
 
 
 SUDOKU4 = sudoku_format(4)

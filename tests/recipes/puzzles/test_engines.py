@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.recipes.puzzles import test_task as of_torch
+from tests.recipes.puzzles.puzzles_for_tests import with_arrays
 from tests.runs import Trace, distance
 from tests.runs import trace as torch_trace
 from unisono.config.recipes import task_of
@@ -43,7 +44,6 @@ def weights_of(task: Any) -> dict[str, np.ndarray]:
 def pair(model: dict[str, Any], last_bit: bool = False, data: Any = None, **config: Any) -> tuple[Any, Any]:
     """The tasks of both engines, with the same first weights in fp32, or those changed in their last bit."""
     from unisono.recipes.puzzles.jax_task import Puzzles as OfJax
-    from unisono.recipes.puzzles.model import names
 
     mine = of_torch.task(model, data, weights=WEIGHTS, **config)
     arrays, build = weights_of(mine), mine.build
@@ -58,7 +58,7 @@ def pair(model: dict[str, Any], last_bit: bool = False, data: Any = None, **conf
     mine.build = loaded
     other = OfJax(mine.config, model=mine.model_config, data=mine.data_config)
     drawn = other.build
-    other.build = lambda key: names.with_arrays(drawn(key), arrays)  # type: ignore[method-assign]
+    other.build = lambda key: with_arrays(drawn(key), arrays)  # type: ignore[method-assign]
     other.setup()
     return mine, other
 

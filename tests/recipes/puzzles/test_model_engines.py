@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.recipes.puzzles.puzzles_for_tests import arrays_of, with_arrays
 from unisono.recipes.puzzles.data.formats import maze_format, sudoku_format
-from unisono.recipes.puzzles.model import act, names, scores
+from unisono.recipes.puzzles.model import act, scores
 from unisono.recipes.puzzles.model.shape import Kind, places
 from unisono.recipes.puzzles.model.torch_model import PuzzleModel
 from unisono.recipes.puzzles.settings import Model, PuzzlesConfig, Weights
@@ -43,8 +44,8 @@ def models(**settings: Any) -> tuple[PuzzleModel, Any]:
         torch.nn.init.normal_(weight)
     torch.nn.init.zeros_(one.q_head.bias)
     arrays = {name: value.detach().numpy() for name, value in one.state_dict().items()}
-    other = names.with_arrays(JaxModel(config, KINDS, jax.random.key(0)), arrays)
-    assert names.arrays_of(other).keys() == arrays.keys()
+    other = with_arrays(JaxModel(config, KINDS, jax.random.key(0)), arrays)
+    assert arrays_of(other).keys() == arrays.keys()
     return one, other
 
 
@@ -67,16 +68,15 @@ def step(model: Any, kind: str, carry: Any, batch: Any, stop: Any) -> tuple[Any,
     """The loss of a step, and what its rows carry on: the same words for both engines."""
     cycles = (model.config.h_cycles, model.config.l_cycles)
     rows = act.begin(carry, batch, model.starts)
-    thought = model(kind, rows, *cycles)
-    states = {name: getattr(thought, name) for name in act.STATES}
-    later = model(kind, {**rows, **states}, *cycles)
+    made = model(kind, rows, *cycles)
+    later = model(kind, {**rows, **made.states}, *cycles)
     value = stop(act.continue_target(later.q, rows["steps"] + 1 >= CONFIG.halt_steps))
-    outputs = {"logits": thought.logits, "q": thought.q, "change": thought.change}
-    terms, _, _ = scores.terms(CONFIG, {**outputs, "value": value}, rows["answer"], lambda array: array, training=True)
+    outputs = {**made._asdict(), "value": value}
+    terms, _, _ = scores.terms(CONFIG, outputs, rows["answer"], lambda array: array, training=True)
     weights = scores.term_weights(CONFIG)
     loss = sum(weights[name] * term.sum() for name, term in terms.items()) / ROWS
-    halted = act.halt(rows, thought.q, batch, CONFIG.halt_exploration, CONFIG.halt_steps, competing=True)
-    return loss, {**{name: rows[name] for name in act.PUZZLE}, **states, **halted}
+    halted = act.halt(rows, made.q, batch, CONFIG.halt_exploration, CONFIG.halt_steps, competing=True)
+    return loss, {**{name: rows[name] for name in act.PUZZLE}, **made.states, **halted}
 
 
 def with_torch(model: PuzzleModel, kind: str) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
@@ -110,9 +110,7 @@ def with_jax(model: Any, kind: str) -> list[tuple[float, dict[str, Any], dict[st
             jax.tree.map(jax.numpy.asarray, batch), {n: np.zeros(shape) for n in act.STATES}
         )
         (loss, carry), gradients = both(model, carry, jax.tree.map(jax.numpy.asarray, batch))
-        found.append(
-            (float(loss), names.arrays_of(gradients), {name: np.asarray(value) for name, value in carry.items()})
-        )
+        found.append((float(loss), arrays_of(gradients), {name: np.asarray(value) for name, value in carry.items()}))
     return found
 
 
@@ -157,7 +155,7 @@ def test_both_engines_draw_initial_weights_of_the_same_spread() -> None:
 
     config = Model(width=64, heads=4, embedding=8)
     ours = {name: value.numpy() for name, value in PuzzleModel(config, KINDS).state_dict().items()}
-    theirs = names.arrays_of(JaxModel(config, KINDS, jax.random.key(1)))
+    theirs = arrays_of(JaxModel(config, KINDS, jax.random.key(1)))
     for name, value in ours.items():
         if value.size > 500 and value.any():
             assert theirs[name].std() == pytest.approx(value.std(), rel=0.1), name

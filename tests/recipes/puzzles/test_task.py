@@ -15,6 +15,7 @@ from tests.recipes.puzzles.puzzles_for_tests import small_sudokus, write_arc, wr
 from tests.runs import Trace, configuration, distance, trace
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.base import fields_of, with_kind
+from unisono.recipes.puzzles.model import act
 from unisono.recipes.puzzles.task import Puzzles
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
@@ -165,12 +166,10 @@ def test_an_evaluation_makes_all_steps_and_notes_where_each_row_would_have_halte
         answers, state = [], None
         for _ in range(4):  # by hand
             carry = fields_of(made.initial_carry(batch)) if state is None else state
-            from unisono.recipes.puzzles.model import act
-
             rows_ = act.begin(carry, fields, model.starts) if state is None else carry
-            thought = model(kind, rows_, 2, 2)
-            state = {**rows_, "answer_state": thought.answer_state, "latent_state": thought.latent_state}
-            answers.append((thought.logits.argmax(-1), thought.q[:, 0] > 0))
+            step = model(kind, rows_, 2, 2)
+            state = {**rows_, **step.states}
+            answers.append((step.logits.argmax(-1), step.q[:, 0] > 0))
     assert (outputs["logits"].argmax(-1) == answers[-1][0]).all()
     halts = [next((n for n, (_, wants) in enumerate(answers) if wants[row]), 3) for row in range(10)]
     assert len(set(halts)) > 1

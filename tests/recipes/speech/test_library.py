@@ -129,11 +129,15 @@ def test_held_out_speakers_need_a_split_by_speaker() -> None:
 def test_a_directory_that_is_no_codec_is_refused(tmp_path: Path) -> None:
     from unisono.recipes.speech.higgs_codec import HiggsCodec
 
-    with pytest.raises(ConfigError, match=r"data\.codec\.path"):
-        HiggsCodec(Higgs(kind="higgs", path=tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match="holds a llama, not the Higgs tokenizer"):
-        HiggsCodec(Higgs(kind="higgs", path=tmp_path))
+    for content, told in (
+        (None, r"data\.codec\.path: .* has no config\.json"),
+        ('{"model_type": "llama"}', "holds a llama, not the Higgs tokenizer"),
+        ('{"model_type": "higgs_audio_v2_tokenizer", "sample_rate": "x"}', r"data\.codec\.path: .* cannot be read"),
+    ):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=told):
+            HiggsCodec(Higgs(kind="higgs", path=tmp_path))
 
 
 def test_a_copy_of_a_recording_is_not_its_own_reference(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from unisono.checkpoint.exchange import hf_shards
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import CheckpointError
+from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
+from unisono.runtime.files import pickle_hint
 from unisono.runtime.text import one_line
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,62 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(clean, local_files_only=True, trust_remote_code=False)
     config._name_or_path = str(folder)
     return config
+
+
+def open_folder(folder: Path, key: str) -> Any:
+    """The configuration of a local model, whose weights may be loaded; see `read_config` and `check_weights`.
+
+    Raises:
+        ConfigError: for whatever these refuse, naming the setting `key`.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key}: {folder} is not a directory; give a local model with config.json and safetensors"
+            + pickle_hint(folder)
+        )
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{key}: {folder} has no {CONFIG}")
+    try:
+        check_weights(folder)
+    except (OSError, UnisonoError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+    try:
+        return read_config(folder)
+    except Exception as error:  # each architecture validates in its own way
+        raise ConfigError(f"{key}: {folder / CONFIG} cannot be read: {error}") from error
+
+
+def load_pretrained(
+    kind: Any, folder: Path, config: Any, *, advice: Mapping[str, str] = MappingProxyType({}), **options: Any
+) -> Any:
+    """A model of transformers with the weights in a folder, in fp32 on the CPU; nothing is downloaded.
+
+    Args:
+        kind: its class, or one of the library's `AutoModel…`.
+        folder: with safetensors.
+        config: of the model, as `read_config` reads it.
+        advice: by the name of a weight, what to do where it alone is missing.
+        options: others of its `from_pretrained`.
+
+    Raises:
+        ConfigError: for weights that cannot be read, or are not all there.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    try:
+        model, report = kind.from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
+            output_loading_info=True, **options,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path: the weights in {folder} cannot be read: {error}") from error
+    if missing := sorted(report["missing_keys"]):  # the library would make them up
+        raise ConfigError(
+            f"model.path: {folder} lacks {len(missing)} of the model's weights, first '{missing[0]}'; they would be "
+            f"random{advice.get(missing[0], '') if len(missing) == 1 else ''}"
+        )
+    return model
 
 
 def check_weights(folder: Path) -> None:

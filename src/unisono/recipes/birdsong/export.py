@@ -50,12 +50,7 @@ def export(run: Run, out: Path | None = None, ema: bool = False, step: int | Non
 
 
 def write_encoder(encoder: Encoder, out: Path, about: Mapping[str, Any]) -> int:
-    """Write an encoder to a folder that is not there yet; it appears whole or not at all.
-
-    Args:
-        encoder: to write.
-        out: folder.
-        about: where it comes from, as JSON.
+    """Write an encoder, and where it comes from, to a folder that is not there yet; it appears whole or not at all.
 
     Returns:
         How many parameters it has.
@@ -98,9 +93,9 @@ def load_encoder(directory: Path | str, expected: EncoderSettings | None = None)
         DataError: for a folder that holds no whole encoder.
     """
     directory = Path(directory)
-    settings = read_settings(directory)
+    settings = _read_settings(directory)
     if expected is not None:
-        check_same(settings, expected, str(directory))
+        _check_same(settings, expected, str(directory))
     try:
         with safe_paths.open_inside(directory, WEIGHTS) as file:
             arrays = load(file.read())
@@ -115,12 +110,8 @@ def load_encoder(directory: Path | str, expected: EncoderSettings | None = None)
     return encoder
 
 
-def read_settings(directory: Path) -> EncoderSettings:
-    """What an exported encoder is.
-
-    Raises:
-        DataError: for a folder that is not one.
-    """
+def _read_settings(directory: Path) -> EncoderSettings:
+    """What an exported encoder is."""
     try:
         described = safe_paths.read_json(directory, SETTINGS)
         if described["format"] != FORMAT:
@@ -135,17 +126,8 @@ def read_settings(directory: Path) -> EncoderSettings:
         raise DataError(f"{directory / SETTINGS} does not describe an encoder: {error}") from error
 
 
-def check_same(found: EncoderSettings, expected: EncoderSettings, where: str) -> None:
-    """Refuse an encoder of other settings.
-
-    Args:
-        found: those of the weights.
-        expected: those that the weights are to be used with.
-        where: the weights are, for errors.
-
-    Raises:
-        ConfigError: naming every setting that differs, there and here.
-    """
+def _check_same(found: EncoderSettings, expected: EncoderSettings, where: str) -> None:
+    """Refuse an encoder of other settings than expected, naming every setting that differs, there and here."""
     theirs, ours = _flat(found.model_dump()), _flat(expected.model_dump())
     other = [name for name in ours if ours[name] != theirs.get(name)]
     if other:
@@ -161,15 +143,10 @@ def named_arrays(encoder: Encoder) -> dict[str, NDArray[Any]]:
 
 
 def fill(encoder: Encoder, arrays: Mapping[str, NDArray[Any]], where: str) -> Encoder:
-    """The same encoder with these arrays.
-
-    Args:
-        encoder: whose arrays may be shapes alone.
-        arrays: by name.
-        where: they come from, for errors.
+    """The same encoder, whose arrays may be shapes alone, with these arrays by name.
 
     Raises:
-        DataError: naming an array that is missing, too many, or of another shape.
+        DataError: naming an array that is missing, too many, or of another shape, and where it comes from.
     """
     left = dict(arrays)
 

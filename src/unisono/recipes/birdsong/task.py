@@ -21,12 +21,10 @@ from unisono.recipes.birdsong.data.augment import augment_clip, mask_order, view
 from unisono.recipes.birdsong.data.library import Library, open_library
 from unisono.recipes.birdsong.export import load_encoder
 from unisono.recipes.birdsong.model.encoder import Encoder
-from unisono.recipes.birdsong.model.heads import ClassHead
 from unisono.recipes.birdsong.objectives.collapse import RANK, SPREAD, CollapseWarning, spread_and_rank
 from unisono.recipes.birdsong.objectives.lejepa import Lejepa, invariance, sigreg
-from unisono.recipes.birdsong.objectives.losses import asymmetric, cross_entropy
 from unisono.recipes.birdsong.objectives.pixio import Masked, masked_patches
-from unisono.recipes.birdsong.objectives.supervised import Supervised
+from unisono.recipes.birdsong.objectives.supervised import ClassHead, Supervised, asymmetric, cross_entropy
 
 _ASSET = "birdsong.json"
 
@@ -194,13 +192,7 @@ class Birdsong(Task):
         return rows
 
     def _probe_terms(self, name: str, logits: Array, batch: Batch) -> dict[str, Array]:
-        """Loss and top-1 accuracy of each row, the mean over its looks; 0 where no label is known.
-
-        Args:
-            name: of the term.
-            logits: (rows, looks, classes).
-            batch: with the labels.
-        """
+        """Loss and top-1 accuracy by row, means over its looks (rows, looks, classes); 0 where no label is known."""
         best = logits.argmax(axis=-1)
         if "label" in batch:
             known, right = batch["label"] >= 0, best == batch["label"][:, None]
@@ -255,7 +247,7 @@ class Birdsong(Task):
         """A warning of embeddings that collapse where they are looked at; probes and pictures where asked for."""
         found: list[Callback] = [CollapseWarning()] if self.cross_sample is not None else []
         if self.config.probe_saves:
-            from unisono.recipes.birdsong.evaluation.probe_callback import ProbeSaves
+            from unisono.recipes.birdsong.evaluation.probe_verb import ProbeSaves
 
             found.append(ProbeSaves(self))
         if self.config.pictures:

@@ -19,28 +19,17 @@ from unisono import ConfigError
 
 GROUPED = "unisono_grouped"  # its name among the kernels of transformers
 _SUPPORTED_DEVICES = ("cpu", "cuda")  # devices on which torch 2.11 and newer multiply by groups, forward and backward
-EXPERT_COUNT_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)  # what architectures call the number of experts
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # what architectures call their number
 _ALIGNMENT_BYTES = 16  # bytes: torch refuses matrices whose rows are no multiple of it
 
 
 def has_experts(model: nn.Module) -> bool:
     """Whether experts are stacked in one parameter per matrix, with a choice of kernels."""
-    return any(True for _ in _expert_modules(model))
+    return bool(_expert_modules(model))
 
 
 def check_experts_per_token(text: Any) -> None:
-    """Refuse more experts per token than there are.
-
-    Args:
-        text: the configuration of the model's text part.
-
-    Raises:
-        ConfigError: naming both settings.
-    """
+    """Refuse more experts per token than the text part of a model has, naming both settings."""
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     for name in EXPERT_COUNT_KEYS:
         there = getattr(text, name, None)
@@ -57,10 +46,7 @@ def grouped_obstacle(model: nn.Module, device: str, precision: str) -> str:
     if device not in _SUPPORTED_DEVICES:
         return f"torch's grouped matrix product is not known to work on {device}"
     least = _ALIGNMENT_BYTES // (2 if precision == "bf16" else 4)
-    sizes = {
-        size for stack in _expert_modules(model) for matrices in _expert_matrices(stack) for size in matrices.shape[1:]
-    }
-    odd = sorted(size for size in sizes if size % least)
+    odd = sorted({size for matrices in _expert_matrices(model) for size in matrices.shape[1:] if size % least})
     if odd:
         return f"in {precision} torch's grouped product needs widths that are multiples of {least}, but some are {odd}"
     return ""
@@ -68,13 +54,8 @@ def grouped_obstacle(model: nn.Module, device: str, precision: str) -> str:
 
 def active_elements(model: Any) -> float:
     """Number of expert weights used per token: k of the E experts of each layer."""
-    text = model.config.get_text_config()
-    chosen = getattr(text, "num_experts_per_tok", 0)
-    return sum(
-        chosen * matrices.numel() / len(matrices)
-        for stack in _expert_modules(model)
-        for matrices in _expert_matrices(stack)
-    )
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    return sum(chosen * matrices.numel() / len(matrices) for matrices in _expert_matrices(model))
 
 
 def register_grouped() -> None:
@@ -115,19 +96,16 @@ def _expert_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_bias")]
 
 
-def _expert_matrices(stack: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in stack.parameters(recurse=False) if parameter.dim() == 3]
+def _expert_matrices(model: nn.Module) -> list[Tensor]:
+    every = [matrices for stack in _expert_modules(model) for matrices in stack.parameters(recurse=False)]
+    return [matrices for matrices in every if matrices.dim() == 3]
 
 
 # routers ----------------------------------------------------------------------------------------------------------
 
 
 def check_router(model: Any) -> None:
-    """Refuse router losses if transformers has none for the architecture.
-
-    Raises:
-        ConfigError: naming the architecture.
-    """
+    """Refuse router losses if transformers has none for the architecture, which is named."""
     text = model.config.get_text_config()
     if not (has_experts(model) and hasattr(text, "router_aux_loss_coef")):
         what = "chooses its experts by another rule" if has_experts(model) else "is not a mixture of experts"
@@ -138,15 +116,9 @@ def check_router(model: Any) -> None:
 
 
 def count_routed(logits: Tensor, real: Tensor, best: int) -> Tensor:
-    """How many tokens choose each expert.
+    """How many tokens choose each expert, (rows, layers, experts), whole numbers of the dtype of the probabilities.
 
-    Args:
-        logits: of the routers, (rows, length, layers, experts).
-        real: (rows, length) bool; padding is not counted.
-        best: experts per token.
-
-    Returns:
-        (rows, layers, experts), whole numbers of the dtype of the probabilities.
+    Logits of the routers are (rows, length, layers, experts), and `real` is (rows, length), false for padding.
     """
     probabilities = _probabilities(logits.detach())
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(best, dim=-1).indices, 1.0)
@@ -156,11 +128,8 @@ def count_routed(logits: Tensor, real: Tensor, best: int) -> Tensor:
 def balance_loss(logits: Tensor, real: Tensor, counts: Tensor, best: int) -> Tensor:
     """The load-balancing loss, summed over tokens and averaged over layers; k where all experts get as many.
 
-    Args:
-        logits: (rows, length, layers, experts).
-        real: (rows, length) bool.
-        counts: tokens per expert, of each row or, with a first axis of 1, of the whole global batch.
-        best: experts per token.
+    Logits and `real` are as of `count_routed`; counts are tokens per expert, of each row or, with a first axis of 1,
+    of the whole global batch.
     """
     number, layers = logits.shape[-1], logits.shape[-2]
     tokens = counts.sum(-1, keepdim=True) / best

@@ -50,13 +50,7 @@ class Kernels:
 
 
 def select_kernels(config: ModelGroup, model: Any, device: str, precision: str) -> Kernels:
-    """The kernels of a model.
-
-    Args:
-        config: the `model` group.
-        model: the model, which may be without memory (`meta`).
-        device: its kind, e.g. `cpu` or `cuda`.
-        precision: `fp64`, `fp32` or `bf16`.
+    """The kernels of a model, which may be without memory (`meta`), on a device such as `cpu` or `cuda`.
 
     Raises:
         KernelError: naming key, reason and remedy.

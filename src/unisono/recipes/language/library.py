@@ -140,10 +140,6 @@ def open_library(
         sequence: targets per row.
         of_model: directory of a pretrained model, whose tokenizer is taken where no other is given.
         of_run: tokenizer of a trained run that is to read these documents; no other can be taken then.
-
-    Raises:
-        DataError: for documents or a tokenizer that cannot be read.
-        ConfigError: for settings that do not fit each other.
     """
     corpora: Mapping[str, TokenStore | OnTheFlyTexts]
     if isinstance(config, PreparedDocuments):
@@ -184,13 +180,7 @@ def preparations(
 def tokenise_document(record: Document, library: Library, too_long: str) -> Tokens:
     """The tokens of a document tokenised on the fly; an empty one gives a single token, which is no target.
 
-    Args:
-        record: the document.
-        library: that it is of.
-        too_long: `stop` or `cut`, for a document with more targets than a row has.
-
-    Raises:
-        DataError: for a document that is longer than a row.
+    `too_long` is `stop` or `cut`, for a document with more targets than a row has.
     """
     ids, _ = library.tokenizer.encode([record.text] if record.text else [])
     if len(ids) > library.sequence + 1 and not record.whole:

@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, UnisonoError, hf_config, nearest, pickle_hint
+from unisono import ConfigError, hf_config, nearest, pickle_hint
 from unisono.recipes.language import experts
 from unisono.recipes.language.settings import FromConfig, ModelGroup, Pretrained
 
-_PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
+_PLAIN: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def check_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> Any:
     """The transformers configuration of a model, with every setting known.
 
-    Args:
-        config: the `model` group.
-        vocab_size: of the tokenizer.
-        saved: assets of a run, whose configuration stands in for that of a pretrained model which is gone.
+    `saved` are assets of a run, whose configuration stands in for that of a pretrained model which is gone.
 
     Raises:
         ConfigError: for an unknown architecture or setting, a missing directory, a vocabulary that is too small, or too
             few experts.
     """
     if isinstance(config, Pretrained):
-        found = _read_config(saved) if saved and not config.path.is_dir() else _config_from_directory(config.path)
+        if saved and not config.path.is_dir():
+            found = hf_config.open_folder(saved, "model.path")
+        else:
+            found = _config_from_directory(config.path)
     else:
         assert isinstance(config, FromConfig)
         found = _config_from_settings(config, vocab_size)
@@ -49,11 +49,7 @@ def build_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) 
     """A model in fp32 on the CPU, with plain kernels: random weights from torch's generator, or those of the directory.
 
     Arguments as of `check_model`; a pretrained model that is gone has random weights, in place of which a run's are
-    read.
-
-    Raises:
-        ConfigError: for what `check_model` and `build_untrained` refuse, weights that cannot be read or do not fit, and
-            a model that is not causal.
+    read. A model that is not causal is refused, as are weights that do not fit.
     """
     there = isinstance(config, Pretrained) and not (saved and not config.path.is_dir())
     model = _load_pretrained(config, vocab_size) if there else build_untrained(config, vocab_size, saved)
@@ -67,10 +63,7 @@ def build_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) 
 def build_untrained(config: ModelGroup, vocab_size: int, saved: Path | None = None) -> nn.Module:
     """The model with the weights that torch's generator gives it, on the current default device, with plain kernels.
 
-    Arguments as of `check_model`.
-
-    Raises:
-        ConfigError: for what `check_model` refuses, and settings that the architecture itself refuses.
+    Arguments and errors as of `check_model`, and for settings that the architecture itself refuses.
     """
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +92,7 @@ def head_is_linear(model: Any) -> bool:
     ids, grown = torch.arange(4)[None] + 1, 1.0
     hook = head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * grown,))
     try:
-        with _evaluation_mode(model):
+        with evaluation_mode(model):
             for least in (1e-5, 1e-2):
                 logits = model(input_ids=ids, use_cache=False).logits
                 hidden = base(input_ids=ids, use_cache=False).last_hidden_state
@@ -133,14 +126,10 @@ def flops_per_token(model: Any) -> tuple[float, float]:
 
 
 def _check_causal(model: Any) -> None:
-    """Refuse models that look ahead: some architectures of the causal list are encoders by default.
-
-    Raises:
-        ConfigError: if changing the last token changes earlier predictions.
-    """
+    """Refuse models in which a later token changes earlier predictions: some of the list are encoders by default."""
     ids = torch.arange(4)[None] + 1
     other = torch.cat([ids[:, :-1], ids[:, -1:] + 1], dim=1)
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         change = (model(input_ids=other, use_cache=False).logits - model(input_ids=ids, use_cache=False).logits).abs()
     if change[:, :-1].max() > 1e-5 * change[:, -1].max():
         raise ConfigError(
@@ -150,13 +139,9 @@ def _check_causal(model: Any) -> None:
 
 
 def _check_router_scores(model: Any) -> None:
-    """Refuse mixtures of experts that do not return their router scores in the expected form.
-
-    Raises:
-        ConfigError: unless there is a score for every token and expert of each layer.
-    """
+    """Refuse mixtures of experts that do not return a score for every token and expert of each layer."""
     ids = torch.arange(4)[None] + 1
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         made = model.base_model(input_ids=ids, use_cache=False, output_router_logits=True)
     found = getattr(made, "router_logits", None) or ()
     if not found or {tuple(logits.shape) for logits in found} != {(ids.numel(), found[0].shape[-1])}:
@@ -167,7 +152,7 @@ def _check_router_scores(model: Any) -> None:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients."""
     training = model.training
     model.eval()
@@ -179,30 +164,11 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _load_pretrained(config: Any, vocab_size: int) -> nn.Module:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     settings = check_model(config, vocab_size)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            config=settings,
-            dtype=torch.float32,
-            **_PLAIN,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path: the weights in {config.path} cannot be read: {error}") from error
-    if report["missing_keys"]:  # the library would make them up
-        missing = sorted(report["missing_keys"])
-        raise ConfigError(
-            f"model.path: {config.path} lacks {len(missing)} of the model's weights, first '{missing[0]}'; they would "
-            "be random"
-        )
-    assert isinstance(model, nn.Module)
+    more = {"trust_remote_code": False, **_PLAIN}
+    model: nn.Module = hf_config.load_pretrained(AutoModelForCausalLM, config.path, settings, **more)
     return model
 
 
@@ -242,32 +208,15 @@ def _reads_setting(kind: Any, name: str) -> bool:
 
 
 def _config_from_directory(path: Path) -> Any:
-    if not path.is_dir():
+    if path.is_dir() and not any(path.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path: {path} is not a directory; give a local model with config.json and safetensors"
+            f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
             + pickle_hint(path)
         )
-    if not (path / hf_config.CONFIG).exists():
-        raise ConfigError(f"model.path: {path} has no config.json")
+    found = hf_config.open_folder(path, "model.path")
     if (path / "adapter_config.json").exists():
         raise ConfigError(
             f"model.path: {path} has adapters next to its model (adapter_config.json), which transformers would load "
             "too; merge them, or move that file away"
         )
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path: {path} has no *.safetensors files; other formats are not read, since they can run code"
-            + pickle_hint(path)
-        )
-    try:
-        hf_config.check_weights(path)
-    except (OSError, UnisonoError) as error:
-        raise ConfigError(f"model.path: {error}") from error
-    return _read_config(path)
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        return hf_config.read_config(path)
-    except Exception as error:  # each architecture validates in its own way
-        raise ConfigError(f"model.path: {path / 'config.json'} cannot be read: {error}") from error
+    return found

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unisono import ConfigError
+from unisono.recipes.language.model import evaluation_mode
 
 _BORDER_KERNEL = "unisono_borders"  # our attention by borders, among the kernels of transformers
 _LEAK_TOLERANCE = 1e-2  # of what documents change in each other where nothing keeps them apart: far above rounding
@@ -51,11 +52,8 @@ def pack_row(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
 def flash_borders(positions: Tensor) -> dict[str, Any]:
     """What flash attention has to know: where documents begin in all rows, one row after the other.
 
-    Args:
-        positions: (rows, length), 0 where a document begins; each row begins with one.
-
-    Returns:
-        Keywords of the model: `cu_seq_lens_q` and `_k`, (documents + 1,) int32, and the length of the longest one.
+    Positions are (rows, length), 0 where a document begins, as at the beginning of each row. Returns keywords of the
+    model: `cu_seq_lens_q` and `_k`, (documents + 1,) int32, and the length of the longest one.
     """
     flat = positions.reshape(-1)
     begins = (flat == 0).nonzero().view(-1)
@@ -65,11 +63,7 @@ def flash_borders(positions: Tensor) -> dict[str, Any]:
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model without position inputs, which cannot know where a document begins; it may be on `meta`.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse a model (it may be on `meta`) without position inputs, which cannot know where a document begins."""
     base = getattr(model, "base_model", model)
     if any("position_ids" not in inspect.signature(one.forward).parameters for one in (model, base)):
         raise ConfigError(
@@ -81,12 +75,7 @@ def check_positions(model: nn.Module) -> None:
 def check_isolation(model: Any, flash: bool) -> None:
     """Refuse a model in which documents of a row attend to each other, or whose positions do not restart.
 
-    Args:
-        model: on the CPU, with plain kernels.
-        flash: whether flash attention is used, which needs the document borders.
-
-    Raises:
-        ConfigError: naming it.
+    The model is on the CPU, with plain kernels; with `flash` it is asked with the documents' borders.
     """
     check_positions(model)
     first, second = torch.arange(1, 5)[None], torch.arange(3, 0, -1)[None]
@@ -99,17 +88,14 @@ def check_isolation(model: Any, flash: bool) -> None:
 
         AttentionInterface.register(_BORDER_KERNEL, border_attention)
         extra_inputs |= flash_borders(positions)
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(model):
             alone = model(input_ids=second, use_cache=False).logits
             mixed = model(input_ids=both, use_cache=False).logits[:, 4:]
             if flash:
                 model.set_attn_implementation(_BORDER_KERNEL)
             apart = model(input_ids=both, use_cache=False, **extra_inputs).logits[:, 4:]
     finally:
-        model.train(training)
         if flash:
             model.set_attn_implementation(was)
     if (apart - alone).abs().max() > _LEAK_TOLERANCE * (mixed - alone).abs().max():
@@ -135,16 +121,8 @@ def border_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside the borders that flash attention would be given, in plain torch, for asking models.
 
-    Args:
-        module: that attends.
-        query: (rows, heads, length, size); key and value may have fewer heads.
-        key: as `query`.
-        value: as `query`.
-        attention_mask: unused, since there are borders.
-        scaling: of the scores; None for 1 / √size.
-        dropout: of attention weights.
-        cu_seq_lens_q: borders; without them, as flash attention would, every row is one document.
-        others: arguments of other kernels, unused.
+    Query is (rows, heads, length, size), of which key and value may have fewer heads. Without borders, as in flash
+    attention, every row is one document.
 
     Returns:
         (rows, length, heads, size), and no attention weights.

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from unisono.recipes.language.tokens import TokenisePreparation
 
 IGNORED = -100
-BESIDE = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Language(Task):
@@ -207,33 +205,25 @@ class Language(Task):
         """Number of tokens of these rows routed to each expert, (layers, experts)."""
         from unisono.recipes.language import experts
 
-        return {
-            "routed": experts.count_routed(outputs["router"], batch["targets"] != IGNORED, self._experts_per_token).sum(
-                0
-            )
-        }
+        routed = experts.count_routed(outputs["router"], batch["targets"] != IGNORED, self._experts_per_token)
+        return {"routed": routed.sum(0)}
 
     def _add_router_losses(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
         """The loss with the routers' terms, and a metric of the experts' imbalance."""
         from unisono.recipes.language import experts
 
-        # Of the global batch, or of each row.
-        counts = (
-            context.totals["routed"][None]
-            if self.needs_totals
-            else experts.count_routed(logits, real, self._experts_per_token)
-        )
+        if self.needs_totals:
+            counts = context.totals["routed"][None]  # of the global batch
+        else:
+            counts = experts.count_routed(logits, real, self._experts_per_token)
         sums = {"next_token": total}
         if "balance" in self._router_weights:
             sums["balance"] = experts.balance_loss(logits, real, counts, self._experts_per_token)
         if "router_z" in self._router_weights:
             sums["router_z"] = experts.z_loss(logits, real)
         tokens = real.sum(1)
-        return Loss(
-            sums,
-            self._router_weights,
-            metrics={"expert_load": ((experts.expert_load(counts) * tokens).sum(), tokens.sum())},
-        )
+        load = (experts.expert_load(counts) * tokens).sum(), tokens.sum()
+        return Loss(sums, self._router_weights, metrics={"expert_load": load})
 
     @property
     def _is_packed(self) -> bool:

@@ -39,11 +39,7 @@ class Texts:
 
     @classmethod
     def from_files(cls, files: CorpusFiles | None) -> Texts:
-        """The documents that the settings name; None for the source of Python's standard library.
-
-        Raises:
-            DataError: for a path that does not exist, or where nothing can be read.
-        """
+        """The documents that the settings name; None for the source of Python's standard library."""
         if files is None:
             return cls(standard_library())
         paths = files.path if isinstance(files.path, list) else [files.path]
@@ -91,12 +87,10 @@ def standard_library() -> sources.Found:
 
 
 def find_texts(paths: Sequence[str | Path], pattern: str = "*", split: str | None = None) -> sources.Found:
-    """The files of a corpus.
+    """The files of a corpus: files, directories (searched to any depth), globs and URLs.
 
-    Args:
-        paths: files, directories, globs and URLs; a directory is searched to any depth.
-        pattern: glob that file names must match. With one that is not `*`, files of unknown endings are read as text.
-        split: which split of a saved `DatasetDict`.
+    With a `pattern` of names that is not `*`, files of unknown endings are read as text; `split` is that of a saved
+    `DatasetDict`.
 
     Raises:
         DataError: for a path that does not exist, a file that is there twice, or where there are no documents.

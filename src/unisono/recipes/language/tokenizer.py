@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import DataError, compute_once, safe_paths, write_whole
-from unisono.recipes.language.texts import Texts
+from unisono.recipes.language.texts import Texts, digest
 
 END = "<|endoftext|>"
 FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
@@ -46,8 +45,7 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """A hash of its rules and special tokens, independent of how its file is formatted."""
-        rules = _engine(self.path).to_str()
-        return hashlib.sha256(json.dumps([rules, self.first, self.last]).encode()).hexdigest()[:32]
+        return digest([_engine(self.path).to_str(), self.first, self.last])
 
     @property
     def describe(self) -> dict[str, Any]:
@@ -55,11 +53,7 @@ class Tokenizer:
         return {"digest": self.digest, "first": self.first, "last": self.last, "size": self.size}
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,).
-
-        Raises:
-            DataError: if a text cannot be tokenised.
-        """
+        """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
         try:
             encodings = _engine(self.path).encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -88,11 +82,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Load what `save` has written; the folder need not be trusted.
-
-        Raises:
-            DataError: where it is missing, a link, or cannot be read.
-        """
+        """Load what `save` has written; the folder need not be trusted, and links are refused."""
         try:
             special = safe_paths.read_json(folder, SPECIAL)
             safe_paths.open_inside(folder, FILE).close()
@@ -105,11 +95,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from a directory of the Hugging Face kind, or from a `tokenizer.json`.
-
-    Raises:
-        DataError: where there is none, or it cannot be read.
-    """
+    """A tokenizer from a directory of the Hugging Face kind, or from a `tokenizer.json`."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
@@ -128,11 +114,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -> Tokenizer:
-    """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache.
-
-    Raises:
-        DataError: for documents that cannot be read, or a cache that cannot be written.
-    """
+    """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache."""
 
     def train(folder: Path) -> None:
         engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.iterate()), vocab_size)

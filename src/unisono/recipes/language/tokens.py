@@ -76,10 +76,10 @@ class TokenisePreparation:
 
 
 class TokenStore:
-    """The tokenised documents of a corpus.
+    """The tokenised documents of a corpus, in a folder of shards with their tokenizer.
 
     Args:
-        folder: of shards, with their tokenizer.
+        folder: of shards.
         files: that they were made of; None where only the shards are known.
 
     Raises:
@@ -129,11 +129,7 @@ class TokenStore:
 
     @cached_property
     def unigram(self) -> NDArray[np.int64]:
-        """How often each token is a target, (vocabulary,); counted once and kept in the folder, if it can be.
-
-        Raises:
-            DataError: for an id that the tokenizer does not have.
-        """
+        """How often each token is a target, (vocabulary,); counted once and kept in the folder, if it can be."""
         path, size = self.folder / _UNIGRAM, self.tokenizer.size
         targets = int(self.manifest["units"]) - int((self.lengths > 0).sum())
         with contextlib.suppress(OSError, ValueError, EOFError):
@@ -187,21 +183,15 @@ def unigram_counts(store: TokenStore, held: NDArray[np.int64]) -> NDArray[np.int
 def unigram_entropy(counts: NDArray[np.int64]) -> float:
     """Cross-entropy in nats per token of the held-out targets under the training documents' token frequencies.
 
-    The loss of a model that knows only these frequencies; one is added to every count.
-
-    Args:
-        counts: as of `unigram_counts`; of several corpora, their sum.
+    The loss of a model that knows only these frequencies; one is added to every count. Counts are those of
+    `unigram_counts`; of several corpora, their sum.
     """
     training, seen = counts[0] + 1, counts[1]
     return float(-(seen * np.log(training / training.sum())).sum() / max(1, seen.sum()))
 
 
 def load_tokens(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> TokenStore:
-    """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait.
-
-    Raises:
-        DataError: for documents that cannot be read, or a cache that cannot be written.
-    """
+    """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait."""
     folder = cache_entry(texts, tokenizer, cache)
     if not prepare.is_finished(folder):  # what is missing is made again
         prepare.prepare(TokenisePreparation(texts, tokenizer), folder)

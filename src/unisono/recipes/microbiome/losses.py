@@ -48,12 +48,9 @@ def count_loss(shares: Tensor, counts: Tensor) -> Tensor:  # (rows, taxa), (rows
 
 
 def target_loss(made: Tensor, truth: Tensor, config: TargetSettings) -> Tensor:  # (rows, outputs), (rows,) -> scalar
-    """Summed over the rows that have a target.
+    """Summed over the rows that have a target: transformed ones, NaN for none, or classes, -1 for none.
 
-    Args:
-        made: what the head gives: a number, one per quantile, or a logit per class.
-        truth: transformed targets, NaN for none; or classes, -1 for none.
-        config: of the target.
+    `made` is what the head gives: a number, one per quantile, or a logit per class.
     """
     wide = made.to(torch.promote_types(made.dtype, torch.float32))
     if not truth.is_floating_point():

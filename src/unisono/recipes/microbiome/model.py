@@ -108,15 +108,10 @@ class Pooling(nn.Module):
 
 
 class SequenceEncoder(nn.Module):
-    """Taxa by their DNA.
+    """Taxa by their DNA, (taxa, length) tokens, and predictions of masked nucleotides where they are wanted.
 
     Its blocks are no `ModuleList`: FSDP would make units of them, which every process has to call equally often, and
     how many chunks there are depends on the rows.
-
-    Args:
-        config: the group `model`.
-        tokens: of every taxon, (taxa, length).
-        nucleotides: whether masked nucleotides are predicted.
     """
 
     tokens: Tensor
@@ -205,12 +200,7 @@ class Fusion(nn.Module):
 class Body(nn.Module):
     """Everything but the target heads: the part that a run can take over from another.
 
-    Args:
-        config: the group `model`.
-        taxa: how many there are.
-        longest: taxa that a sample can have.
-        tokens: their DNA, (taxa, length) integers; None without.
-        wanted: the losses that have a weight.
+    `tokens` is the taxa's DNA, (taxa, length) integers, or None; `wanted` are the losses that have a weight.
     """
 
     def __init__(
@@ -271,14 +261,7 @@ class Body(nn.Module):
 
 
 class Network(nn.Module):
-    """The body and its heads.
-
-    Args:
-        config: the group `model`.
-        wanted: the losses that have a weight.
-        shape: its sizes.
-        tokens: the DNA of every taxon, (taxa, length) integers; None without.
-    """
+    """The body and its heads; arguments are those of `Body`."""
 
     def __init__(self, config: ModelSettings, wanted: frozenset[str], shape: ModelShape, tokens: Tensor | None) -> None:
         super().__init__()

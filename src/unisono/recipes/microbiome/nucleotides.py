@@ -1,4 +1,4 @@
-"""Sequences as tokens: one per base, one for the beginning, and one for masked positions."""
+"""Sequences as tokens: one per base, one for the beginning, and one for masked positions, and which are masked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.recipes.microbiome.settings import Masking
+
 PAD, A, C, G, T, START, MASK = range(7)
 VOCABULARY = 7
 BASES = (A, C, G, T)
 """What can be masked and predicted."""
 
+_SPAN_LENGTHS = (3, 6)  # consecutive nucleotides that are masked: 3 to 5
 _SHORTEST = 10  # letters of an id that is taken for a sequence, not for a name such as 'TAG'
 _SEQUENCE = re.compile(rf"[ACGTUN]{{{_SHORTEST},}}", re.IGNORECASE)
 
@@ -25,11 +28,8 @@ for _letters, _token in (("Aa", A), ("Cc", C), ("Gg", G), ("TtUu", T)):
 def encode(sequences: Sequence[str], length: int | None = None) -> NDArray[np.uint8]:
     """Sequences as rows of tokens, (taxa, length): START, then a token per base, then padding.
 
-    A base that is not known (`N` and all other letters but A, C, G, T and U) is 0, as padding is.
-
-    Args:
-        sequences: of any length.
-        length: tokens of a row, START among them; longer sequences are cut. None: what the longest needs.
+    A base that is not known (`N` and all other letters but A, C, G, T and U) is 0, as padding is. A row has `length`
+    tokens, to which longer sequences are cut; by default what the longest needs.
 
     >>> encode(["ACGT", "NT"]).tolist()
     [[5, 1, 2, 3, 4], [5, 0, 4, 0, 0]]
@@ -52,3 +52,28 @@ def is_dna(name: str) -> bool:
     (True, False, False)
     """
     return _SEQUENCE.fullmatch(name) is not None
+
+
+def choose_masked(
+    tokens: NDArray[np.uint8], masking: Masking, rng: np.random.Generator
+) -> NDArray[np.bool_]:  # (sequences, length) -> (sequences, length)
+    """Masked positions: a share of each sequence's known nucleotides, at least one if there are any."""
+    known = np.isin(tokens, BASES)
+    wanted = np.where(known.any(1), np.maximum(1, np.rint(masking.share * known.sum(1))), 0).astype(np.int64)
+    if masking.kind == "random":
+        keys = np.where(known, rng.random(tokens.shape), 2.0)
+        rank = keys.argsort(axis=1).argsort(axis=1)
+        chosen: NDArray[np.bool_] = rank < wanted[:, None]
+        return chosen
+    return np.stack([_choose_spans(row, int(count), rng) for row, count in zip(known, wanted, strict=True)])
+
+
+def _choose_spans(known: NDArray[np.bool_], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Spans until enough positions are masked; the last one is cut."""
+    chosen = np.zeros_like(known)
+    while (missing := wanted - int(chosen.sum())) > 0:
+        start = int(rng.choice(np.flatnonzero(known & ~chosen)))
+        free = known[start:] & ~chosen[start:]
+        length = min(int(rng.integers(*_SPAN_LENGTHS)), missing)
+        chosen[start : start + length] |= free[:length]
+    return chosen

@@ -99,11 +99,7 @@ class Predictor:
         return self.run.load_model()
 
     def numbers(self, rows: Rows) -> NDArray[np.int64]:
-        """Which samples of the library are meant.
-
-        Raises:
-            DataError: where there is none.
-        """
+        """Which samples of the library are meant; none are refused."""
         numbers = np.arange(len(self.library))
         if rows != "all":
             numbers = (self.library.held_out if rows == "held_out" else self.library.training)().rows
@@ -238,11 +234,8 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
 def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:
     """Scores against known values, compared with predicting the mean of the training samples.
 
-    Args:
-        predicted: it.
-        baseline: whether random forests are trained and scored, too: of what the model sees of a sample, and of the
-            number of its reads alone.
-        seed: of the forests.
+    With `baseline`, random forests are trained and scored, too: of what the model sees of a sample, and of the number
+    of its reads alone.
     """
     library, numbers = predicted.library, predicted.numbers
     training = library.training().rows
@@ -259,9 +252,8 @@ def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dic
             made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
         for name, one in made.items():
             if library.target.classes is None:
-                found |= scoring.score_regression(
-                    name, one, values[numbers].astype(float), float(values[training].mean())
-                )
+                true, mean = values[numbers].astype(float), float(values[training].mean())
+                found |= scoring.score_regression(name, one, true, mean)
             else:
                 found |= scoring.score_classification(name, one, values[numbers], values[training])
     return found

@@ -14,18 +14,10 @@ _MAX_READS = 1_000_000_000  # reads that NumPy draws from by marginals
 
 
 def rarefy(counts: Numbers, depth: int, rng: np.random.Generator) -> Numbers:
-    """Draw `depth` reads of a sample without replacement, as if it had been sequenced less deeply.
-
-    Args:
-        counts: reads of each taxon, (taxa,).
-        depth: reads that are drawn.
-        rng: for the draw.
-
-    Returns:
-        Reads of each taxon, (taxa,); their sum is `depth`.
+    """Draw `depth` of a sample's reads (taxa,) without replacement, as if it had been sequenced less deeply.
 
     Raises:
-        DataError: if there are fewer reads.
+        DataError: if there are fewer reads, or too many to draw from.
     """
     total = int(counts.sum())
     if total < depth:

@@ -13,14 +13,7 @@ Array = NDArray[np.float64]
 
 
 def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
-    """Scores of numbers, (n,).
-
-    Args:
-        name: put before each score.
-        made: predicted.
-        true: what is known.
-        mean: of the training samples.
-    """
+    """Scores of predicted numbers, (n,), each called `name/…`; `mean` is that of the training samples."""
     spread = float(true.std())
     return {
         f"{name}/mae": float(np.abs(made - true).mean()),
@@ -32,13 +25,9 @@ def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[s
 
 
 def score_classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
-    """Scores of probabilities, (n, classes); the area under the curve where there are two classes in what is known.
+    """Scores of probabilities, (n, classes), each called `name/…`, with the area under the curve of two classes.
 
-    Args:
-        name: put before each score.
-        made: predicted.
-        true: classes.
-        training: those of the training samples.
+    `training` are the classes of the training samples.
     """
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
@@ -70,17 +59,9 @@ def read_depths(library: Library) -> Array:
 def predict_with_forest(
     library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500
 ) -> Array:
-    """Predictions of a random forest trained on the training samples of the library.
+    """Predictions of a random forest trained on the training samples of a library with a target.
 
-    Args:
-        library: with a target.
-        seen: of every sample, (samples, any).
-        numbers: of the samples to predict.
-        seed: of the forest.
-        trees: in it.
-
-    Returns:
-        (n,) numbers, or (n, classes) probabilities.
+    `seen` are its inputs of every sample, (samples, any); it predicts (n,) numbers, or (n, classes) probabilities.
     """
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 

@@ -30,7 +30,7 @@ from unisono import (
     read_asset,
     summarise_moments,
 )
-from unisono.recipes.microbiome import masking, nucleotides, rarefy, settings
+from unisono.recipes.microbiome import nucleotides, rarefy, settings
 from unisono.recipes.microbiome.study.library import Library, open_library
 from unisono.recipes.microbiome.study.library import SampleRecord as Record
 
@@ -107,9 +107,8 @@ class Microbiome(Task):
         few = self.config.masking.sequences
         chosen = taxa if few is None or few >= len(taxa) else rng.choice(taxa, few, replace=False)
         assert self._tokens is not None
-        return DrawnSample(
-            record, taxa, counts, chosen, masking.choose_masked(self._tokens[chosen], self.config.masking, rng)
-        )
+        masked = nucleotides.choose_masked(self._tokens[chosen], self.config.masking, rng)
+        return DrawnSample(record, taxa, counts, chosen, masked)
 
     def draw_taxa(self, record: Record, rng: np.random.Generator) -> TaxaAndReads:
         """The taxa and reads of a record, drawn."""
@@ -170,12 +169,7 @@ class Microbiome(Task):
         return Network(config, self.weighted_losses, self.shape, tokens)
 
     def _take_over(self, network: Network, folder: Path) -> None:
-        """Load the body of a run into a model, as far as it exists there: heads, and layers that it lacks, stay new.
-
-        Raises:
-            ConfigError: where the two do not fit.
-            RunError: where there is no such run.
-        """
+        """Load the body of a run that fits, as far as it exists there: heads, and layers that it lacks, stay new."""
         run, config, shape = open_run(folder), self.model_config, self.shape
         other = run.task
         if not isinstance(other, Microbiome):

@@ -12,17 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono import (
-    Batch,
-    ConfigError,
-    DataError,
-    Joined,
-    SampleContext,
-    Source,
-    Task,
-    cache_dir,
-    read_asset,
-)
+from unisono import Batch, ConfigError, DataError, Joined, SampleContext, Source, Task, cache_dir, read_asset
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle
 from unisono.recipes.puzzles.data.formats import ARC_COLOURS, Puzzle, format_from_json, format_to_json
@@ -333,7 +323,7 @@ class PuzzlesBase(Task):
         found: dict[str, tuple[PuzzlePreparation, Path]] = {}
         for kind, library in self.libraries.items():
             for part, made in library.preparations().items():
-                digest = hashlib.sha256(json.dumps(made.about, sort_keys=True).encode()).hexdigest()[:16]
+                digest = hashlib.sha256(json.dumps(made.inputs, sort_keys=True).encode()).hexdigest()[:16]
                 name = part if len(self.libraries) == 1 else f"{kind}/{part}"
                 found[name] = (made, cache_dir() / "puzzles" / digest / name)
         return found

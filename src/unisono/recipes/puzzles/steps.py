@@ -61,8 +61,7 @@ class PuzzleSteps(PuzzlesBase):
             return with_kind(kind, self._solve_and_vote(model, kind, fields, cycles))
         assert context.carry is not None
         rows = act.begin(fields_of(context.carry), fields, model.starts)
-        thought = model(kind, rows, *cycles)
-        outputs = {**rows, **_states(thought), "logits": thought.logits, "q": thought.q, "change": thought.change}
+        outputs = {**rows, **model(kind, rows, *cycles)._asdict()}
         if self.competing:  # the Q-value of continuing, from the model one step later
             last = rows["steps"] + 1 >= self.config.halt_steps
             outputs["value"] = self.without_gradient(lambda: act.continue_target(model(kind, outputs, *cycles).q, last))
@@ -92,13 +91,13 @@ class PuzzleSteps(PuzzlesBase):
         rows, xp = act.begin(carry, fields, model.starts), array_namespace(fields["question"])
 
         def advance(state: Fields) -> tuple[Fields, Any]:
-            thought = model(kind, {**rows, **{name: state[name] for name in act.STATES}}, *cycles)
-            solution, done = xp.argmax(thought.logits, axis=-1), state["done"]
-            after = {name: xp.astype(value, state[name].dtype) for name, value in _states(thought).items()}
+            step = model(kind, {**rows, **{name: state[name] for name in act.STATES}}, *cycles)
+            solution, done = xp.argmax(step.logits, axis=-1), state["done"]
+            after = {name: xp.astype(value, state[name].dtype) for name, value in step.states.items()}
             after["early"] = xp.where(done[:, None], state["early"], xp.astype(solution, state["early"].dtype))
             after["early_steps"] = state["early_steps"] + xp.astype(~done, state["early_steps"].dtype)
-            after["done"] = done | act.wants_to_halt(thought.q, self.competing)
-            return after, thought
+            after["done"] = done | act.wants_to_halt(step.q, self.competing)
+            return after, step
 
         state = {name: rows[name] for name in act.STATES} | {
             "early": xp.zeros_like(fields["question"], dtype=xp.int32),
@@ -106,23 +105,20 @@ class PuzzleSteps(PuzzlesBase):
             "done": xp.zeros_like(carry["halted"]),
         }
         state = self.repeat(lambda before: advance(before)[0], state, self.config.halt_steps - 1)
-        state, thought = advance(state)
+        state, last = advance(state)
         return {
-            "logits": thought.logits,
-            "solution": xp.argmax(thought.logits, axis=-1),
-            "q": thought.q,
+            "logits": last.logits,
+            "solution": xp.argmax(last.logits, axis=-1),
+            "q": last.q,
             "early": state["early"],
             "early_steps": state["early_steps"],
-            "would_halt": act.wants_to_halt(thought.q, self.competing),
+            "would_halt": act.wants_to_halt(last.q, self.competing),
         }
 
     def count_votes(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
         """The answers with most votes, their numbers of votes, and whether the right one is among the best.
 
-        Args:
-            answers: to all augmentations of all questions, (questions · augmentations, 900).
-            q: of the halting head, (questions · augmentations,).
-            fields: of the batch.
+        `answers` (questions · augmentations, 900) and `q` (questions · augmentations,) are of all augmentations.
         """
         xp, like = array_namespace(answers), fields["identifier"]
         index = self.constant(np.arange(ARC_SIDE, dtype=np.int32), like)
@@ -130,7 +126,7 @@ class PuzzleSteps(PuzzlesBase):
         grids = votes.restore(answers, xp.reshape(symmetry, (-1,)), _flatten_votes(colours), index)
         grids = xp.reshape(grids, (*like.shape, grids.shape[1]))
         trust = xp.reshape(1 / (1 + xp.exp(-q)), like.shape)
-        count, score = votes.rank(grids, trust, self.constant(votes.salts(), like))
+        count, score = votes.rank(grids, trust, self.constant(votes.SALTS, like))
         truth = votes.restore(fields["answer"], symmetry[:, 0], colours[:, 0], index)
         won = {f"pass@{most}": votes.passes(grids, score, truth, most) for most in self.config.pass_at}
         best = xp.argsort(score, axis=1, descending=True)[:, : max(self.config.pass_at)]
@@ -162,10 +158,6 @@ class PuzzleSteps(PuzzlesBase):
             for name in (*(scores.TRAINING if training else scores.EVALUATION), *levels, *votes_):
                 every[f"{other}/{name}"] = sums[name] if other == kind else (nothing, nothing)
         return every
-
-
-def _states(thought: Any) -> Fields:
-    return {name: getattr(thought, name) for name in act.STATES}
 
 
 def _flatten_votes(value: Any) -> Any:

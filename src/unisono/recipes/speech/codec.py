@@ -34,54 +34,41 @@ Samples = NDArray[np.float32]
 
 
 class Codec(Protocol):
-    """Between sound and codes, both ways."""
+    """Between sound and codes, both ways.
 
-    @property
-    def rate(self) -> int:
-        """Of the sound, in Hz."""
-        ...
+    Attributes:
+        rate: of the sound, in Hz.
+        codebooks: codes of a frame.
+        codes: entries of a codebook.
+    """
 
-    @property
-    def codebooks(self) -> int:
-        """Codes of a frame."""
-        ...
-
-    @property
-    def codes(self) -> int:
-        """Entries of a codebook."""
-        ...
+    rate: int
+    codebooks: int
+    codes: int
 
     @property
     def digest(self) -> str:
         """All that decides which codes a recording gets."""
-        ...
 
     def encode(self, samples: Samples) -> Codes:
         """Sound (n,) in [-1, 1] to codes (frames, codebooks)."""
-        ...
 
     def decode(self, codes: Codes) -> Samples:
         """Codes (frames, codebooks) to sound (n,)."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Leave what `load` of its kind needs among a run's assets."""
-        ...
 
 
 class KMeansCodec:
-    """Residual k-means over log-mel frames.
-
-    Args:
-        config: of it.
-        books: (codebooks, codes, 4 · mels) float32.
-    """
+    """Residual k-means over log-mel frames; `books` are (codebooks, codes, 4 · mels) float32."""
 
     NAME = "codec.npy"
 
     def __init__(self, config: KMeans, books: NDArray[np.float32]) -> None:
         self.config, self.books = config, books
-        self.rate, self.codebooks, self.codes = config.rate, config.codebooks, config.codes
+        self.rate: int = config.rate
+        self.codebooks, self.codes = config.codebooks, config.codes
         self._plan: Any = _features(config).plan(config.rate)
 
     @cached_property
@@ -113,11 +100,7 @@ class KMeansCodec:
 
     @classmethod
     def load(cls, config: KMeans, folder: Path) -> KMeansCodec:
-        """The codec that `save` left.
-
-        Raises:
-            DataError: for codebooks of other settings, or none.
-        """
+        """The codec that `save` left; codebooks of other settings, or none, are refused."""
         try:
             with safe_paths.open_inside(folder, cls.NAME) as file:
                 books = np.load(file, allow_pickle=False)
@@ -135,11 +118,7 @@ class KMeansCodec:
 
 
 def fit(config: KMeans, sounds: Iterable[Samples]) -> KMeansCodec:
-    """Fit the codebooks, one after the other, each on what the ones before it left.
-
-    Args:
-        config: of the codec.
-        sounds: at its rate.
+    """Fit the codebooks to sounds at the codec's rate, one after the other, each on what the ones before it left.
 
     Raises:
         DataError: where there are fewer frames than entries of a codebook.

@@ -22,11 +22,7 @@ _PLAIN = {"audio_generation"}  # says nothing of references
 
 
 def read(config: Folder) -> list[Utterance]:
-    """The utterances of a folder, every file looked for.
-
-    Raises:
-        DataError: naming file, sample and field of what cannot be used.
-    """
+    """The utterances of a folder, every file looked for; errors name file, sample and field."""
     folder = config.path
     where = str(folder / METADATA)
     if not folder.is_dir():

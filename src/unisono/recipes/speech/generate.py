@@ -108,14 +108,9 @@ def generate(
 def speak(
     model: Any, task: Speech, prompts: Sequence[Row], how: Sampling, most_frames: int
 ) -> list[tuple[Codes, bool]]:
-    """The codes that a model generates after each prompt, and whether it came to their end.
+    """The codes that a model in evaluation mode generates after each prompt, and whether it came to their end.
 
-    Args:
-        model: in evaluation mode.
-        task: whose tokens and codes it speaks.
-        prompts: rows that end where the first frame is to come, as `labels.prompt_of` makes them.
-        how: codes are drawn.
-        most_frames: of sound.
+    Prompts are rows that end where the first frame is to come, as `labels.prompt_of` makes them.
     """
     import torch
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, UnisonoError, file_hash, hf_config
+from unisono import ConfigError, file_hash, hf_config
 from unisono.recipes.speech.codec import VERSION, Codes
 from unisono.recipes.speech.settings import Higgs
 
@@ -19,22 +19,13 @@ from unisono.recipes.speech.settings import Higgs
 class HiggsCodec:
     """A neural codec: sound to codes and back by a network that stays as it is.
 
-    Args:
-        config: where it lies.
-
     Raises:
         ConfigError: for a directory without such a codec, or a bandwidth that it does not have.
     """
 
     def __init__(self, config: Higgs) -> None:
         self.config = config
-        try:
-            hf_config.check_weights(config.path)
-            self._settings = hf_config.read_config(config.path)
-        except (OSError, UnisonoError) as error:
-            raise ConfigError(
-                f"data.codec.path: {error}; a directory with config.json and safetensors is needed"
-            ) from error
+        self._settings = hf_config.open_folder(config.path, "data.codec.path")
         if self._settings.model_type != "higgs_audio_v2_tokenizer":
             raise ConfigError(
                 f"data.codec.path: {config.path} holds a {self._settings.model_type}, not the Higgs tokenizer"

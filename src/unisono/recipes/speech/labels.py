@@ -143,11 +143,7 @@ def audio_places(ids: NDArray[np.int64], tokens: Tokens) -> NDArray[np.bool_]:
 
 
 def next_targets(row: Row, tokens: Tokens) -> tuple[NDArray[np.int64], Codes]:
-    """The target of each place: the label of the next place.
-
-    Returns:
-        (length,) ids and (length, codebooks) codes, -100 where nothing is.
-    """
+    """The target of each place: the label of the next place. (length,) ids and (length, codebooks) codes, else -100."""
     text = np.full_like(row.text_labels, IGNORED)
     text[:-1] = row.text_labels[1:]
     beside = np.full((len(row.ids), row.frames.shape[1]), IGNORED, dtype=np.int64)

@@ -42,11 +42,7 @@ _FEW = 4  # recordings of a speaker that are compared before the start
 
 
 class Samples:
-    """All samples of a run as a source; a row is a sample.
-
-    Args:
-        rows: the samples.
-    """
+    """All samples of a run as a source; a row is a sample."""
 
     def __init__(self, rows: Sequence[Sample]) -> None:
         self.rows = rows
@@ -74,9 +70,6 @@ class Samples:
 
 class Library:
     """The samples of a run.
-
-    Args:
-        config: the group `data`.
 
     Raises:
         DataError: for samples that cannot be used, naming file, sample and field.
@@ -147,9 +140,9 @@ class Library:
 
     def _held_out_references(self) -> int:
         """Held-out recordings that the data name as references of training samples."""
-        targets = {str(clip.path) for sample in _samples_of(self.held_out()) for clip in _targets(sample) if clip.path}
-        heard = {str(clip.path) for sample in _samples_of(self.training()) for clip in _references(sample)}
-        return len(targets & heard)
+        sides = list(zip(map(_conversation, self.source.rows), self.is_held_out, strict=True))
+        targets = {clip.path for talk, held_out in sides if held_out for clip in talk.targets if clip.path}
+        return len(targets & {clip.path for talk, held_out in sides if not held_out for clip in talk.references})
 
     def _candidates(self, sample: Utterance, training: bool) -> list[Utterance]:
         """Other recordings of a speaker that may be heard beside this one."""
@@ -171,12 +164,7 @@ class Library:
 
 
 class CodeStore:
-    """Codes of recordings, kept on disk.
-
-    Args:
-        codec: that makes them.
-        cache: folder; None for the user's cache.
-    """
+    """Codes of recordings, kept on disk, in a folder or by default in the user's cache."""
 
     def __init__(self, codec: Codec, cache: Path | None) -> None:
         self.codec = codec
@@ -184,11 +172,7 @@ class CodeStore:
         self._recent: dict[str, Codes] = {}
 
     def __call__(self, clip: Clip) -> Codes:
-        """The codes of a recording, (frames, codebooks), int64.
-
-        Raises:
-            DataError: for a recording that cannot be used, naming it.
-        """
+        """The codes of a recording, (frames, codebooks), int64; one that cannot be used is refused by name."""
         name = str(clip.path or clip.voice)
         known = self._recent.get(name)
         if known is None:
@@ -228,11 +212,7 @@ def _lonely(sample: Utterance) -> str:
 
 
 def sound(clip: Clip, content: bytes, rate: int) -> NDArray[np.float32]:
-    """The samples of a recording at a rate.
-
-    Raises:
-        DataError: naming the recording.
-    """
+    """The samples of a recording at a rate; an error names it."""
     try:
         decoded = audio.decode(content)
     except DataError as error:
@@ -293,36 +273,21 @@ def _split(config: SpeechData, rows: Sequence[Sample]) -> NDArray[np.bool_]:
         raise ConfigError(
             f"data.split=speaker: {nameless} of {len(rows)} samples name no speaker; set data.split=share"
         )
-    if config.held_out_speakers:
-        return hold_out(
-            speakers, 0.0, named=config.held_out_speakers, column="speaker", names_key="data.held_out_speakers"
-        )
-    return hold_out(
-        speakers,
-        config.held_out,
-        column="speaker",
-        what="sample",
-        hint="or data.split=share to hold out samples instead",
-    )
+    named, hint = config.held_out_speakers, "or data.split=share to hold out samples instead"
+    if named:
+        return hold_out(speakers, 0.0, named=named, column="speaker", names_key="data.held_out_speakers")
+    return hold_out(speakers, config.held_out, column="speaker", what="sample", hint=hint)
 
 
-def _samples_of(rows: Subset | None) -> list[Sample]:
-    return [] if rows is None else [rows[number] for number in range(len(rows))]
-
-
-def _targets(sample: Sample) -> list[Clip]:
-    return [sample.clip] if isinstance(sample, Utterance) else sample.targets
-
-
-def _references(sample: Sample) -> list[Clip]:
-    return [clip for _, clip in sample.references] if isinstance(sample, Utterance) else sample.references
+def _conversation(sample: Sample) -> Conversation:
+    """A sample with the references that the data name."""
+    return sample.conversation(sample.references) if isinstance(sample, Utterance) else sample
 
 
 def _length(sample: Sample) -> int:
-    if isinstance(sample, Utterance):
-        sample = sample.conversation(sample.references)
-    texts = [part for message in sample.messages for part in message.parts if isinstance(part, str)]
-    seconds = sum(clip.seconds for clip in sample.clips)
+    talk = _conversation(sample)
+    texts = [part for message in talk.messages for part in message.parts if isinstance(part, str)]
+    seconds = sum(clip.seconds for clip in talk.clips)
     return round(seconds * codec.FRAMES) + sum(len(text.encode()) for text in texts)
 
 

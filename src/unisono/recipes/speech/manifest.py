@@ -10,21 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from unisono import DataError, safe_paths
-from unisono.recipes.speech import samples
+from unisono.recipes.speech import samples, tokens
 from unisono.recipes.speech.samples import Clip, Conversation, FaultError, Message
 from unisono.recipes.speech.settings import Manifest
 
 _PLACE = "<audio>"
-_SCENE = ("<|scene_desc_start|>", "<|scene_desc_end|>")  # the control tokens that a system's message may have
 _URLS = ("audio_url", "url", "path", "audio")
 
 
 def read(config: Manifest) -> list[Conversation]:
-    """The conversations of a manifest, every recording looked for.
-
-    Raises:
-        DataError: naming file, sample and field of what cannot be used.
-    """
+    """The conversations of a manifest, every recording looked for; errors name file, sample and field."""
     entries = _entries(config.path)
     faults, made = [], []
     for number, entry in enumerate(entries):
@@ -114,7 +109,7 @@ def _message(message: Any, number: int, config: Manifest, name: str, audios: lis
 def _check_text(text: str, role: str, field: str) -> str:
     plain = text
     if role == "system":
-        for token in _SCENE:
+        for token in (tokens.SCENE, tokens.SCENE_END):  # which a system's message may have
             plain = plain.replace(token, "")
     fault = samples.text_fault(plain or "x")
     if fault is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, UnisonoError, hf_config, nearest, pickle_hint
+from unisono import ConfigError, hf_config, nearest
 from unisono.recipes.speech import tokens as names
 from unisono.recipes.speech.codec import Codec, KMeansCodec
 from unisono.recipes.speech.labels import Stream
@@ -25,11 +25,7 @@ _OURS = ("vocab_size", "num_codebooks", "codebook_size", "audio_stream_bos_id", 
 def check(config: ModelGroup, tokens: Tokens, codec: Codec, saved: Path | None = None) -> Any:
     """The transformers configuration of a model, which fits tokenizer and codec.
 
-    Args:
-        config: the `model` group.
-        tokens: of the texts.
-        codec: of the recordings.
-        saved: assets of a run, whose configuration stands in for that of a pretrained model which is gone.
+    `saved` are assets of a run, whose configuration stands in for that of a pretrained model which is gone.
 
     Raises:
         ConfigError: for an unknown setting, a missing directory, or a codec or tokenizer that is another model's.
@@ -92,11 +88,8 @@ def stream_of(config: Any) -> Stream:
 def build(config: ModelGroup, settings: Any, text_head: bool, saved: Path | None = None) -> nn.Module:
     """A model in fp32 on the CPU: random weights from torch's generator, or those of the directory.
 
-    Args:
-        config: the `model` group.
-        settings: as `check` returns them.
-        text_head: whether text is learned too.
-        saved: as of `check`; if a pretrained model no longer exists, its weights are random and a run's are loaded.
+    `settings` are as `check` returns them. If a pretrained model no longer exists, its weights are random and a run's
+    are loaded.
 
     Raises:
         ConfigError: for weights that cannot be read, or do not fit.
@@ -107,11 +100,7 @@ def build(config: ModelGroup, settings: Any, text_head: bool, saved: Path | None
 
 
 def build_untrained(config: ModelGroup, settings: Any, text_head: bool) -> nn.Module:
-    """The model with weights of torch's generator, on the current default device; arguments as of `build`.
-
-    Raises:
-        ConfigError: for settings that the library refuses.
-    """
+    """The model with weights of torch's generator, on the current default device; settings may be refused."""
     from transformers import HiggsAudioV2ForConditionalGeneration
 
     try:
@@ -125,40 +114,20 @@ def build_untrained(config: ModelGroup, settings: Any, text_head: bool) -> nn.Mo
 
 
 def _load_pretrained(config: Pretrained, settings: Any, text_head: bool) -> nn.Module:
-    from safetensors import SafetensorError
     from transformers import HiggsAudioV2ForConditionalGeneration
 
-    try:
-        model, report = HiggsAudioV2ForConditionalGeneration.from_pretrained(
-            config.path, config=settings, dtype=torch.float32, use_text_head=text_head,
-            attn_implementation=config.attention, local_files_only=True, use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path: the weights in {config.path} cannot be read: {error}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:  # the library would make them up
-        advice = "; set task.text_weight=0, which needs no text head" if missing == ["text_lm_head.weight"] else ""
-        raise ConfigError(
-            f"model.path: {config.path} lacks {len(missing)} of the model's weights, first '{missing[0]}'; they would "
-            f"be random{advice}"
-        )
-    assert isinstance(model, nn.Module)
+    model: nn.Module = hf_config.load_pretrained(
+        HiggsAudioV2ForConditionalGeneration, config.path, settings, use_text_head=text_head,
+        attn_implementation=config.attention,
+        advice={"text_lm_head.weight": "; set task.text_weight=0, which needs no text head"},
+    )  # fmt: skip
     return model
 
 
 def _read(path: Path) -> Any:
     from transformers import HiggsAudioV2Config
 
-    if not path.is_dir():
-        raise ConfigError(
-            f"model.path: {path} is not a directory; one with config.json, tokenizer.json and safetensors is needed"
-            + pickle_hint(path)
-        )
-    try:
-        hf_config.check_weights(path)
-        made = hf_config.read_config(path)
-    except (OSError, UnisonoError) as error:
-        raise ConfigError(f"model.path: {error}") from error
+    made = hf_config.open_folder(path, "model.path")
     if not isinstance(made, HiggsAudioV2Config):
         raise ConfigError(f"model.path: {path} holds a {made.model_type} model, not a higgs_audio_v2")
     return made

@@ -37,11 +37,7 @@ class Clip:
     seconds: float = 0.0
 
     def read(self) -> bytes:
-        """The content of its file.
-
-        Raises:
-            DataError: where the file cannot be read.
-        """
+        """The content of its file; one that cannot be read is refused."""
         if self.path is None:
             assert self.voice is not None
             return voices.wav(*self.voice)
@@ -157,14 +153,7 @@ class FaultError(Exception):
 
 
 def open_recording(name: str, path: Path, field: str, longest: float, rate: object = None) -> Clip:
-    """A recording whose header has been looked at.
-
-    Args:
-        name: for errors.
-        path: of its file.
-        field: of the entry, for errors.
-        longest: seconds.
-        rate: that the entry says, in Hz; None where it does not.
+    """A recording whose header has been looked at: no longer than `longest` seconds, of the `rate` that the entry says.
 
     Raises:
         FaultError: for what is no recording, has another rate, or is too long.
@@ -205,12 +194,7 @@ def digest(content: bytes) -> str:
 
 
 def refuse(where: str, faults: Sequence[str], count: int) -> None:
-    """Raise the faults that were found.
-
-    Args:
-        where: the file that has them.
-        faults: messages that name sample and field.
-        count: samples in all.
+    """Raise the faults that were found among `count` samples, each a message that names sample and field.
 
     Raises:
         DataError: naming the first ones.

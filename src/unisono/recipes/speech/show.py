@@ -6,7 +6,6 @@ generate`.
 
 from __future__ import annotations
 
-import wave
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from unisono import Callback, RunInfo
 from unisono.recipes.speech.labels import IGNORED
+from unisono.recipes.speech.voices import pcm_wav
 
 if TYPE_CHECKING:
     from unisono.recipes.speech.codec import Codec
@@ -25,11 +25,7 @@ Codes = NDArray[np.int64]
 
 
 class Show(Callback):
-    """Writes `samples/step-N-K-predicted.wav`, `-true.wav` and a picture of both at each evaluation.
-
-    Args:
-        task: whose predictions are shown.
-    """
+    """Writes `samples/step-N-K-predicted.wav`, `-true.wav` and a picture of both at each evaluation."""
 
     def __init__(self, task: Speech) -> None:
         super().__init__()
@@ -72,11 +68,7 @@ def sound_of(predicted: Codes, truth: Codes, codec: Codec) -> NDArray[np.float32
 
 def write_wav(path: Path, sound: NDArray[np.float32], rate: int) -> None:
     """Write sound (n,) in [-1, 1] as a WAV file of 16 bits."""
-    with path.open("wb") as opened, wave.open(opened, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(np.round(np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes())
+    path.write_bytes(pcm_wav(np.clip(sound, -1, 1) * 32767, rate))
 
 
 def draw(path: Path, sounds: Mapping[str, NDArray[np.float32]], rate: int) -> None:

@@ -302,16 +302,10 @@ class Speech(Task):
 
 
 def _scores(logits: Tensor, targets: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Sums by row of what is predicted at chosen places.
+    """Sums by row of what is predicted at chosen places: nats, and targets that are the most likely entry.
 
-    Args:
-        logits: (places, columns, entries).
-        targets: (places, columns), -100 where a column has none.
-        chosen: (rows, length) which places these are.
-        rows: of the micro-batch.
-
-    Returns:
-        Nats, and the number of targets that are the most likely entry, both (rows, columns).
+    Logits are (places, columns, entries), targets (places, columns), -100 where a column has none, `chosen` (rows,
+    length) and both results (rows, columns).
     """
     import torch
     from torch.nn import functional

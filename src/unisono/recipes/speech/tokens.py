@@ -32,11 +32,7 @@ class Tokens:
 
     @classmethod
     def from_engine(cls, engine: Any, where: str) -> Tokens:
-        """A tokenizer, looked through for the control tokens.
-
-        Raises:
-            ConfigError: naming the one that is missing.
-        """
+        """A tokenizer, looked through for the control tokens; one that is missing is named."""
         ids = {name: engine.token_to_id(name) for name in CONTROLS}
         missing = [name for name, number in ids.items() if number is None]
         if missing:
@@ -75,11 +71,7 @@ def of_bytes() -> Tokens:
 
 
 def read(folder: Path) -> Tokens:
-    """The tokenizer of a model's or a run's folder.
-
-    Raises:
-        ConfigError: where there is none, or it is another model's.
-    """
+    """The tokenizer of a model's or a run's folder; none, or another model's, is refused."""
     from tokenizers import Tokenizer
 
     path = folder / FILE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import wave
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +37,15 @@ def wav(speaker: int, said: str, take: int) -> bytes:
     tract = float(voice.uniform(0.9, 1.15))
     speed = float(rng.uniform(0.9, 1.1))
     sound = np.concatenate([_syllable(part, pitch, tract, speed, rng) for part in said.split()])
-    samples = np.round(0.5 * 32767 * sound / np.abs(sound).max()).astype("<i2")
+    return pcm_wav(0.5 * 32767 * sound / np.abs(sound).max(), RATE)
+
+
+def pcm_wav(samples: NDArray[np.floating[Any]], rate: int) -> bytes:
+    """A WAV file of samples (n,) within ±32767: 16 bit, mono."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(samples.tobytes())
+        file.setparams((1, 2, rate, 0, "NONE", "not compressed"))
+        file.writeframes(np.round(samples).astype("<i2").tobytes())
     return buffer.getvalue()
 
 

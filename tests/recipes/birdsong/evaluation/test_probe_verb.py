@@ -21,7 +21,7 @@ from tests.recipes.birdsong.small import ENCODER, task
 from unisono import ConfigError, DataError, RunInfo
 from unisono.audio import CENTRE
 from unisono.recipes.birdsong.data.library import open_library
-from unisono.recipes.birdsong.evaluation import probe_callback, probe_verb
+from unisono.recipes.birdsong.evaluation import probe_verb
 from unisono.recipes.birdsong.evaluation.embeddings import embed
 from unisono.recipes.birdsong.model.encoder import Encoder
 from unisono.recipes.birdsong.settings import EncoderSettings, RecordingsData
@@ -125,11 +125,11 @@ def test_a_checkpoint_is_probed_by_rank_0_alone_and_filed_under_its_step(
 ) -> None:
     run = run_of(folder(tmp_path / "a", birds(12)), encoder, held_out=0.5, group="auto")
     monkeypatch.setattr(
-        probe_callback,
+        probe_verb,
         "open_run",
         lambda folder, task: SimpleNamespace(load_model=lambda step: SimpleNamespace(encoder=encoder)),
     )
-    callback = probe_callback.ProbeSaves(run.task)
+    callback = probe_verb.ProbeSaves(run.task)
     for rank in (1, 0):
         info = RunInfo(tmp_path / "run", run.task.config, 0, 10, rank=rank, world_size=2)  # type: ignore[arg-type]
         callback.on_start(info)
@@ -141,4 +141,4 @@ def test_a_checkpoint_is_probed_by_rank_0_alone_and_filed_under_its_step(
     }
     for asked in (False, True):
         found = task("supervised", probe_saves=asked).callbacks()
-        assert any(isinstance(one, probe_callback.ProbeSaves) for one in found) == asked
+        assert any(isinstance(one, probe_verb.ProbeSaves) for one in found) == asked

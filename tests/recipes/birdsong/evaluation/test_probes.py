@@ -69,14 +69,6 @@ def test_rows_with_several_classes_or_none_are_fitted_by_the_asymmetric_loss() -
     assert metrics.evaluate(fitted.scores(x), truth, resamples=0)["cmap"].value > 0.8
 
 
-def test_asymmetric_loss_is_that_of_the_paper() -> None:
-    logits, truth = np.array([[2.0, -1.0, 0.3]]), np.array([[True, False, False]])
-    p = 1 / (1 + np.exp(-logits[0]))
-    shifted = np.maximum(p - 0.05, 0)
-    wanted = -((1 - p[0]) * np.log(p[0]) + (shifted[1:] ** 4 * np.log(1 - shifted[1:])).sum())
-    assert float(probes._asymmetric(logits, truth)) == pytest.approx(wanted, rel=1e-5)
-
-
 def test_held_out_rows_have_no_say_and_classes_without_training_rows_no_scores() -> None:
     x, truth, groups = blobs(60)
     wide = np.concatenate([truth[:, :1], np.zeros((60, 1), dtype=bool), truth[:, 1:]], axis=1)

@@ -12,13 +12,7 @@ Array = NDArray[np.float32]
 
 
 def augment_clip(clip: Array, rng: np.random.Generator, augment: Augment) -> Array:
-    """A clip, louder or softer, with noise, and with stretches of time and bands hidden.
-
-    Args:
-        clip: (frames, mels) float32, normalised.
-        rng: to draw from.
-        augment: how much of it.
-    """
+    """A normalised clip (frames, mels) float32: louder or softer, with noise, stretches of time and bands hidden."""
     frames, mels = clip.shape
     out = clip
     if augment.gain:
@@ -33,18 +27,7 @@ def augment_clip(clip: Array, rng: np.random.Generator, augment: Augment) -> Arr
 
 
 def views(clip: Array, rng: np.random.Generator, count: int, length: int, augment: Augment | None) -> Array:
-    """Stretches of a clip, each at its own place.
-
-    Args:
-        clip: (frames, mels) float32.
-        rng: to draw from.
-        count: of views.
-        length: of each, in frames.
-        augment: what is done to each besides; None for nothing.
-
-    Returns:
-        (count, length, mels) float32.
-    """
+    """Stretches of a clip (frames, mels), each at its own place and augmented for itself, (count, length, mels)."""
     cut = []
     for _ in range(count):
         first = int(rng.integers(len(clip) - length + 1))
@@ -54,17 +37,10 @@ def views(clip: Array, rng: np.random.Generator, count: int, length: int, augmen
 
 
 def mask_order(grid: tuple[int, int], masked: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """An order of all patches in which those that are hidden come last.
+    """An order of all patches in which those that are hidden come last, (patches,) int32; its two parts are sorted.
 
     Blocks of 2 × 2 patches are hidden, a quarter as many as patches (rounded down), then single ones up to the number.
-
-    Args:
-        grid: patches in time and in frequency, numbered along the frequency first.
-        masked: how many are hidden.
-        rng: to draw from.
-
-    Returns:
-        (patches,) int32, a permutation; its two parts are sorted.
+    The grid has patches in time and in frequency, numbered along the frequency first.
     """
     rows, columns = grid
     hidden = np.zeros(grid, dtype=bool)

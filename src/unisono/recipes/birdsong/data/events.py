@@ -42,11 +42,7 @@ class Events:
         return tuple(sorted({int(label) for label in found[enough & (heard > 0), 2]}))
 
     def check_known(self, recordings: Sequence[str]) -> None:
-        """Refuse events of recordings that are not there.
-
-        Raises:
-            DataError: naming the first.
-        """
+        """Refuse events of recordings that are not there, naming the first."""
         known = {name_of(recording) for recording in recordings}
         for name in self.by_recording:
             if name not in known:

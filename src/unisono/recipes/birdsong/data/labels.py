@@ -48,9 +48,6 @@ def class_names(
         label: the column of the classes.
         labels: classes of each row.
         key: the setting that names the recordings, for errors.
-
-    Raises:
-        UnisonoError: for names that cannot be had, or too few of them.
     """
     if given is None:
         names = source.class_names(label) if label else None

@@ -9,21 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import (
-    DataError,
-    Recordings,
-    audio,
-    cut_windows,
-    hold_out,
-    nearest,
-    open_recordings,
-)
+from unisono import DataError, Recordings, audio, cut_windows, hold_out, nearest, open_recordings
 from unisono.recipes.birdsong.data.events import read_events
 from unisono.recipes.birdsong.data.labels import Labels, class_names, classes_of, number_classes
 from unisono.recipes.birdsong.settings import RecordingsData
@@ -32,36 +25,27 @@ LABELS = ("ebird_code", "ebird_code_multilabel", "label", "labels")
 STARTS, FILES = ("start_time",), ("filepath", "file_path", "original_file")
 
 
+@dataclass(eq=False)
 class LabelledRecordings:
     """Recordings or windows as records: `audio`, `name`, `row`, `labels`, `known`, `group`, `window`.
 
     `known` says whether the classes are: a row that is known to have none is one in which no bird is heard.
 
-    Args:
+    Attributes:
         source: of recordings or windows.
         labels: classes of each of its rows; None where they are not known.
-        groups: name of each row's group.
+        group_names: of each of its rows.
         classes: names of all classes.
+        rows: of the source that are in this one.
         starts: (rows of the source,) seconds into its recording where each begins; NaN, or None, where it is whole.
-        rows: of the source that are in this one; None for all.
-
-    Attributes:
-        classes: names of all classes.
-        rows: of the source.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        labels: Sequence[Labels],
-        groups: Sequence[str],
-        classes: Sequence[str],
-        starts: NDArray[np.float64] | None = None,
-        rows: NDArray[np.int64] | None = None,
-    ) -> None:
-        self._source, self.classes, self._starts = source, tuple(classes), starts
-        self._labels, self._groups = labels, groups
-        self.rows = np.arange(len(source), dtype=np.int64) if rows is None else rows
+    source: Any
+    labels: Sequence[Labels]
+    group_names: Sequence[str]
+    classes: tuple[str, ...]
+    rows: NDArray[np.int64]
+    starts: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,51 +55,43 @@ class LabelledRecordings:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         place = int(self.rows[row])
-        record, labels = self._source[place], self._labels[place]
+        record, labels = self.source[place], self.labels[place]
         given = {name: record[name] for name in ("audio", "name", "row", "window") if name in record}
-        if self._starts is not None and np.isfinite(self._starts[place]):
-            given["window"] = audio.Window(float(self._starts[place]))
-        return {**given, "labels": labels or (), "known": labels is not None, "group": self._groups[place]}
-
-    def take(self, rows: NDArray[np.int64]) -> LabelledRecordings:
-        """Some rows of these."""
-        return LabelledRecordings(self._source, self._labels, self._groups, self.classes, self._starts, self.rows[rows])
-
-    def name_classes(self, classes: Sequence[str]) -> LabelledRecordings:
-        """The same rows, with other names of the classes."""
-        return LabelledRecordings(self._source, self._labels, self._groups, classes, self._starts, self.rows)
+        if self.starts is not None and np.isfinite(self.starts[place]):
+            given["window"] = audio.Window(float(self.starts[place]))
+        return {**given, "labels": labels or (), "known": labels is not None, "group": self.group_names[place]}
 
     @property
     def groups(self) -> list[str]:
         """Name of each row's group."""
-        return [self._groups[row] for row in self.rows.tolist()]
+        return [self.group_names[row] for row in self.rows.tolist()]
 
     @cached_property
     def fingerprint(self) -> str:
         """Of recordings, rows, labels, groups and classes."""
-        digest = hashlib.sha256(self._source.fingerprint.encode())
-        digest.update(self.rows.tobytes() + (b"" if self._starts is None else self._starts.tobytes()))
-        digest.update(json.dumps([list(self._labels), list(self._groups), self.classes]).encode())
+        digest = hashlib.sha256(self.source.fingerprint.encode())
+        digest.update(self.rows.tobytes() + (b"" if self.starts is None else self.starts.tobytes()))
+        digest.update(json.dumps([list(self.labels), list(self.group_names), self.classes]).encode())
         return digest.hexdigest()
 
     @property
     def remote(self) -> bool:
         """Whether rows are read from a URL."""
-        return bool(self._source.remote)
+        return bool(self.source.remote)
 
     @property
     def manifest(self) -> dict[str, Any]:
         """The files as JSON."""
-        manifest: dict[str, Any] = self._source.manifest
+        manifest: dict[str, Any] = self.source.manifest
         return manifest
 
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Refuse other data than those of an earlier manifest."""
-        self._source.check_same(before)
+        self.source.check_same(before)
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Refuse files that have changed since they were opened."""
-        self._source.check_files(share, shares)
+        self.source.check_files(share, shares)
 
 
 def open_split(config: RecordingsData) -> tuple[LabelledRecordings, LabelledRecordings | None]:
@@ -136,16 +112,16 @@ def open_split(config: RecordingsData) -> tuple[LabelledRecordings, LabelledReco
                 f"data.test has rows of {named} '{shared[0]}'{others} that data.path has as well; leave them out on "
                 "one side, or set data.group=null"
             )
-        return found.name_classes(classes), other.name_classes(classes)
+        return replace(found, classes=classes), replace(other, classes=classes)
     if not config.held_out and config.held_out_groups is None:
         return found, None
     aside = hold_out(
         found.groups, config.held_out, config.fold, named=config.held_out_groups, column=named, what="recording"
     )
-    return found.take(np.flatnonzero(~aside)), found.take(np.flatnonzero(aside))
+    return replace(found, rows=found.rows[~aside]), replace(found, rows=found.rows[aside])
 
 
-def _shared_classes(one: Sequence[str], other: Sequence[str]) -> Sequence[str]:
+def _shared_classes(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the classes of both, whose numbers have to mean the same birds."""
     for number, (first, second) in enumerate(zip(one, other, strict=False)):
         if first != second:
@@ -176,15 +152,12 @@ def _open(config: RecordingsData, path: str | list[str], leave_out: Any, key: st
     labels = labels or [None] * len(source)
     if config.window_seconds is not None:
         return _windows(config, source, labels, groups, names)
-    return LabelledRecordings(source, labels, groups, names or number_classes(labels), starts)
+    classes = tuple(names or number_classes(labels))
+    return LabelledRecordings(source, labels, groups, classes, np.arange(len(source)), starts)
 
 
 def _windows(
-    config: RecordingsData,
-    source: Recordings,
-    labels: Sequence[Labels],
-    groups: Sequence[str],
-    names: list[str] | None,
+    config: RecordingsData, source: Recordings, labels: Sequence[Labels], groups: Sequence[str], names: list[str] | None
 ) -> LabelledRecordings:
     """A row of each window; its classes are those of its events, or without a table those of its recording."""
     assert config.window_seconds is not None
@@ -209,7 +182,8 @@ def _windows(
                 f"of the windows of {config.window_seconds:g} s; lower data.overlap, or lengthen data.window_seconds"
             )
         names = names or [f"class {number}" for number in range(events.classes)]
-    return LabelledRecordings(windows, own, [groups[row] for row in rows], names or number_classes(own))
+    classes = tuple(names or number_classes(own))
+    return LabelledRecordings(windows, own, [groups[row] for row in rows], classes, np.arange(len(windows)))
 
 
 def _label_column(config: RecordingsData, source: Recordings, key: str) -> str | None:
@@ -246,11 +220,7 @@ def _groups(columns: Mapping[str, list[Any]], group: str | None, source: Recordi
 
 
 def _rows_where(where: Mapping[str, str | int], columns: Mapping[str, list[Any]], key: str) -> NDArray[np.int64]:
-    """Rows that have all these values.
-
-    Raises:
-        DataError: where none has.
-    """
+    """Rows that have all these values; none is refused."""
     kept = np.ones(len(next(iter(columns.values()))), dtype=bool)
     for name, wanted in where.items():
         here = np.array([str(value) == str(wanted) for value in columns[name]])

@@ -51,11 +51,7 @@ class Species:
 
 
 class Songs:
-    """Recordings of made-up species.
-
-    Args:
-        config: how many of what.
-        part: `training` or `held out`, whose birds are different ones.
+    """Recordings of made-up species; `training` and `held out` have different birds.
 
     Attributes:
         classes: names of the species.
@@ -123,12 +119,7 @@ def species(seed: int, number: int, count: int, rate: int) -> Species:
 def song(who: Species, samples: int, rate: int, bird: np.random.Generator, rng: np.random.Generator) -> Any:
     """A bird that repeats its motif, (samples,) float64 of amplitude up to 1.
 
-    Args:
-        who: its species.
-        samples: of the recording.
-        rate: in Hz.
-        bird: draws what is the bird's own.
-        rng: draws what is the recording's own.
+    `bird` draws what is the bird's own, and `rng` what is the recording's own.
     """
     pitch, pace = bird.uniform(0.95, 1.05), bird.uniform(0.88, 1.12)
     x = np.zeros(samples)

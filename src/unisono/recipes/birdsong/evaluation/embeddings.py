@@ -38,13 +38,8 @@ class Embedded:
 def embed(encoder: Encoder, source: LabelledSource, *, micro_batch: int = 32, most: int | None = None) -> Embedded:
     """Embed the rows of a source whose classes are known: a window as it is, the centre of a recording that has none.
 
-    Rows are computed one by one and are independent of each other, so no size of micro-batches changes them.
-
-    Args:
-        encoder: frozen.
-        source: of recordings.
-        micro_batch: rows that are computed at the same time.
-        most: of the first rows of the source are looked at; None for all.
+    Rows are computed one by one and are independent of each other, so no size of micro-batches changes them. No more
+    than the first `most` rows are looked at.
 
     Raises:
         BadSamplesError: naming the first recording that cannot be used.

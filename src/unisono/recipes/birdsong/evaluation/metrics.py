@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-NAMES = ("cmap", "auroc", "top1")
+NAMES, ENDS = ("cmap", "auroc", "top1"), ("", "_low", "_high")  # of metrics, and of columns with their scores
 _AT_ONCE = 64  # resamples, so that memory stays within a few rows × classes
 
 
@@ -38,12 +38,8 @@ class Score:
 def average_precision(scores: Array, truth: NDArray[np.bool_], weights: Array | None = None) -> Array:
     """Area under the steps of precision over recall; rows of the same score share one threshold.
 
-    This is scikit-learn's `average_precision_score`, without interpolation.
-
-    Args:
-        scores: (rows,), of one class.
-        truth: (rows,), whether the row has the class.
-        weights: (resamples, rows); None for one resample in which every row counts once.
+    This is scikit-learn's `average_precision_score`, without interpolation, of one class: scores and truth are
+    (rows,), and weights (resamples, rows), by default one resample in which every row counts once.
 
     Returns:
         (resamples,); NaN where no row of the class is drawn.
@@ -71,15 +67,10 @@ def auroc(scores: Array, truth: NDArray[np.bool_], weights: Array | None = None)
 
 
 def top1(scores: Array, truth: NDArray[np.bool_], weights: Array | None = None) -> Array:
-    """Share of the rows that have a class whose highest score is of a class they have.
-
-    Args:
-        scores: (rows, classes).
-        truth: (rows, classes).
-        weights: (resamples, rows), as of `average_precision`.
+    """Share of the rows that have a class whose highest score is of a class they have; both are (rows, classes).
 
     Returns:
-        (resamples,); NaN where no row has a class.
+        (resamples,), by the weights as of `average_precision`; NaN where no row has a class.
     """
     weights = np.ones((1, len(scores))) if weights is None else weights
     counted = truth.any(axis=1)
@@ -98,15 +89,10 @@ def evaluate(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Mapping[str, Score]:
-    """All metrics, with intervals.
+    """All metrics of (rows, classes), with intervals of the bootstrap from percentile to percentile.
 
-    Args:
-        scores: (rows, classes).
-        truth: (rows, classes).
-        groups: which recording or recordist each row is of; a resample draws whole groups. None: each row is its own.
-        resamples: of the bootstrap; 0 for none, with NaN as ends.
-        confidence: of the interval, from percentile to percentile.
-        seed: of the draws.
+    A resample draws whole groups (recordings or recordists); without groups, each row is its own. Without resamples
+    the ends are NaN.
 
     Returns:
         Scores by name: `cmap` and `auroc`, means over the classes that have rows (and others that do not), and `top1`.

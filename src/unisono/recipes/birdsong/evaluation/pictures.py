@@ -28,8 +28,7 @@ _ROWS = 500  # embeddings in a picture, at most
 class Pictures(Callback):
     """Draws each checkpoint once it is whole, on rank 0, into RUN/pictures; the others wait meanwhile.
 
-    Args:
-        task: of the run, whose recordings are drawn: the held-out ones, or those of the training if there are none.
+    The recordings drawn are the held-out ones, or those of the training if there are none.
     """
 
     def __init__(self, task: Birdsong) -> None:

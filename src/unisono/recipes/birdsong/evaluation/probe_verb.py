@@ -1,16 +1,21 @@
-"""The verb `probe`: a run's encoder, frozen, measured on any recordings by probes of its embeddings."""
+"""The verb `probe`: a run's encoder, frozen, measured on any recordings by probes of its embeddings.
+
+`ProbeSaves` (`task.probe_saves=true`) does the same with each checkpoint of a run while it trains.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from unisono import ConfigError, DataError, Run, nearest
+from unisono import Callback, ConfigError, DataError, Run, RunInfo, nearest, open_run
 from unisono.recipes.birdsong.data.library import Library
 from unisono.recipes.birdsong.evaluation import metrics, probes, results
 from unisono.recipes.birdsong.evaluation.embeddings import Embedded, embed
@@ -20,6 +25,10 @@ from unisono.recipes.birdsong.model.encoder import Encoder
 
 if TYPE_CHECKING:
     from unisono.recipes.birdsong.task import Birdsong
+
+log = logging.getLogger(__name__)
+FILE, _RESAMPLES = "probes.parquet", 200  # of a run's saves
+_KINDS: tuple[probes.Kind, ...] = ("linear", "centroid")
 
 
 def probe(
@@ -49,7 +58,7 @@ def probe(
         step: use the checkpoint after this step instead of the newest.
         micro_batch: number of recordings per forward pass.
     """
-    chosen = _kinds(kinds)
+    chosen = _parse_kinds(kinds)
     if seeds < 1 or micro_batch < 1 or resamples < 0:
         raise ConfigError(
             f"seeds={seeds}, micro_batch={micro_batch}, resamples={resamples}: the first two must be at least 1, "
@@ -63,15 +72,44 @@ def probe(
         )
     encoder = run.load_model(ema=ema, step=step).encoder
     measured = measure_encoder(
-        encoder, library, chosen, range(seeds), task=name or name_of(run.task.data_config), resamples=resamples,
+        encoder, library, chosen, range(seeds), task=name or _name_of(run.task.data_config), resamples=resamples,
         micro_batch=micro_batch, run=str(run.folder), step=run.newest_step if step is None else step,
         weights="ema" if ema else "model",
     )  # fmt: skip
     one = measured[0]
     yield f"{one.task}: {one.train_rows} rows to fit, {one.test_rows} held out in {one.test_groups} groups"
-    yield from table(measured)
+    yield from _table(measured)
     rows = results.append(out, measured)
     yield f"{out}: {rows} results"
+
+
+class ProbeSaves(Callback):
+    """Measures each checkpoint once it is whole, on rank 0, into RUN/probes.parquet; the others wait meanwhile."""
+
+    def __init__(self, task: Birdsong) -> None:
+        super().__init__()
+        self._task = task
+
+    def on_start(self, run: RunInfo) -> None:
+        """Remember the run."""
+        self._run = run
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Measure the encoder of the checkpoint that was written."""
+        library = self._task.library
+        if not self._run.is_first or library.held_out is None:
+            return
+        folder = self._run.directory
+        encoder = open_run(folder, task=type(self._task)).load_model(step=step).encoder
+        measured = measure_encoder(
+            encoder, library, _KINDS, [0], task=_name_of(self._task.data_config), resamples=_RESAMPLES,
+            run=str(folder), step=step, weights="model",
+        )  # fmt: skip
+        results.append(folder / FILE, measured)
+        for one in measured:
+            log.info(
+                "step %d: %s probe: cmAP %.3f, AUROC %.3f, top-1 %.3f", step, one.probe, one.cmap, one.auroc, one.top1
+            )
 
 
 def measure_encoder(
@@ -87,15 +125,7 @@ def measure_encoder(
 ) -> list[Result]:
     """Fit probes to embeddings of the training rows, and measure them on the held-out rows.
 
-    Args:
-        encoder: frozen.
-        library: of the recordings.
-        kinds: of the probes.
-        seeds: of the probes.
-        task: name of the data; a digest of the rows of both sides is added to it.
-        resamples: number of bootstrap resamples.
-        micro_batch: number of recordings per forward pass.
-        about: `run`, `step` and `weights` of the results.
+    A digest of the rows of both sides is added to the name of the task; `about` is `run`, `step` and `weights`.
 
     Raises:
         DataError: for recordings that a probe cannot be fitted to or measured on.
@@ -104,24 +134,13 @@ def measure_encoder(
     training, test = (embed(encoder, part, micro_batch=micro_batch) for part in (library.training, library.held_out))
     check_sides(training, test)
     about |= {"checkpoint": digest(encoder), "task": f"{task}@{_fingerprint(library)}"}
-    return [measure(kind, training, test, seed=seed, resamples=resamples, **about) for seed in seeds for kind in kinds]
+    return [_measure(kind, training, test, seed=seed, resamples=resamples, **about) for seed in seeds for kind in kinds]
 
 
-def measure(
+def _measure(
     kind: probes.Kind, training: Embedded, test: Embedded, *, seed: int, resamples: int = 1000, **about: Any
 ) -> Result:
-    """Fit one probe and measure it.
-
-    Classes without training rows are left out, and with them rows that have no other class.
-
-    Args:
-        kind: of the probe.
-        training: rows to fit.
-        test: rows to measure on.
-        seed: of the probe.
-        resamples: number of bootstrap resamples.
-        about: `checkpoint`, `task`, `run`, `step` and `weights` of the result.
-    """
+    """Fit one probe and measure it; classes without training rows are left out, and rows that have no other class."""
     single = bool((training.truth.sum(axis=1) == 1).all())
     fitted = probes.fit(kind, training.embeddings, training.truth, training.groups, seed=seed)
     own = test.truth[:, fitted.classes]
@@ -136,7 +155,7 @@ def measure(
     scored: dict[str, Any] = {
         f"{metric}{end}": value
         for metric, score in found.items()
-        for end, value in (("", score.value), ("_low", score.low), ("_high", score.high))
+        for end, value in zip(metrics.ENDS, astuple(score), strict=True)
     }
     return Result(
         seed=seed,
@@ -153,24 +172,17 @@ def measure(
     )
 
 
-def table(measured: Sequence[Result]) -> Iterator[str]:
+def _table(measured: Sequence[Result]) -> Iterator[str]:
     """Results as lines for the console."""
     yield f"{'probe':<9} {'seed':>4}  {'cmAP':<21} {'AUROC':<21} {'top-1':<21} {'L2':>6}"
     for one in measured:
-        scores = [
-            f"{getattr(one, name):.3f} [{getattr(one, name + '_low'):.3f}, {getattr(one, name + '_high'):.3f}]"
-            for name in metrics.NAMES
-        ]
+        scores = [str(metrics.Score(*(getattr(one, name + end) for end in metrics.ENDS))) for name in metrics.NAMES]
         decay = "" if one.decay is None else f"{one.decay:g}"
         yield f"{one.probe:<9} {one.seed:>4}  {' '.join(f'{score:<21}' for score in scores)} {decay:>6}"
 
 
 def check_sides(training: Embedded, test: Embedded) -> None:
-    """Refuse rows that a probe cannot be fitted to or measured on.
-
-    Raises:
-        DataError: where a side has no row with known classes, or both have one group.
-    """
+    """Refuse a side that has no row with known classes, and sides that share a group."""
     for side, what in ((training, "to fit a probe to"), (test, "to measure one on")):
         if not side.truth.any():
             raise DataError(
@@ -180,7 +192,7 @@ def check_sides(training: Embedded, test: Embedded) -> None:
         raise DataError(f"the group '{shared[0]}' is on both sides; choose data.group so that none is")
 
 
-def _kinds(text: str) -> list[probes.Kind]:
+def _parse_kinds(text: str) -> list[probes.Kind]:
     found = [word.strip() for word in text.split(",") if word.strip()]
     for word in found:
         if word not in probes.KINDS:
@@ -190,7 +202,7 @@ def _kinds(text: str) -> list[probes.Kind]:
     return [kind for kind in probes.KINDS if kind in found]
 
 
-def name_of(config: Any) -> str:
+def _name_of(config: Any) -> str:
     """What data are called in results: the last part of their path."""
     path = getattr(config, "path", None)
     if path is None:

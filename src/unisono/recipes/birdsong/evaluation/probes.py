@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from unisono import DataError, generator, hold_out
 from unisono.recipes.birdsong.evaluation import metrics
+from unisono.recipes.birdsong.objectives.supervised import asymmetric, cross_entropy
+from unisono.recipes.birdsong.settings import Asymmetric
 
 Array = NDArray[np.float64]
 Kind = Literal["linear", "mlp", "centroid"]
@@ -57,11 +59,11 @@ def fit(
     objective: Objective | None = None,
     seed: int = 0,
 ) -> Probe:
-    """Fit a probe.
+    """Fit a probe to training rows.
 
     Args:
         kind: of it.
-        embeddings: (rows, d), of training rows.
+        embeddings: (rows, d).
         truth: (rows, classes), whether the row has the class.
         groups: recording or recordist of each row; none of them is on both sides where the decay is chosen.
         objective: `cross_entropy`, for rows that have one class each, or `asymmetric`, for rows that may have several
@@ -154,7 +156,10 @@ def _initial(kind: Kind, width: int, classes: int, seed: int) -> dict[str, Array
 def _loss_and_gradient(weights: Any, x: Any, truth: Any, decay: Any, objective: Objective) -> Any:
     def loss(weights: Any) -> Any:
         norm = sum((leaf**2).sum() for name, leaf in weights.items() if name.startswith("weight"))
-        return _LOSSES[objective](_logits(weights, x), truth) + decay * norm / 2
+        logits = _logits(weights, x)
+        if objective == "cross_entropy":
+            return cross_entropy(logits, truth.argmax(axis=1)).mean() + decay * norm / 2
+        return asymmetric(logits, truth, Asymmetric()).mean() + decay * norm / 2
 
     return jax.value_and_grad(loss)(weights)
 
@@ -164,25 +169,6 @@ def _logits(weights: dict[str, Any], x: Any) -> Any:
     if "weight_in" in weights:
         x = jax.nn.gelu(x @ weights["weight_in"] + weights["bias_in"])
     return x @ weights["weight_out"] + weights["bias_out"]
-
-
-def _cross_entropy(logits: Any, truth: Any) -> Any:
-    return -(jax.nn.log_softmax(logits) * truth).sum() / len(truth)
-
-
-def _asymmetric(logits: Any, truth: Any) -> Any:
-    """The asymmetric loss of Ridnik et al. (2021), with γ- 4, γ+ 1 and a margin of 0.05, as BirdSet's probes have it.
-
-    The focusing weights are differentiated as well.
-    """
-    chance = jax.nn.sigmoid(logits)
-    shifted = jnp.maximum(chance - 0.05, 0.0)
-    true = (1 - chance) * jax.nn.log_sigmoid(logits)
-    false = shifted**4 * jnp.log1p(-jnp.minimum(shifted, 1 - 1e-12))
-    return -jnp.where(truth, true, false).sum() / len(truth)
-
-
-_LOSSES: dict[Objective, Callable[[Any, Any], Any]] = {"cross_entropy": _cross_entropy, "asymmetric": _asymmetric}
 
 
 def _centroids(embeddings: Array, truth: NDArray[np.bool_]) -> Callable[[Array], Array]:

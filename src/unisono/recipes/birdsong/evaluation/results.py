@@ -72,12 +72,7 @@ _TYPES = {"int": "int64", "str": "string", "float": "float64", "float | None": "
 
 
 def check(path: Path) -> None:
-    """Refuse a file that results cannot be added to, before anything is computed.
-
-    Raises:
-        ConfigError: for another ending than .parquet.
-        DataError: for a file with other columns.
-    """
+    """Refuse a file that results cannot be added to (ending, columns) before anything is computed."""
     if path.suffix != ".parquet":
         raise ConfigError(f"out={path}: results are kept as Parquet; choose a name that ends in .parquet")
     if path.exists():
@@ -85,11 +80,7 @@ def check(path: Path) -> None:
 
 
 def append(path: Path, results: Sequence[Result]) -> int:
-    """Add results; those of a key that is there already replace it.
-
-    Args:
-        path: of the file, which is made where it is missing.
-        results: to add; of several with one key the last counts.
+    """Add results to a file, which is made where it is missing; those of a key that is there already replace it.
 
     Returns:
         How many rows the file has now.

@@ -1,1 +1,1 @@
-"""The encoder of spectrograms, and the heads on it."""
+"""The encoder of spectrograms."""

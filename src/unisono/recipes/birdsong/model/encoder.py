@@ -26,12 +26,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder(eqx.Module):
-    """Encodes one spectrogram; `jax.vmap` it for several.
-
-    Args:
-        settings: all that it is.
-        key: of the first weights.
-    """
+    """Encodes one spectrogram; `jax.vmap` it for several."""
 
     patch: eqx.nn.Linear
     places: eqx.nn.Embedding | None
@@ -60,12 +55,7 @@ class Encoder(eqx.Module):
         self.norm = eqx.nn.LayerNorm(width)
 
     def __call__(self, spectrogram: Array, visible: Array | None = None) -> Encoded:
-        """Encode a spectrogram, or a part of its patches.
-
-        Args:
-            spectrogram: (frames, mels), normalised; frames up to the settings', in whole patches.
-            visible: (n,) integers, the patches to encode; None for all.
-        """
+        """Encode a spectrogram (frames, mels), normalised, in whole patches, or its `visible` patches (n,) alone."""
         settings = self.settings
         grid = (len(spectrogram) // settings.patch[0], settings.grid[1])
         before = settings.class_tokens + settings.registers

@@ -30,17 +30,11 @@ class Turns(NamedTuple):
 def grid_turns(grid: tuple[int, int], size: int, base: float, before: int) -> tuple[Array, Array]:
     """Angles of a 2-D rotary embedding (Su et al., 2021; in two dimensions as in Heo et al., 2024).
 
-    One half of a head's features turns with the place in time, the other with that in frequency.
-
-    Args:
-        grid: patches in time and in frequency.
-        size: features of a head, a multiple of 4.
-        base: of the wavelengths.
-        before: tokens that have no place, which are not turned.
+    One half of a head's features turns with the place in time, the other with that in frequency; the `before` tokens
+    that have no place are not turned.
 
     Returns:
-        Cosines and sines, (before, 1, size / 2) and (patches, 1, size / 2), one after the other, as NumPy computes them
-        in fp64.
+        Cosines and sines, (before + patches, 1, size / 2) each, as NumPy computes them in fp64.
     """
     rates = base ** -(np.arange(size // 4) / (size // 4))
     places = np.stack(np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij"), axis=-1).reshape(-1, 2)
@@ -83,10 +77,7 @@ class Attention(eqx.Module):
 
 
 def _attend(query: Array, key: Array, value: Array) -> Array:
-    """Scaled dot product attention, (tokens, heads, features of a head) each; scores are in fp32 at least.
-
-    `jax.nn.dot_product_attention` has them in fp32 even where all else is in fp64.
-    """
+    """Scaled dot product attention, (tokens, heads, features of a head); JAX's own scores in fp32 even in fp64."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=wide) / query.shape[-1] ** 0.5
     return jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores).astype(value.dtype), value)
@@ -141,15 +132,10 @@ class Block(eqx.Module):
 
 
 def run_blocks(blocks: Sequence[Any], x: Array, turns: Turns | None) -> Array:
-    """Blocks one after another, compiled once: a scan over their stacked arrays.
+    """Blocks one after another on (tokens, width), compiled once: a scan over their stacked arrays.
 
     They are kept apart, so that each has its names, its decay and its own activation checkpointing; where that is on
     for every k-th block, a turn of the scan is k blocks.
-
-    Args:
-        blocks: of one shape; every k-th may be wrapped.
-        x: (tokens, width).
-        turns: for their attention.
     """
     trees = [jax.tree.structure(block) for block in blocks]
     period = next(p for p in range(1, len(blocks) + 1) if trees[p:] == trees[:-p])

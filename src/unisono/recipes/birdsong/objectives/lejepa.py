@@ -18,7 +18,7 @@ from jax import Array
 
 from unisono.recipes.birdsong.model.encoder import Encoder
 from unisono.recipes.birdsong.model.layers import linear
-from unisono.recipes.birdsong.objectives.base import Seen
+from unisono.recipes.birdsong.objectives import Seen
 from unisono.recipes.birdsong.settings import LeJepa
 
 
@@ -46,13 +46,7 @@ class Projector(eqx.Module):
 
 
 class Lejepa(eqx.Module):
-    """Projections of every view of every clip.
-
-    Args:
-        width: features of an embedding.
-        settings: of the objective.
-        key: of the first weights.
-    """
+    """Projections of every view of every clip."""
 
     projector: Projector
 
@@ -69,11 +63,7 @@ class Lejepa(eqx.Module):
 
 
 def invariance(projected: Array) -> Array:
-    """How far the views of each sample lie from their mean, (rows,): mean squares over views and features.
-
-    Args:
-        projected: (rows, views, width).
-    """
+    """How far the views of each sample (rows, views, width) lie from their mean, (rows,): mean squares."""
     return jnp.square(projected - projected.mean(axis=1, keepdims=True)).mean(axis=(1, 2))
 
 

@@ -16,20 +16,14 @@ from jax import Array
 
 from unisono.recipes.birdsong.model.encoder import Encoded, Encoder, patches_of, pooled
 from unisono.recipes.birdsong.model.layers import Block, Turns, grid_turns, linear, run_blocks
-from unisono.recipes.birdsong.objectives.base import Seen
+from unisono.recipes.birdsong.objectives import Seen
 from unisono.recipes.birdsong.settings import EncoderSettings, Pixio
 
 _EPSILON = 1e-6  # of a patch's variance
 
 
 class Masked(eqx.Module):
-    """The decoder, and the token that stands where nothing was seen.
-
-    Args:
-        encoder: settings of the encoder.
-        settings: of the objective.
-        key: of the first weights.
-    """
+    """The decoder, and the token that stands where nothing was seen."""
 
     enter: eqx.nn.Linear
     hidden_token: Array
@@ -66,10 +60,7 @@ class Masked(eqx.Module):
     def decode(self, encoder: EncoderSettings, encoded: Encoded, order: Array) -> Array:
         """What the decoder tells of every patch of one clip, (patches, numbers of a patch).
 
-        Args:
-            encoder: settings of the encoder.
-            encoded: its visible patches.
-            order: (patches,) of all patches, the visible ones first.
+        `encoder` is its settings, and `order` (patches,) of all patches, the visible ones first.
         """
         tokens = jax.vmap(self.enter)(jnp.concatenate([encoded.cls, encoded.patches]))
         before = len(encoded.cls)
@@ -88,11 +79,7 @@ def masked_patches(encoder: EncoderSettings, settings: Pixio) -> int:
 
 
 def targets(patches: Array) -> Array:
-    """Patches, each with mean 0 and variance 1, in fp32 at least.
-
-    Args:
-        patches: (patches, numbers of a patch).
-    """
+    """Patches (patches, numbers of a patch), each with mean 0 and variance 1, in fp32 at least."""
     patches = patches.astype(jnp.promote_types(patches.dtype, jnp.float32))
     mean, variance = patches.mean(axis=1, keepdims=True), patches.var(axis=1, keepdims=True)
     return (patches - mean) / jnp.sqrt(variance + _EPSILON)

@@ -29,16 +29,10 @@ PHYLOGENETIC = frozenset({"unweighted_unifrac", "weighted_unifrac", "weighted_no
 def pairwise_distances(
     metric: PairMetric, table: CountTable, tree: Tree | None, cache: Path | None
 ) -> NDArray[np.float64]:
-    """Distances between all pairs of samples, (samples, samples) float64, symmetric, with a diagonal of 0.
+    """Distances between all pairs of non-empty samples, (samples, samples) float64, symmetric, with a diagonal of 0.
 
     Bray-Curtis is of the shares of the reads, so that it compares compositions and not depths; Jaccard, as unweighted
     UniFrac, is of presence alone.
-
-    Args:
-        metric: what a distance is.
-        table: non-empty samples.
-        tree: for UniFrac.
-        cache: where it is kept; None for the user's.
 
     Raises:
         ConfigError: for UniFrac without a tree.
@@ -50,9 +44,8 @@ def pairwise_distances(
 
 def faith_pd(table: CountTable, tree: Tree | None, cache: Path | None) -> NDArray[np.float64]:
     """Branch length from a sample's taxa to the root, (samples,) float64; errors as of `pairwise_distances`."""
-    return _compute_cached(
-        "faith_pd", table, tree, cache, (len(table.samples),), lambda: _compute_faith_pd(table, tree)
-    )
+    shape = (len(table.samples),)
+    return _compute_cached("faith_pd", table, tree, cache, shape, lambda: _compute_faith_pd(table, tree))
 
 
 def rarefy_once(table: CountTable, depth: int) -> CountTable:
@@ -69,9 +62,7 @@ def rarefy_once(table: CountTable, depth: int) -> CountTable:
 
 def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None) -> NDArray[np.float64]:
     _check_memory(metric, table)
-    part = (
-        tree.subtree(table.taxa) if metric in PHYLOGENETIC and tree is not None else None
-    )  # refuses before it is costly
+    part = tree.subtree(table.taxa) if metric in PHYLOGENETIC and tree is not None else None  # refuses, then imports
     from skbio.diversity import beta_diversity
 
     counts = table.counts.toarray()
@@ -110,12 +101,8 @@ def _compute_cached(
         return found.shape == shape and found.dtype == np.float64 and bool(np.isfinite(found).all())
 
     import_extra("skbio", "microbiome", "distances")
-    address = [metric, table.digest, tree.digest if tree and metric in PHYLOGENETIC else None, _version()]
+    address = [metric, table.digest, tree.digest if tree and metric in PHYLOGENETIC else None, version("scikit-bio")]
     return compute_array_once("microbiome", address, make, is_valid=is_valid, cache=cache)
-
-
-def _version() -> str:
-    return version("scikit-bio")
 
 
 def _check_memory(metric: Metric, table: CountTable) -> None:

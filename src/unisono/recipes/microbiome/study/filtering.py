@@ -46,12 +46,7 @@ class FilteredStudy:
 
 
 def filter_study(config: Study) -> FilteredStudy:
-    """Read a table and its accompanying files, and skip what the settings say.
-
-    Raises:
-        ConfigError: for a column that does not exist.
-        DataError: for unusable samples or taxa that are not to be skipped.
-    """
+    """Read a table and its accompanying files, and skip what the settings say; all that is wrong is one error."""
     table, known = tables.read_table(config.table), _read_metadata(config)
     filter_ = _StudyFilter(config)
     taxa, sequences = _keep_taxa(config, table, filter_)

@@ -51,12 +51,7 @@ class SampleRecord:
 
 
 def open_library(config: Study | Simulated) -> Library:
-    """The samples that the settings name.
-
-    Raises:
-        ConfigError: for settings that do not fit each other or the files.
-        DataError: for files that cannot be read or do not fit each other.
-    """
+    """The samples that the settings name."""
     if isinstance(config, Simulated):
         from unisono.recipes.microbiome.study.simulate import simulate_study
 
@@ -127,11 +122,7 @@ class Library:
         return Subset(self, np.flatnonzero(self._held_out))
 
     def dna(self) -> list[str]:
-        """The sequences, where they are needed, (taxa,).
-
-        Raises:
-            DataError: where they are not known of all taxa.
-        """
+        """The sequences, where they are needed, (taxa,); refused where they are not known of all taxa."""
         if self.sequences is not None:
             return self.sequences
         wrong = [name for name in self.taxa if not nucleotides.is_dna(name)]
@@ -146,10 +137,7 @@ class Library:
     def distances(self, metric: Metric | None = None) -> NDArray[np.float64]:
         """Between all pairs of samples, (samples, samples) float64, symmetric, with a diagonal of 0.
 
-        Those of `data.metric` are read where `data.distances` has them; all others are computed, once.
-
-        Args:
-            metric: of them; None for `data.metric`.
+        Those of `data.metric` are read where `data.distances` has them; all others are computed.
 
         Raises:
             ConfigError: where `faith_pd` is asked for, which is no distance, or UniFrac without a tree.
@@ -233,8 +221,8 @@ class Library:
         facts: dict[str, Any] = {
             "samples": len(self),
             "taxa": len(self.taxa),
-            "reads_per_sample": _mean_and_sd(np.asarray(self.counts.sum(axis=1))),
-            "taxa_per_sample": _mean_and_sd(taxa),
+            "reads_per_sample": _min_median_max(np.asarray(self.counts.sum(axis=1))),
+            "taxa_per_sample": _min_median_max(taxa),
         }
         if unseen := len(self.taxa) - len(np.unique(self.counts.indices)):
             facts["taxa_without_reads"] = unseen
@@ -288,5 +276,5 @@ def _summarise_target(target: TargetColumn, chosen: NDArray[np.bool_]) -> dict[s
     return {"mean": round(float(values.mean()), 4), "std": round(float(values.std()), 4)} if len(values) else {}
 
 
-def _mean_and_sd(values: NDArray[Any]) -> dict[str, float]:
+def _min_median_max(values: NDArray[Any]) -> dict[str, float]:
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}

@@ -7,6 +7,7 @@ import io
 import math
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,9 +41,7 @@ BOUNDED = frozenset(NAMES) - {"weighted_unifrac"}
 """Metrics that are never above 1."""
 
 _ID_NAMES = ("sample_ids", "ids", "order", "samples")
-_SYMMETRY_TOLERANCE = (
-    1e-6  # of the largest distance: tolerance between both halves of a matrix, for fp32 and printed numbers
-)
+_SYMMETRY_TOLERANCE = 1e-6  # between both halves of a matrix, of its largest distance, for fp32 and printed numbers
 IdsAndDistances = tuple[list[str] | None, NDArray[Any]]
 
 
@@ -221,11 +220,9 @@ def _strings(ids: Any) -> list[str] | None:
 
 def _square(values: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """A square matrix, or the half of one that is written row by row, as a square matrix; None for all else."""
-    if values.ndim == 1:
-        size = round((1 + (1 + 8 * len(values)) ** 0.5) / 2)
-        if size * (size - 1) // 2 != len(values) or not len(values):
-            return None
-        matrix = np.zeros((size, size))
-        matrix[np.triu_indices(size, 1)] = values
-        return matrix + matrix.T
+    if values.ndim == 1 and len(values):
+        from scipy.spatial.distance import squareform
+
+        with suppress(ValueError):  # of another number of values
+            return np.asarray(squareform(values))
     return values if values.ndim == 2 and values.shape[0] == values.shape[1] else None

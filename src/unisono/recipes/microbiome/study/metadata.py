@@ -32,11 +32,7 @@ class Metadata:
     columns: dict[str, list[str]]
 
     def column(self, name: str, key: str) -> list[str]:
-        """The values of a column that a setting names.
-
-        Raises:
-            ConfigError: where there is none of this name.
-        """
+        """The values of a column that a setting names; one that is not there is refused."""
         if name not in self.columns:
             raise ConfigError(f"{key}={name}: {self.path} has no such column, {nearest(name, self.columns)}")
         return self.columns[name]
@@ -60,10 +56,6 @@ def read_metadata(
         id_column: column of the ids; None for the first.
         strip: white space around names and values is taken away; else it is refused in names, ids and `used`.
         used: columns whose values matter.
-
-    Raises:
-        ConfigError: for a column that does not exist.
-        DataError: for a file that is no such table, and for ids that occur twice.
     """
     columns = read_table(path, key=key, comment="#", headers=_HEADERS, strip=strip, strip_key="data.white_space=strip")
     found = Metadata(path, [], columns)

@@ -15,11 +15,7 @@ UNASSIGNED = "Unassigned"
 
 
 def read_fasta(path: Path) -> dict[str, str]:
-    """The sequences of a FASTA file by their ids, which are the first words of the headers.
-
-    Raises:
-        DataError: for a file that is none, ids that occur twice, and letters that are no bases.
-    """
+    """The sequences of a FASTA file by their ids, which are the first words of the headers and may not occur twice."""
     if not path.is_file():
         raise DataError(f"{path} (data.fasta) does not exist; give the sequences of the taxa as FASTA")
     found: dict[str, list[str]] = {}
@@ -52,11 +48,7 @@ def read_fasta(path: Path) -> dict[str, str]:
 
 
 def read_lineages(path: Path, taxa: Sequence[str]) -> list[str]:
-    """The lineage of each taxon, from a table whose first column is the taxon; `Unassigned` if it is missing.
-
-    Raises:
-        DataError: for a file that is no table, or that knows none of the taxa.
-    """
+    """The lineage of each taxon, from a table whose first column is the taxon; `Unassigned` if it is missing."""
     found = metadata.read_metadata(path, "data.taxonomy", strip=True)
     named = [name for name in found.columns if name.lower() in ("taxon", "taxonomy", "lineage")]
     column = named[0] if named else list(found.columns)[1] if len(found.columns) > 1 else None

@@ -25,12 +25,7 @@ _FIRST, _LAST = 0.7, 1.4  # reads of a sample, relative to the mean
 
 
 def simulate_study(config: Simulated) -> Study:
-    """The files of a made-up study, in the cache, as the settings of a study.
-
-    Raises:
-        ConfigError: where biom-format is not installed.
-        DataError: where the cache cannot be written.
-    """
+    """The files of a made-up study, in the cache, as the settings of a study."""
     sizes = [config.subjects, config.visits, config.taxa, config.bases, config.reads]
 
     def files(folder: Path) -> dict[str, Path]:

@@ -24,23 +24,14 @@ class Tree:
 
     @cached_property
     def digest(self) -> str:
-        """What the file holds, in hex.
-
-        Raises:
-            DataError: where it does not exist.
-        """
+        """What the file holds, in hex."""
         if not self.path.is_file():
             raise DataError(f"{self.path} (data.tree) does not exist; give a tree in Newick format")
         return file_hash(self.path)
 
     @cached_property
     def root(self) -> Any:
-        """The tree, a `skbio.TreeNode`.
-
-        Raises:
-            ConfigError: where scikit-bio is not installed.
-            DataError: for what is no Newick, and for a tree without root, branch lengths or unique tips.
-        """
+        """The tree, a `skbio.TreeNode`; one without root, branch lengths or unique tips is refused."""
         _ = self.digest
         nodes = import_extra("skbio", "microbiome", "data.tree").TreeNode
         try:
@@ -57,11 +48,7 @@ class Tree:
         return [taxon for taxon in taxa if taxon not in self._tips]
 
     def subtree(self, taxa: Sequence[str]) -> Any:
-        """The part of the tree that has these taxa, its root where it was.
-
-        Raises:
-            DataError: where some are not in it.
-        """
+        """The part of the tree that has these taxa, its root where it was; taxa that are not in it are refused."""
         if absent := self.find_missing(taxa):
             raise DataError(format_missing(self.path, absent, len(taxa)))
         return self.root.shear(taxa, prune=False) if len(self._tips) > len(taxa) else self.root

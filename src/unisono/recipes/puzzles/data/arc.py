@@ -70,10 +70,8 @@ def split_tasks(
 ) -> tuple[Puzzles, Puzzles]:
     """Examples to train on, and those held out: what is asked in the evaluated sets.
 
-    Args:
-        tasks: whose place in this list is the number of their group.
-        evaluate: names of sets; None for those called `evaluation…`, else all.
-        answers: whether those held out need an answer.
+    A task's group is its place in the list. `evaluate` None: the sets called `evaluation…`, else all; without
+    `answers`, those held out need none.
     """
     sets = sorted({task.set for task in tasks})
     if evaluate is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -81,22 +82,22 @@ class StoredPuzzles:
     embeddings: int
     ignored: int
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _first_row(self) -> Numbers:
+        """Of every task, (tasks + 1,)."""
         sizes = self.first_example[self.first_variant[:-1] + 1] - self.first_example[self.first_variant[:-1]]
-        object.__setattr__(self, "_first_row", np.concatenate([[0], np.cumsum(sizes)]))
+        return np.concatenate([[0], np.cumsum(sizes)])
 
     def __len__(self) -> int:
-        rows: Numbers = vars(self)["_first_row"]
-        return int(rows[-1])
+        return int(self._first_row[-1])
 
     def __getitem__(self, row: int) -> StoredPuzzle:
         if not 0 <= row < len(self):
             raise IndexError(f"puzzle {row} of {len(self)}")
-        rows: Numbers = vars(self)["_first_row"]
-        task = int(np.searchsorted(rows, row, side="right")) - 1
+        task = int(np.searchsorted(self._first_row, row, side="right")) - 1
         variants = np.arange(self.first_variant[task], self.first_variant[task + 1])
         sizes = self.first_example[variants + 1] - self.first_example[variants]
-        examples = self.first_example[variants] + (row - int(rows[task])) % sizes
+        examples = self.first_example[variants] + (row - int(self._first_row[task])) % sizes
         return StoredPuzzle(self, examples, self.identifiers[variants], float("nan"))
 
     def read(self, example: int) -> tuple[Tokens, Tokens]:

@@ -17,12 +17,7 @@ from unisono.recipes.puzzles.data.formats import ARC_COLOURS, ARC_SIDE, BLANK, C
 Grid = NDArray[np.uint8]  # colours, (height, width)
 
 
-def augment_sudoku(
-    format: Format,
-    question: Tokens,
-    answer: Tokens,
-    rng: np.random.Generator,
-) -> tuple[Tokens, Tokens]:
+def augment_sudoku(format: Format, question: Tokens, answer: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
     """One of the Sudoku's symmetries, drawn uniformly."""
     side, (tall, wide) = format.height, format.box
     tokens = np.arange(format.vocabulary, dtype=np.uint8)
@@ -43,12 +38,7 @@ def _lines(side: int, group: int, rng: np.random.Generator) -> NDArray[np.int64]
     return np.concatenate([band * group + rng.permutation(group) for band in bands])
 
 
-def augment_grid(
-    format: Format,
-    question: Tokens,
-    answer: Tokens,
-    rng: np.random.Generator,
-) -> tuple[Tokens, Tokens]:
+def augment_grid(format: Format, question: Tokens, answer: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
     """One of the eight symmetries of a square; of other rectangles, one of the four that keep its shape."""
     square = format.height == format.width
     number = int(rng.integers(8)) if square else int(rng.choice([0, 2, 4, 5]))  # half turn and mirrors
@@ -61,21 +51,9 @@ def augment_grid(
 
 def dihedral(grid: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
     """A symmetry of the square: 0 to 3 quarter turns, 4 and 5 the mirrors, 6 and 7 the transpositions."""
-    match number:
-        case 0 | 1 | 2 | 3:
-            return np.rot90(grid, number)
-        case 4:
-            return np.fliplr(grid)
-        case 5:
-            return np.flipud(grid)
-        case 6:
-            return grid.T
-        case 7:
-            return np.rot90(grid, 2).T
-    raise AssertionError(number)
-
-
-_INVERSE = (0, 3, 2, 1, 4, 5, 6, 7)
+    if number < 4:
+        return np.rot90(grid, number)
+    return (np.fliplr(grid), np.flipud(grid), grid.T, np.rot90(grid, 2).T)[number - 4]
 
 
 @dataclass(frozen=True)
@@ -105,20 +83,9 @@ class ArcVariant:
         """A grid of the changed task."""
         return np.ascontiguousarray(dihedral(self.colours[grid], self.symmetry))
 
-    def inverse(self, grid: Grid) -> Grid:
-        """What a grid of the changed task is in the task as it was."""
-        back = np.argsort(self.colours).astype(np.uint8)
-        return np.ascontiguousarray(dihedral(back[grid], _INVERSE[self.symmetry]))
-
 
 def encode_grid(grid: Grid, top: int = 0, left: int = 0) -> Tokens:
-    """A grid of colours in the 30×30 field, (900,): padding around it, and an end token along its lower right border.
-
-    Args:
-        grid: colours 0 to 9.
-        top: empty rows above it.
-        left: empty columns beside it.
-    """
+    """A grid of colours 0 to 9 in the 30×30 field, (900,): padding around it, end tokens at its lower right border."""
     height, width = grid.shape
     field = np.full((ARC_SIDE, ARC_SIDE), PAD, dtype=np.uint8)
     bottom, right = top + height, left + width

@@ -25,6 +25,7 @@ COLOUR = 2  # ARC: the token of colour 0
 ARC_SIDE = 30
 ARC_COLOURS = 10
 MAZE_SYMBOLS = "# SGo"  # tokens 1 to 5: wall, floor, start, goal, path
+COLUMNS = ("questions", "answers", "groups", "ratings", "numbers")  # arrays of `Puzzles`
 SUDOKU_BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of the grid
 
 
@@ -104,7 +105,6 @@ class Puzzle(NamedTuple):
         question: tokens, (length,).
         answer: tokens, (length,); 0 is not counted.
         group: number of its task; 0 if every example is a task of its own.
-        variant: which stored augmentation of the task it is; 0 for the original.
         rating: difficulty; NaN if unknown.
         number: of the example in its file, from 0.
     """
@@ -112,7 +112,6 @@ class Puzzle(NamedTuple):
     question: Tokens
     answer: Tokens
     group: int
-    variant: int
     rating: float
     number: int
 
@@ -126,7 +125,6 @@ class Puzzles:
         questions: tokens, (examples, length).
         answers: tokens, (examples, length).
         groups: number of each one's task, (examples,).
-        variants: which augmentation each one is, (examples,).
         ratings: (examples,), NaN for none.
         numbers: place of each in its file, from 0, (examples,).
     """
@@ -135,33 +133,18 @@ class Puzzles:
     questions: Tokens
     answers: Tokens
     groups: NDArray[np.int32]
-    variants: NDArray[np.int32]
     ratings: NDArray[np.float32]
     numbers: NDArray[np.int64]
 
     @classmethod
-    def from_arrays(
-        cls,
-        format: Format,
-        questions: Tokens,
-        answers: Tokens,
-        *,
-        groups: NDArray[np.int32] | None = None,
-        variants: NDArray[np.int32] | None = None,
-        ratings: NDArray[np.float32] | None = None,
-        numbers: NDArray[np.int64] | None = None,
-    ) -> Puzzles:
+    def from_arrays(cls, format: Format, questions: Tokens, answers: Tokens, **columns: NDArray[Any]) -> Puzzles:
         """Examples; missing columns get their defaults."""
-        count = len(questions)
-        return cls(
-            format,
-            questions,
-            answers,
-            np.zeros(count, dtype=np.int32) if groups is None else groups,
-            np.zeros(count, dtype=np.int32) if variants is None else variants,
-            np.full(count, np.nan, dtype=np.float32) if ratings is None else ratings,
-            np.arange(count, dtype=np.int64) if numbers is None else numbers,
-        )
+        defaults: dict[str, Any] = {
+            "groups": np.zeros(len(questions), dtype=np.int32),
+            "ratings": np.full(len(questions), np.nan, dtype=np.float32),
+            "numbers": np.arange(len(questions), dtype=np.int64),
+        }
+        return cls(format, questions, answers, **{**defaults, **columns})
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -169,24 +152,18 @@ class Puzzles:
     def __getitem__(self, row: int) -> Puzzle:
         if not 0 <= row < len(self):
             raise IndexError(f"puzzle {row} of {len(self)}")
-        return Puzzle(
-            self.questions[row],
-            self.answers[row],
-            int(self.groups[row]),
-            int(self.variants[row]),
-            float(self.ratings[row]),
-            int(self.numbers[row]),
-        )
+        own = int(self.groups[row]), float(self.ratings[row]), int(self.numbers[row])
+        return Puzzle(self.questions[row], self.answers[row], *own)
 
     def subset(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Puzzles:
         """Some of the examples."""
-        columns = ("questions", "answers", "groups", "variants", "ratings", "numbers")
-        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of questions, answers and tasks."""
         digest = hashlib.sha256()
-        for array in (self.questions, self.answers, self.groups, self.variants):
+        zeros = np.zeros(len(self), dtype=np.int32)  # a column that there once was; older runs have it in their digests
+        for array in (self.questions, self.answers, self.groups, zeros):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()

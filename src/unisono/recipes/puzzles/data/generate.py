@@ -16,15 +16,10 @@ from unisono.recipes.puzzles.data.solver import candidates_of, search, solve, un
 
 
 def sudokus(side: int, count: int, clues: tuple[int, int], seed: int, first: int = 0) -> Puzzles:
-    """Generate Sudokus with a unique solution; their rating is the solver's number of guesses.
+    """Generate Sudokus with a unique solution, from number `first` on; their rating is the solver's number of guesses.
 
-    Args:
-        side: 4, 6 or 9.
-        count: number of puzzles.
-        clues: minimum and maximum; each puzzle draws a number in between, and keeps more if its solution would not be
-            unique.
-        seed: of all puzzles.
-        first: number of the first puzzle.
+    `clues` are minimum and maximum: each puzzle draws a number in between, and keeps more if its solution would not be
+    unique.
     """
     format_ = sudoku_format(side)
     numbers = np.arange(first, first + count, dtype=np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out
 from unisono.recipes.puzzles import settings
-from unisono.recipes.puzzles.data import arc, arrays, augment, generate, tables, twins
+from unisono.recipes.puzzles.data import arc, arrays, augment, formats, generate, tables, twins
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle, StoredPuzzles
 from unisono.recipes.puzzles.data.formats import (
     ARC_FORMAT,
@@ -84,13 +85,7 @@ class Library:
         return self.variant(puzzle, int(rng.integers(count + 1)))
 
     def variant(self, puzzle: Puzzle, number: int, rng: np.random.Generator | None = None) -> Example:
-        """A numbered augmentation of a puzzle; 0 is the puzzle itself.
-
-        Args:
-            puzzle: the original.
-            number: of the augmentation.
-            rng: ARC: places the grids at random; None: at the upper left.
-        """
+        """A numbered augmentation of a puzzle; 0 is the puzzle itself. `rng` places ARC grids, else upper left."""
         identifier = self.identifier(puzzle, number)
         if self.format.kind == "arc":
             if number == 0 and rng is None:
@@ -170,13 +165,13 @@ class Library:
             variants += self.config.augmentations
         parts = {"train": (self.training, variants), "test": (self.held_out, 1)}
         settings_ = {name: str(value) for name, value in self.config.model_dump().items() if name != "cache"}
-        return {
-            name: PuzzlePreparation(
-                self, rows, count, {"version": _VERSION, "part": name, "puzzles": _digest(rows), "settings": settings_}
-            )
-            for name, (rows, count) in parts.items()
-            if rows is not None and len(rows)
-        }
+        made = {}
+        for name, (rows, count) in parts.items():
+            if rows is not None and len(rows):
+                puzzles = getattr(rows, "fingerprint", None)
+                inputs = {"version": _VERSION, "part": name, "puzzles": puzzles, "settings": settings_}
+                made[name] = PuzzlePreparation(self, rows, count, inputs)
+        return made
 
     def facts(self) -> dict[str, Any]:
         """Sizes, as JSON."""
@@ -218,17 +213,11 @@ def open_library(config: settings.Part, ask: bool = False) -> Library:
             training, held_out = made.subset(slice(0, config.puzzles)), made.subset(slice(config.puzzles, None))
             return Library(config, made.format, training, held_out)
         case settings.Sudoku():
-
-            def check_sudokus(path: Path) -> tables.CheckedPuzzles:
-                return tables.check_sudokus(tables.read_puzzles(path), config.unique, answers=not ask)
-
-            return _open_tables(config, ["sudoku", config.unique, ask], check_sudokus, ask)
+            check = partial(tables.check_sudokus, unique=config.unique, answers=not ask)
+            return _open_tables(config, ["sudoku", config.unique, ask], check, ask)
         case settings.Maze():
-
-            def check_mazes(path: Path) -> tables.CheckedPuzzles:
-                return tables.check_mazes(tables.read_puzzles(path), config.size, answers=not ask)
-
-            return _open_tables(config, ["maze", config.size, ask], check_mazes, ask)
+            check = partial(tables.check_mazes, size=config.size, answers=not ask)
+            return _open_tables(config, ["maze", config.size, ask], check, ask)
         case settings.Arc():
             tasks = arc.read_tasks(config.path, config.sets)
             training, held_out = arc.split_tasks(tasks, config.evaluate, answers=not ask)
@@ -256,7 +245,7 @@ def open_library(config: settings.Part, ask: bool = False) -> Library:
 def _open_tables(
     config: settings.Sudoku | settings.Maze,
     address: list[Any],
-    check: Callable[[Path], tables.CheckedPuzzles],
+    check: Callable[[tables.Table], tables.CheckedPuzzles],
     ask: bool,
 ) -> Library:
     def read(path: Path) -> Puzzles:
@@ -264,7 +253,7 @@ def _open_tables(
             raise DataError(f"{path} (data.path) does not exist")
 
         def proper() -> Puzzles:
-            return check(path).require(path, config.improper == "skip")
+            return check(tables.read_puzzles(path)).require(path, config.improper == "skip")
 
         return _load_or_compute(config, [*address, config.improper, file_hash(path)], proper)
 
@@ -307,21 +296,16 @@ def _choose_held_out(config: settings.Sudoku | settings.Maze, puzzles: Puzzles) 
 
 def _load_or_compute(config: Any, address: list[Any], make: Callable[[], Puzzles]) -> Puzzles:
     """Puzzles from the cache; read, checked or generated on first use."""
-    names = ("questions", "answers", "groups", "variants", "ratings", "numbers")
 
     def write(folder: Path) -> None:
         puzzles = make()
-        for name in names:
+        for name in formats.COLUMNS:
             np.save(folder / f"{name}.npy", getattr(puzzles, name))
         (folder / "format.json").write_text(json.dumps(format_to_json(puzzles.format)), encoding="utf-8")
 
     def load(folder: Path) -> Puzzles:
         format_ = format_from_json(json.loads((folder / "format.json").read_text(encoding="utf-8")))
-        found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names)
+        found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in formats.COLUMNS)
         return Puzzles(format_, *found)
 
     return compute_once("puzzles", [_VERSION, *address], write, load, cache=config.cache)
-
-
-def _digest(rows: PuzzleSource) -> str | None:
-    return getattr(rows, "fingerprint", None)

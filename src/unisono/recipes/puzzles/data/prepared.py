@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, prepare, read_asset, whole_file
+from unisono import DataError, prepare, read_asset, whole_file, write_whole
 from unisono.recipes.puzzles.data.arrays import Numbers, StoredPuzzle
 from unisono.recipes.puzzles.data.formats import Format, Tokens, format_from_json, format_to_json
 
@@ -32,13 +32,13 @@ class PuzzlePreparation:
         library: the `Library` of the puzzles.
         puzzles: its part, a source of `Puzzle` or `StoredPuzzle`.
         variants: number of variants of each puzzle that is not augmented yet.
-        about: everything that the result depends on, as JSON.
+        inputs: everything that the result depends on, as JSON.
     """
 
     library: Any
     puzzles: Any
     variants: int
-    about: Mapping[str, Any]
+    inputs: Mapping[str, Any]
 
     column = "tokens"
     dtype = "<u1"
@@ -50,13 +50,8 @@ class PuzzlePreparation:
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """Everything that the result depends on."""
-        return self.about
-
-    @property
-    def inputs(self) -> Mapping[str, Any]:
         """The same."""
-        return self.about
+        return self.inputs
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
         """Bounds of shards with the same number of puzzles."""
@@ -82,8 +77,7 @@ class PuzzlePreparation:
                 np.savez(file, first=first, identifiers=np.array(identifiers, dtype=np.int32), ratings=ratings)
             about = {"format": format_to_json(self.library.format), "embeddings": self.library.embeddings}
             about["tasks"] = list(self.library.tasks)
-            with whole_file(folder / _ABOUT) as temporary:
-                temporary.write_text(json.dumps(about), encoding="utf-8")
+            write_whole(folder / _ABOUT, json.dumps(about))
         return self
 
     def make(self, first: int, last: int) -> Iterator[prepare.Made]:

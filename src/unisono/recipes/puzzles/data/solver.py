@@ -54,13 +54,7 @@ def units_of_cells(format: Format) -> NDArray[np.int64]:
 
 
 def solve(format: Format, questions: Tokens, limit: int = 2) -> Solutions:
-    """Solve puzzles.
-
-    Args:
-        format: of all of them.
-        questions: tokens, (puzzles, cells).
-        limit: solutions of a puzzle after which it is not searched further.
-    """
+    """Solve puzzles (puzzles, cells) of one format; none is searched further after `limit` solutions."""
     return search(format, candidates_of(format, questions), limit)
 
 

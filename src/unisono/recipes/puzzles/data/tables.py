@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,10 +59,8 @@ def read_puzzles(path: Path) -> Table:
     """A CSV file whose header names a question (`q`, `question`, …), or a file of one Sudoku per line.
 
     Raises:
-        DataError: for a file that does not exist, is empty, or has no such column.
+        DataError: for a file that is empty, or has no such column.
     """
-    if not path.is_file():
-        raise DataError(f"{path} (data.path) does not exist")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
@@ -69,11 +68,10 @@ def read_puzzles(path: Path) -> Table:
         raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
     if "," in first:
         columns = read_table(path, delimiter=",")
-        named = [
+        questions, answers, ratings = (
             next((columns[name] for name in columns if name.lower() in words), None)
             for words in (_QUESTION, _ANSWER, _RATING)
-        ]
-        questions, answers, ratings = named
+        )
         if questions is None:
             raise DataError(
                 f"{path} has no column of questions: its header is {', '.join(columns)}, and one of "
@@ -137,30 +135,28 @@ class CheckedPuzzles:
 
 
 def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> CheckedPuzzles:
-    """The Sudokus of a table.
+    """The Sudokus of a table: `.` or `0` is an empty cell, and the size follows from the length of most of them.
 
-    Args:
-        table: questions use `.` or `0` for an empty cell; the size follows from the length of most of them.
-        unique: solve each to check that its solution is unique; always done if a required answer is missing.
-        answers: whether answers are required; else missing ones are zeros.
+    `unique` solves each to check that its solution is unique, as always where a required answer is missing. Without
+    `answers`, missing ones are zeros.
     """
     format_ = _sudoku_format(table)
     questions, wrong = _encode(table.questions, format_, "." + _digits(format_), {"0": "."})
-    improper = _first_reasons(table, wrong)
+    improper: dict[int, str] = {}
+    _add(improper, table, wrong)
     solutions = np.zeros_like(questions)
     if table.answers is not None:
         solutions, wrong = _encode(table.answers, format_, "." + _digits(format_), {}, what="answer")
         empty = np.array([not text for text in table.answers])
-        checks = (
-            (~empty & (solutions == BLANK).any(axis=1), "its answer has an empty cell"),
-            (~empty & _contradicts(questions, solutions), "its answer contradicts a clue"),
-            (~empty & ~_is_complete(format_, solutions), "its answer has a digit twice in a row, column or box"),
-        )
-        reasons = [why or next((text for mask, text in checks if mask[row]), "") for row, why in enumerate(wrong)]
-        _add(improper, table, [why if not empty[row] else "" for row, why in enumerate(reasons)])
+        _add(improper, table, ["" if none else why for none, why in zip(empty, wrong, strict=True)])
+        for mask, why in (
+            ((solutions == BLANK).any(axis=1), "its answer has an empty cell"),
+            (((questions > BLANK) & (questions != solutions)).any(axis=1), "its answer contradicts a clue"),
+            (~_is_complete(format_, solutions), "its answer has a digit twice in a row, column or box"),
+        ):
+            _add(improper, table, mask & ~empty, why)
         solutions[empty] = 0
-    clashing = _clues_clash(format_, questions)
-    _add(improper, table, ["has a digit twice in a row, column or box" if one else "" for one in clashing])
+    _add(improper, table, _clues_clash(format_, questions), "has a digit twice in a row, column or box")
     good = np.array([line not in improper for line in table.lines], dtype=bool)
     unknown = (solutions == 0).all(axis=1)
     asked = good & (np.ones_like(good) if unique else unknown & answers)
@@ -168,18 +164,16 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
         found = solve(format_, questions[asked])
         counts = np.ones(len(good), dtype=np.int32)
         counts[asked] = found.counts
-        _add(improper, table, [{0: "has no solution", 2: "has several solutions"}.get(int(n), "") for n in counts])
+        _add(improper, table, counts == 0, "has no solution")
+        _add(improper, table, counts == 2, "has several solutions")
         solutions[np.flatnonzero(asked)] = found.answers
     return _checked(table, format_, questions, solutions, improper)
 
 
 def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool = True) -> CheckedPuzzles:
-    """The mazes of a table: walls `#`, floor, `S`, `G`; in answers `o` along the way.
+    """The mazes of a table: walls `#`, floor, `S`, `G`; in answers `o` along the way; row after row, by default square.
 
-    Args:
-        table: a maze is its rows, one after the other.
-        size: rows and columns; None for a square.
-        answers: whether answers are required; else missing ones are zeros.
+    Without `answers`, missing ones are zeros.
     """
     length = _common_length(table.questions)
     side = math.isqrt(length)
@@ -192,7 +186,8 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
         raise DataError(f"{table.path}: mazes have {length} cells, not {height}×{width} (data.size)")
     format_ = maze_format(height, width)
     questions, wrong = _encode(table.questions, format_, MAZE_SYMBOLS, {})
-    improper = _first_reasons(table, wrong)
+    improper: dict[int, str] = {}
+    _add(improper, table, wrong)
     path, start, goal = (MAZE_SYMBOLS.index(symbol) + 1 for symbol in "oSG")
     for token, name in ((start, "start (S)"), (goal, "goal (G)")):
         number = (questions == token).sum(axis=1)
@@ -206,12 +201,10 @@ def check_mazes(table: Table, size: tuple[int, int] | None = None, answers: bool
         _add(improper, table, ["" if none else why for none, why in zip(missing, wrong, strict=True)])
         walked = np.where(ways == path, MAZE_SYMBOLS.index(" ") + 1, ways)
         differs = (walked != questions).any(axis=1) & ~missing
-        _add(improper, table, ["its answer is of another maze" if one else "" for one in differs])
+        _add(improper, table, differs, "its answer is of another maze")
         shape = (len(ways), height, width)
         broken = ~_connects_start_and_goal(ways.reshape(shape), path, start, goal) & ~missing
-        _add(
-            improper, table, ["its path (o) does not lead from the start to the goal" if one else "" for one in broken]
-        )
+        _add(improper, table, broken, "its path (o) does not lead from the start to the goal")
     return _checked(table, format_, questions, ways, improper)
 
 
@@ -283,10 +276,6 @@ def _encode(
     return tokens, reasons
 
 
-def _contradicts(questions: Tokens, answers: Tokens) -> NDArray[np.bool_]:
-    return np.asarray(((questions > BLANK) & (questions != answers)).any(axis=1))
-
-
 def _is_complete(format_: Format, answers: Tokens) -> NDArray[np.bool_]:
     lines = np.sort(answers[:, units(format_)], axis=2)
     return np.asarray((lines == np.arange(2, format_.height + 2)).all(axis=(1, 2)))
@@ -313,17 +302,11 @@ def _connects_start_and_goal(grids: Tokens, path: int, start: int, goal: int) ->
         reached = wider
 
 
-def _first_reasons(table: Table, reasons: Sequence[str]) -> dict[int, str]:
-    improper: dict[int, str] = {}
-    _add(improper, table, reasons)
-    return improper
-
-
-def _add(improper: dict[int, str], table: Table, reasons: Sequence[str]) -> None:
-    """Keep the first reason of each line."""
-    for line, why in zip(table.lines, reasons, strict=True):
-        if why:
-            improper.setdefault(line, why)
+def _add(improper: dict[int, str], table: Table, wrong: Iterable[Any], why: str = "") -> None:
+    """Keep the first reason of each line: `why` wherever something is wrong, by default the entry itself."""
+    for line, reason in zip(table.lines, wrong, strict=True):
+        if reason:
+            improper.setdefault(line, why or str(reason))
 
 
 def _checked(

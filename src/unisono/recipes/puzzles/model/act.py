@@ -7,7 +7,7 @@ training steps. When it halts, it takes the puzzle at its position in the next b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -17,13 +17,31 @@ PUZZLE = ("question", "answer", "identifier")  # what a row keeps of its current
 STATES = ("answer_state", "latent_state")
 
 
-def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
-    """The initial carry: all rows have halted, so that they take the first puzzle they see.
+class StepOutput(NamedTuple):
+    """What the model of either engine gives after a supervision step.
 
-    Args:
-        batch: the example of each row.
-        states: zeros of the shape and type of the states, (rows, places, width).
+    Attributes:
+        answer_state: (rows, places, width).
+        latent_state: as answer_state.
+        logits: of the tokens of each cell, (rows, cells, vocabulary).
+        q: values of halting and of continuing, (rows, 2).
+        change: mean squared change of the answer state in its last cycle, (rows,).
     """
+
+    answer_state: Any
+    latent_state: Any
+    logits: Any
+    q: Any
+    change: Any
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The states by name, as in the carry."""
+        return {"answer_state": self.answer_state, "latent_state": self.latent_state}
+
+
+def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
+    """The initial carry: all rows have halted, so that they take the first puzzle they see; `states` are zeros."""
     xp = array_namespace(batch["question"])
     count = xp.zeros_like(batch["identifier"])
     return {
@@ -38,10 +56,7 @@ def first_carry(batch: Arrays, states: Arrays) -> dict[str, Any]:
 def begin(carry: Arrays, batch: Arrays, starts: Arrays) -> dict[str, Any]:
     """The puzzles and states of this step: rows that have halted start the example of the batch.
 
-    Args:
-        carry: of the rows.
-        batch: the example of each row.
-        starts: first value of each state, (width,).
+    `starts` are the first values of the states, (width,).
     """
     xp = array_namespace(batch["question"])
     halted = carry["halted"]
@@ -122,12 +137,9 @@ def continue_target(q_next: Any, last: Any) -> Any:
 
 
 def grade(predicted: Any, answers: Any, dtype: Any) -> tuple[Any, Any]:
-    """The fraction of correct cells, and whether all are correct, both (rows,) as numbers.
+    """The fraction of correct cells, and whether all are correct, both (rows,) as numbers of `dtype`.
 
-    Args:
-        predicted: tokens, (rows, cells).
-        answers: tokens, (rows, cells); 0 does not count.
-        dtype: of the numbers; shares of cells are as exact as it is.
+    Both are tokens, (rows, cells); an answer of 0 does not count.
     """
     xp = array_namespace(predicted)
     counted = answers > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,31 +12,16 @@ import numpy as np
 from jax import Array
 
 from unisono.recipes.puzzles.data.formats import Format
-from unisono.recipes.puzzles.model import grouped
+from unisono.recipes.puzzles.model import sparse_attention
+from unisono.recipes.puzzles.model.act import StepOutput
 from unisono.recipes.puzzles.model.shape import EPS, ROPE_BASE, Kind, Kinds, inner_width, places
 from unisono.recipes.puzzles.settings import Model
 
 Turns = tuple[Array, Array] | None
 
 
-class Thought(NamedTuple):
-    """What a supervision step comes to; see the torch model's."""
-
-    answer_state: Array
-    latent_state: Array
-    logits: Array
-    q: Array
-    change: Array
-
-
 class PuzzleModel(eqx.Module):
-    """One network, or two, applied to an answer state and a latent state in cycles.
-
-    Args:
-        config: the group `model`.
-        kinds: of the puzzles, by name.
-        key: of the initial weights.
-    """
+    """One network, or two, applied to an answer state and a latent state in cycles."""
 
     kinds: dict[str, KindParts]
     nets: list[Network]
@@ -72,16 +57,8 @@ class PuzzleModel(eqx.Module):
         h_cycles: int,
         l_cycles: int,
         recompute: Callable[[Any], Any] = lambda function: function,
-    ) -> Thought:
-        """One supervision step; see the torch model's.
-
-        Args:
-            kind: of the puzzles.
-            rows: `question` and `identifier`, and the states.
-            h_cycles: updates of the answer state.
-            l_cycles: updates of the latent state in each.
-            recompute: `jax.checkpoint`, or nothing, for the update of a state.
-        """
+    ) -> StepOutput:
+        """One supervision step; see the torch model's. `recompute` is `jax.checkpoint`, or nothing, for updates."""
         config, parts = self.config, self.kinds[kind]
         shown = parts.shown(rows["question"], rows["identifier"])
         turns = parts.turns()
@@ -93,15 +70,8 @@ class PuzzleModel(eqx.Module):
         stop = jax.lax.stop_gradient
         frozen = jax.tree.map(lambda leaf: stop(leaf) if eqx.is_array(leaf) else leaf, self.nets)
 
-        def cycle(states: tuple[Array, Array], shown: Array, nets: list[Network], learns: Any) -> tuple[Array, Array]:
-            answer, latent = states
-            frame = answer + shown
-            latent = jax.lax.fori_loop(0, l_cycles, lambda _, x: update(nets[0], x + frame), latent)
-            return update(nets[-1], answer + latent), latent
-
         states = rows["answer_state"].astype(shown.dtype), rows["latent_state"].astype(shown.dtype)
         if config.gradient == "all":
-            before = states[0]
 
             def whole(carried: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
                 answer, latent = carried
@@ -111,11 +81,14 @@ class PuzzleModel(eqx.Module):
             states, befores = jax.lax.scan(whole, states, None, length=h_cycles)
             before = befores[-1]
         else:
-            still = stop(shown)
-            states = jax.lax.fori_loop(
-                0, h_cycles - 1, lambda _, s: cycle(s, still, frozen, None), jax.tree.map(stop, states)
-            )
-            answer, latent = jax.tree.map(stop, states)
+
+            def cycle(_: int, states: tuple[Array, Array]) -> tuple[Array, Array]:
+                answer, latent = states
+                frame = answer + stop(shown)
+                latent = jax.lax.fori_loop(0, l_cycles, lambda _, x: update(frozen[0], x + frame), latent)
+                return update(frozen[-1], answer + latent), latent
+
+            answer, latent = stop(jax.lax.fori_loop(0, h_cycles - 1, cycle, stop(states)))
             before = answer
             turns_without = l_cycles - 1 if config.gradient == "step" else 0
             still = answer + stop(shown)
@@ -125,7 +98,7 @@ class PuzzleModel(eqx.Module):
             states = learnt(self.nets[-1], answer + latent), latent
         answer, latent = states
         change = jnp.square(answer - stop(before)).mean((1, 2))
-        return Thought(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
+        return StepOutput(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
 
 
 class KindParts(eqx.Module):
@@ -236,9 +209,9 @@ class Attention(eqx.Module):
             query, key = _turn(query, turns), _turn(key, turns)
         if self.config.mixer == "sparse":
             format_, prefix = dict(self.formats)[kind], self.config.prefix
-            seen = jnp.asarray(grouped.counted_once(format_, prefix))
+            seen = jnp.asarray(sparse_attention.counted_once(format_, prefix))
             query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
-            mixed = grouped.attend(query, key, value, format_, prefix, seen, jax.nn.softmax)
+            mixed = sparse_attention.attend(query, key, value, format_, prefix, seen, jax.nn.softmax)
             mixed = jnp.swapaxes(mixed, 1, 2)
         else:
             mixed = _attend(query, key, value)

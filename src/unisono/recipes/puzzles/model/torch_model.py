@@ -5,43 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.recipes.puzzles.model import grouped
+from unisono.recipes.puzzles.model import sparse_attention
+from unisono.recipes.puzzles.model.act import StepOutput
 from unisono.recipes.puzzles.model.shape import EPS, ROPE_BASE, Kind, Kinds, inner_width, places
 from unisono.recipes.puzzles.settings import Model
 
 _UNIT_STD = 0.87962566103423978  # of a standard normal cut off at ±2
 
 
-class Thought(NamedTuple):
-    """What a supervision step comes to.
-
-    Attributes:
-        answer_state: (rows, places, width).
-        latent_state: as answer_state.
-        logits: of the tokens of each cell, (rows, cells, vocabulary).
-        q: values of halting and of going on, (rows, 2).
-        change: mean squared change of the answer state in its last cycle, (rows,).
-    """
-
-    answer_state: Tensor
-    latent_state: Tensor
-    logits: Tensor
-    q: Tensor
-    change: Tensor
-
-
 class PuzzleModel(nn.Module):
     """One network, or two, applied to an answer state and a latent state in cycles.
 
-    Args:
-        config: the group `model`.
-        kinds: of the puzzles, by name; each has its own tokens, head, places and embeddings.
+    Each kind of puzzle has its own tokens, head, places and embeddings.
     """
 
     def __init__(self, config: Model, kinds: Kinds) -> None:
@@ -60,14 +40,10 @@ class PuzzleModel(nn.Module):
         """The first value of each state, (width,)."""
         return {"answer_state": self.get_buffer("answer_start"), "latent_state": self.get_buffer("latent_start")}
 
-    def forward(self, kind: str, rows: Mapping[str, Tensor], h_cycles: int, l_cycles: int) -> Thought:
-        """One supervision step.
+    def forward(self, kind: str, rows: Mapping[str, Tensor], h_cycles: int, l_cycles: int) -> StepOutput:
+        """One supervision step on `question`, `identifier` and the states of the rows.
 
-        Args:
-            kind: of the puzzles.
-            rows: `question` and `identifier`, and the states.
-            h_cycles: updates of the answer state.
-            l_cycles: updates of the latent state in each.
+        `h_cycles` are updates of the answer state, with `l_cycles` updates of the latent state in each.
         """
         parts, config = self.kinds[kind], self.config
         assert isinstance(parts, KindParts)
@@ -86,7 +62,7 @@ class PuzzleModel(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or config.gradient == "all")):
                 answer = answer_net(answer + latent)
         change = (answer - before.detach()).square().mean((1, 2))
-        return Thought(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
+        return StepOutput(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
 
 
 class KindParts(nn.Module):
@@ -178,7 +154,7 @@ class Attention(nn.Module):
         self.qkv, self.out = _linear(config.width, 3 * config.width), _linear(config.width, config.width)
         if config.mixer == "sparse":
             for name, format_ in self.formats.items():
-                seen = torch.from_numpy(grouped.counted_once(format_, config.prefix))
+                seen = torch.from_numpy(sparse_attention.counted_once(format_, config.prefix))
                 self.register_buffer(f"seen_{name}", seen, persistent=False)
 
     def forward(self, x: Tensor, kind: str, turns: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -190,7 +166,7 @@ class Attention(nn.Module):
         if self.config.mixer == "sparse":
             seen = self.get_buffer(f"seen_{kind}")
             softmax = partial(torch.softmax, dim=-1)
-            mixed = grouped.attend(query, key, value, self.formats[kind], self.config.prefix, seen, softmax)
+            mixed = sparse_attention.attend(query, key, value, self.formats[kind], self.config.prefix, seen, softmax)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value)
         attended: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, width))

@@ -14,7 +14,7 @@ from array_api_compat import array_namespace
 from unisono.recipes.puzzles.data.formats import ARC_SIDE, COLOUR
 
 _CELLS = ARC_SIDE * ARC_SIDE
-_SALTS = np.random.default_rng(20250704).integers(1, 2**31 - 1, size=(2, _CELLS + 1), dtype=np.int64).astype(np.int32)
+SALTS = np.random.default_rng(20250704).integers(1, 2**31 - 1, size=(2, _CELLS + 1), dtype=np.int64).astype(np.int32)
 
 
 def restore(tokens: Any, symmetry: Any, colours: Any, index: Any) -> Any:
@@ -59,7 +59,7 @@ def rank(grids: Any, trust: Any, salts: Any) -> tuple[Any, Any]:
     Args:
         grids: from `restore`, (questions, augmentations, 901).
         trust: probability of the halting head, (questions, augmentations).
-        salts: `_SALTS` on the device, (2, 901).
+        salts: `SALTS` on the device, (2, 901) int32.
 
     Returns:
         Both (questions, augmentations): how many augmentations gave the same answer; and that plus their mean trust
@@ -77,23 +77,11 @@ def rank(grids: Any, trust: Any, salts: Any) -> tuple[Any, Any]:
 
 
 def passes(grids: Any, score: Any, truth: Any, most: int) -> Any:
-    """Whether the true grid is among the best `most` answers, (questions,).
-
-    Args:
-        grids: answers, (questions, augmentations, 901).
-        score: from `rank`.
-        truth: from `restore`, (questions, 901).
-        most: number of guesses.
-    """
+    """Whether the true grid (questions, 901) is among the best `most` answers, (questions,); `score` is from `rank`."""
     xp = array_namespace(grids)
     right = xp.all(grids == truth[:, None], axis=-1)
     better = xp.sum(xp.astype(score[:, None, :] > score[:, :, None], xp.int32), axis=-1)
     return xp.any(right & (score > 0) & (better < most), axis=-1)
-
-
-def salts() -> Any:
-    """The factors of the hashes, (2, 901) int32."""
-    return _SALTS
 
 
 def _sources(symmetry: Any, index: Any, tall: Any, wide: Any) -> tuple[Any, Any]:

@@ -21,16 +21,9 @@ Softmax = Callable[[Any], Any]  # over the last axis
 
 
 def attend(query: Any, key: Any, value: Any, format_: Format, prefix: int, seen: Any, softmax: Softmax) -> Any:
-    """Attention over a prefix and the cells of a grid.
+    """Attention over a prefix and the cells of a grid; all three (rows, heads, prefix + cells, features).
 
-    Args:
-        query: (rows, heads, prefix + cells, features).
-        key: as query.
-        value: as query.
-        format_: of the puzzle.
-        prefix: places before the cells.
-        seen: `counted_once`, as an array of the engine.
-        softmax: of the engine.
+    `seen` is `counted_once` as an array of the engine, and `softmax` the engine's.
     """
     xp = array_namespace(query)
     query = query * query.shape[-1] ** -0.5
