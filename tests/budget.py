@@ -101,8 +101,9 @@ class Costs:
         if out:
             config.hook.pytest_deselected(items=list(out))
 
-        costs = {name: sum(cost.values()) for name, cost in self._known.items()}
-        items[:] = sorted((i for i in items if i not in out), key=lambda i: -costs.get(_module(i.nodeid), 0.0))
+        kind = {"slow": ("slow",), "not slow": ("other",)}.get(config.option.markexpr, ("slow", "other"))
+        costs = {name: sum(cost.get(part, 0.0) for part in kind) for name, cost in self._known.items()}
+        items[:] = sorted((i for i in items if i not in out), key=lambda i: -costs.get(_module(i.nodeid), UNMEASURED))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
