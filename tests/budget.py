@@ -102,7 +102,8 @@ class Costs:
         if out:
             config.hook.pytest_deselected(items=list(out))
         costs = {name: sum(cost.get(kind, 0.0) for kind in self._kinds) for name, cost in self._known.items()}
-        items[:] = sorted((i for i in items if i not in out), key=lambda i: -costs.get(_module(i.nodeid), UNMEASURED))
+        taken = (item for item in items if item not in out)
+        items[:] = sorted(taken, key=lambda i: (-costs.get(_module(i.nodeid), UNMEASURED), _module(i.nodeid)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
