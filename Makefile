@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tests run in as many processes as there are cores, at most eight.
+# Tests run in as many processes as there are cores, at most eight. The quick ones have one more: they wait a fourth of
+# their time.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 # Seconds of a worker for the slow tests: 45 minutes of all workers. If they need more, the date says which have to wait.
 BUDGET ?= $(shell echo $$((2700 * $(WORKERS))))
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
 .PHONY: demo test test-all quick slow again lint types measure native wheel fuzz fuzz-readers clean
 
@@ -15,8 +17,8 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 demo: $(READY)
 	$(BIN)/unisono train language layout.world_size=2
 
-# What a developer runs all day: nine minutes on two cores. Types are checked beside the tests, which wait a fourth of
-# their time; what is wrong with them is said at the end.
+# What a developer runs all day: nine minutes on two cores. Types are checked beside the tests, which leave room for it;
+# what mypy says stands above the tests' dots.
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 types quick
 
