@@ -90,23 +90,23 @@ def measured(name: str, folder: Path, kind: str, seconds: float, workers: int | 
     if not lines:
         print(f"{name}: {done.stderr.strip().splitlines()[-1:] or done.returncode}", file=sys.stderr)
         return None
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
+    figures: dict[str, float] = json.loads(lines[-1])
+    return figures
 
 
 def middle(windows: list[dict[str, float]]) -> dict[str, float]:
     """Medians, of quiet windows where there are at least two."""
-    quiet = [each for each in windows if each["foreign"] <= _QUIET]
+    quiet = [window for window in windows if window["foreign"] <= _QUIET]
     used = quiet if len(quiet) >= 2 else windows
     return {
-        **{key: median(each[key] for each in used) for key in ("rate", "memory", "foreign")},
-        "cpu": min(each["cpu"] for each in windows), "quiet": len(quiet), "windows": len(windows),
+        **{key: median(window[key] for window in used) for key in ("rate", "memory", "foreign")},
+        "cpu": min(window["cpu"] for window in windows), "quiet": len(quiet), "windows": len(windows),
     }  # fmt: skip
 
 
 def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
     """The table of loaders."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    results: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     names = [
         n
         for n in LOADERS
@@ -118,20 +118,20 @@ def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
         for kind in SETS:
             for name in names:
                 if (one := measured(name, folder, kind, seconds)) is not None:
-                    found[name][kind].append(one)
+                    results[name][kind].append(one)
                     print(f"{kind} {name}: {one}", file=sys.stderr, flush=True)
     head = "| loader | " + " | ".join(
         f"{k.upper()} {SETS[k][0] / 1000:g} kHz samples/s | CPU ms/sample | MB" for k in SETS
     )
     lines = [head + " |", "|---|" + "---|" * 3 * len(SETS)]
-    middles = {name: {kind: middle(w) for kind, w in kinds.items()} for name, kinds in found.items()}
+    middles = {name: {kind: middle(w) for kind, w in kinds.items()} for name, kinds in results.items()}
     for name in names:
         cells = []
         for kind in SETS:
-            each = middles.get(name, {}).get(kind)
+            run = middles.get(name, {}).get(kind)
             cells.append(
-                f"{each['rate']:.0f}{'' if each['quiet'] >= 2 else ' †'} | {each['cpu']:.2f} | {each['memory']:.0f}"
-                if each
+                f"{run['rate']:.0f}{'' if run['quiet'] >= 2 else ' †'} | {run['cpu']:.2f} | {run['memory']:.0f}"
+                if run
                 else "- | - | -"
             )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -146,12 +146,12 @@ def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
             mine = middles[ours][kind]
             fastest, leanest = max(p["rate"] for p in peers.values()), min(p["cpu"] for p in peers.values())
             clock, cpu = mine["rate"] / fastest, leanest / mine["cpu"]
-            said = f"{ours}, {kind.upper()}: {clock:.2f} times the best peer by the clock, {cpu:.2f} times by CPU time"
+            line = f"{ours}, {kind.upper()}: {clock:.2f} times the best peer by the clock, {cpu:.2f} times by CPU time"
             if "decoding alone" in middles:
                 alone = middles["decoding alone"][kind]
                 clock, cpu = 100 * mine["rate"] / alone["rate"], 100 * alone["cpu"] / mine["cpu"]
-                said += f"; {clock:.0f} % of decoding alone by the clock, {cpu:.0f} % by CPU time"
-            lines.append(f"* {said}.")
+                line += f"; {clock:.0f} % of decoding alone by the clock, {cpu:.0f} % by CPU time"
+            lines.append(f"* {line}.")
     lines.append(
         "\n† fewer than two windows in which others used less than a tenth of the cores; CPU time is the figure to "
         "trust."
@@ -162,17 +162,17 @@ def loaders(folder: Path, rounds: int, seconds: float, only: list[str]) -> str:
 def workers(folder: Path, rounds: int, seconds: float, most: int) -> str:
     """Samples a second and memory against the number of worker threads."""
     counts = [n for n in (1, 2, 4, 8, 16) if n <= most]
-    found: dict[int, list[dict[str, float]]] = defaultdict(list)
+    results: dict[int, list[dict[str, float]]] = defaultdict(list)
     for _ in range(rounds):
         for count in counts:
             if (one := measured("Unisono", folder, "flac", seconds, count)) is not None:
-                found[count].append(one)
+                results[count].append(one)
                 print(f"{count} workers: {one}", file=sys.stderr, flush=True)
     lines = ["| workers (threads) | samples/s | CPU ms/sample | MB of the process |", "|---|---|---|---|"]
     for count in counts:
-        each = middle(found[count])
-        mark = "" if each["quiet"] >= 2 else " †"
-        lines.append(f"| {count} | {each['rate']:.0f}{mark} | {each['cpu']:.2f} | {each['memory']:.0f} |")
+        summary = middle(results[count])
+        mark = "" if summary["quiet"] >= 2 else " †"
+        lines.append(f"| {count} | {summary['rate']:.0f}{mark} | {summary['cpu']:.2f} | {summary['memory']:.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -185,12 +185,12 @@ def stages(folder: Path, repeat: int) -> str:
 
     def least(act: Any, count: int) -> float:
         act()
-        found = []
+        times = []
         for _ in range(repeat):
             began = process_time()
             act()
-            found.append(1e3 * (process_time() - began) / count)
-        return min(found)
+            times.append(1e3 * (process_time() - began) / count)
+        return min(times)
 
     backends = ["native", "numpy"] if native_core.module() else ["numpy"]
     rows: dict[str, list[float]] = defaultdict(list)
@@ -274,7 +274,7 @@ def scans(folder: Path, rounds: int) -> str:
 
 def write(name: str, text: str) -> None:
     """Put a table into the page, and leave the others as they are."""
-    tables = dict(part.split("\n", 1) for part in page.found("audio").split("### ")[1:])
+    tables = dict(part.split("\n", 1) for part in page.read_part("audio").split("### ")[1:])
     tables[_HEADS[name]] = text
     parts = (f"### {head}\n\n{tables[head].strip()}\n" for head in _HEADS.values() if head in tables)
     page.put("audio", "\n".join(parts))
@@ -296,8 +296,8 @@ def main() -> None:
         print(json.dumps(window(name, Path(folder), kind, float(seconds), int(count) if count else None)), flush=True)
         os._exit(0)  # peers leave threads and processes behind
     chosen = [n for n in _HEADS if getattr(options, n)]
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         for kind in SETS:
             audio_loaders.generate(folder, kind)
         only = [name.strip() for name in options.only.split(",") if name.strip()]

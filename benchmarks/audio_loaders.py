@@ -40,19 +40,19 @@ def clips(rate: int) -> list[Any]:
 
     rng = np.random.default_rng(0)
     time = np.arange(int(SECONDS * rate)) / rate
-    made = []
+    encoded_clips = []
     for _ in range(DISTINCT):
         x = 0.01 * rng.standard_normal(len(time))
         for start in rng.uniform(0, 4.5, 12):
             at = np.clip((time - start) / rng.uniform(0.05, 0.4), 0, 1)
             low, high = rng.uniform(0.03, 0.4, 2) * rate
             x += 0.1 * np.sin(2 * np.pi * (low + (high - low) * at / 2) * (time - start)) * np.sin(np.pi * at) ** 2
-        made.append(x.astype(np.float32))
+        encoded_clips.append(x.astype(np.float32))
     for number, path in enumerate(sorted(SHARED.glob("*.ogg"))[: DISTINCT // 2] if SHARED.exists() else []):
         x, source = soundfile.read(path, dtype="float32")
         x = np.resize(audio.resample(x, source, rate, "kaiser_best"), len(time))
-        made[2 * number] = x / max(1.0, np.abs(x).max())
-    return made
+        encoded_clips[2 * number] = x / max(1.0, np.abs(x).max())
+    return encoded_clips
 
 
 def generate(folder: Path, kind: str) -> None:
@@ -67,8 +67,8 @@ def generate(folder: Path, kind: str) -> None:
         file = io.BytesIO()
         soundfile.write(file, x, rate, format=form, subtype=subtype)
         encoded.append(file.getvalue())
-    place = folder / kind
-    (place / "files").mkdir(parents=True)
+    directory = folder / kind
+    (directory / "files").mkdir(parents=True)
     structs = [{"bytes": encoded[row % DISTINCT], "path": f"{row}.{kind}"} for row in range(ROWS)]
     labels = list(range(ROWS))
     table = pa.table(
@@ -77,17 +77,17 @@ def generate(folder: Path, kind: str) -> None:
             "label": pa.array(labels, pa.int64()),
         }
     )
-    with pa.OSFile(str(place / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+    with pa.OSFile(str(directory / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=64)
-    pq.write_table(table, place / "rows.parquet", row_group_size=64)
-    with tarfile.open(place / "rows.tar", "w") as archive:
+    pq.write_table(table, directory / "rows.parquet", row_group_size=64)
+    with tarfile.open(directory / "rows.tar", "w") as archive:
         for row in range(ROWS):
             for name, content in ((f"{row:05}.{kind}", encoded[row % DISTINCT]), (f"{row:05}.cls", str(row).encode())):
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     for number, content in enumerate(encoded):
-        (place / "files" / f"{number}.{kind}").write_bytes(content)
+        (directory / "files" / f"{number}.{kind}").write_bytes(content)
 
 
 # Unisono -------------------------------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def features(x: Any, rate: int) -> Any:
     frames = frames - frames.mean(1, keepdim=True)
     frames = (frames - 0.97 * torch.cat([frames[:, :1], frames[:, :-1]], 1)) * shape
     spectrum = torch.view_as_real(torch.fft.rfft(frames, 1024))
-    made = torch.log((spectrum.square().sum(-1) @ banks).clamp_min(1.1920929e-07))
-    out = torch.full((FRAMES, BANDS), float(made.min()))
-    out[: len(made)] = made
+    energies = torch.log((spectrum.square().sum(-1) @ banks).clamp_min(1.1920929e-07))
+    out = torch.full((FRAMES, BANDS), float(energies.min()))
+    out[: len(energies)] = energies
     return (out - MEAN) / STD
 
 
@@ -227,8 +227,8 @@ def torchcodec(folder: Path, kind: str) -> Batches:
 
 
 def _map_audio(record: Any) -> Any:
-    made = [features(each.get_all_samples().data[0].numpy(), RATE) for each in record["audio"]]
-    return {"features": made, "label": record["label"]}
+    batch_features = [features(decoder.get_all_samples().data[0].numpy(), RATE) for decoder in record["audio"]]
+    return {"features": batch_features, "label": record["label"]}
 
 
 def hf_datasets(folder: Path, kind: str) -> Batches:
@@ -313,9 +313,9 @@ class _Cuts:
     def __getitem__(self, row: int) -> Any:
         import torch
 
-        made = torch.from_numpy(self.cuts[row % len(self.cuts)].compute_features(self._fbank()))
-        out = torch.full((FRAMES, BANDS), float(made.min()))
-        out[: len(made)] = made[:FRAMES]
+        cut_features = torch.from_numpy(self.cuts[row % len(self.cuts)].compute_features(self._fbank()))
+        out = torch.full((FRAMES, BANDS), float(cut_features.min()))
+        out[: len(cut_features)] = cut_features[:FRAMES]
         return (out - MEAN) / STD, row
 
 

@@ -59,24 +59,24 @@ def main() -> None:
     words = parser.parse_args()
     words.out.mkdir(parents=True, exist_ok=True)
     kept = words.out / "results.json"
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    figures: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     tasks, pretraining = benchmark_tasks(words.data), pretraining_set(words.data, words.out)
     settings = EncoderSettings.model_validate({"sound": SoundSettings(**SOUND), **MODEL})
 
     def done(name: str, results: Any) -> None:
-        found[name] = results
-        kept.write_text(json.dumps(found, indent=1))
+        figures[name] = results
+        kept.write_text(json.dumps(figures, indent=1))
         print(name, json.dumps(results), flush=True)
 
     for deviation in (False, True):
         name = "mean and deviation of log-mel" if deviation else "mean log-mel"
-        if name not in found:
+        if name not in figures:
             done(name, {task: measure(mean_log_mel(settings, part, deviation), folds, words.resamples, task)
                         for task, (part, folds) in tasks.items()})  # fmt: skip
     for seed in words.seeds:
         for objective in ("random", *OBJECTIVES):
             name = f"{objective}/{seed}"
-            if name in found:
+            if name in figures:
                 continue
             if objective == "random":
                 import jax
@@ -88,7 +88,7 @@ def main() -> None:
             embedded = {task: embed(encoder, part) for task, (part, _) in tasks.items()}
             scored = {task: measure(embedded[task], tasks[task][1], words.resamples, task) for task in tasks}
             done(name, {**scored, "about": {**about, "date": datetime.now(UTC).isoformat(timespec="minutes")}})
-    for line in table(found):
+    for line in table(figures):
         print(line)
     pictures(words.out, words.seeds[0], tasks, settings)
 
@@ -152,8 +152,11 @@ def last_values(run: Path) -> dict[str, float]:
 def mean_log_mel(settings: EncoderSettings, part: Any, deviation: bool) -> Embedded:
     """The mean spectrum of each clip, (rows, mels), and its deviation over time: what needs no encoder."""
     rows = [part[number] for number in range(len(part))]
-    made = settings.pipeline()([row["audio"] for row in rows], [CENTRE] * len(rows))
-    clips = [values[:length].astype(np.float64) for values, length in zip(made.values, made.lengths, strict=True)]
+    spectrograms = settings.pipeline()([row["audio"] for row in rows], [CENTRE] * len(rows))
+    clips = [
+        values[:length].astype(np.float64)
+        for values, length in zip(spectrograms.values, spectrograms.lengths, strict=True)
+    ]
     features = [np.concatenate([clip.mean(0), *([clip.std(0)] if deviation else [])]) for clip in clips]
     truth = np.array([[number in row["labels"] for number in range(len(part.classes))] for row in rows])
     return Embedded(np.stack(features), truth, [row["group"] for row in rows])
@@ -172,19 +175,22 @@ def measure(
         logits = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         scores[np.ix_(aside, probe.classes)] = logits  # log probabilities, so that folds can be ranked together
     drawn = None if task == "ESC-10" else embedded.groups  # its four folds are too few to draw from
-    found = metrics.evaluate(scores, embedded.truth, drawn, resamples=resamples)
-    return {name: [round(value, 4) for value in (score.value, score.low, score.high)] for name, score in found.items()}
+    metrics_of_task = metrics.evaluate(scores, embedded.truth, drawn, resamples=resamples)
+    return {
+        name: [round(value, 4) for value in (score.value, score.low, score.high)]
+        for name, score in metrics_of_task.items()
+    }
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any]) -> list[str]:
     """Markdown: for each encoder and task the mean over seeds, their range, and the mean interval over recordings."""
-    tasks = [task for task in next(iter(found.values())) if task != "about"]
+    tasks = [task for task in next(iter(results.values())) if task != "about"]
     lines = [
         "| encoder | " + " | ".join(f"{task}: top-1 / cmAP" for task in tasks) + " |",
         "|---" * (len(tasks) + 1) + "|",
     ]
-    for name in dict.fromkeys(key.split("/")[0] for key in found):
-        seeds = [found[key] for key in found if key.split("/")[0] == name]
+    for name in dict.fromkeys(key.split("/")[0] for key in results):
+        seeds = [results[key] for key in results if key.split("/")[0] == name]
         cells = []
         for task in tasks:
             both = []

@@ -44,15 +44,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("words", nargs="*", default=[], help="settings of the runs, key=value")
-    given = parser.parse_args()
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for _ in range(given.rounds):
-        for objective in given.objectives:
-            for processes in given.processes:
-                found.setdefault((objective, processes), []).extend(run(objective, processes, given.steps, given.words))
+    arguments = parser.parse_args()
+    results: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(arguments.rounds):
+        for objective in arguments.objectives:
+            for processes in arguments.processes:
+                results.setdefault((objective, processes), []).extend(
+                    run(objective, processes, arguments.steps, arguments.words)
+                )
     print(f"{os.cpu_count()} cores, load of the last 15 minutes {os.getloadavg()[2]:.1f}")
     print("| objective | processes | recordings a second | data wait, median | mean |\n|---|---|---|---|---|")
-    for (objective, processes), steps in found.items():
+    for (objective, processes), steps in results.items():
         speed, wait = ([step[name] for step in steps] for name in ("recordings_per_second", "data_wait"))
         print(
             f"| {objective} | {processes} | {statistics.median(speed):.0f} | {statistics.median(wait):.1%} | "

@@ -58,7 +58,7 @@ BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so man
 class Trainer:
     """What is trained and saved."""
 
-    place: ProcessInfo
+    process: ProcessInfo
     group: Communicator
     folder: Path
     model: nn.Module
@@ -67,7 +67,7 @@ class Trainer:
     def step(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None] | None = None) -> None:
         """One update; all ranks end it together, since gradients are reduced."""
         self.optimizer.zero_grad()
-        rows = torch.full((ROWS, self.model[0].in_features), 0.01 * (1 + self.place.rank))
+        rows = torch.full((ROWS, self.model[0].in_features), 0.01 * (1 + self.process.rank))
         loss = forward(rows).square().mean()
         backward(loss) if backward else loss.backward()
         self.optimizer.step()
@@ -88,17 +88,17 @@ class Contender:
     def ready(self) -> None:
         """What a run does after its first step."""
 
-    def save(self, made: int) -> None:
+    def save(self, step: int) -> None:
         raise NotImplementedError
 
     def over(self) -> bool:
         return True
 
-    def load(self, made: int) -> None:
+    def load(self, step: int) -> None:
         raise NotImplementedError
 
-    def path(self, made: int) -> Path:
-        return self.trainer.folder / f"step-{made:08d}"
+    def path(self, step: int) -> Path:
+        return self.trainer.folder / f"step-{step:08d}"
 
 
 class Unisono(Contender):
@@ -112,21 +112,21 @@ class Unisono(Contender):
 
     @property
     def shards(self) -> list[ArrayShard]:
-        return sharded_tensors.shards(self.trainer.tensors, self.trainer.place)
+        return sharded_tensors.shards(self.trainer.tensors, self.trainer.process)
 
     def ready(self) -> None:
         self.saver.prepare(self.shards)
 
-    def save(self, made: int) -> None:
-        replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], made)
-        self.saver.save(made, self.shards, {"step": made})
+    def save(self, step: int) -> None:
+        replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], step)
+        self.saver.save(step, self.shards, {"step": step})
 
     def over(self) -> bool:
         self.saver.check()
         return self.saver._pending is None
 
-    def load(self, made: int) -> None:
-        reader = commit.open_checkpoint(self.path(made), self.trainer.group).reader()
+    def load(self, step: int) -> None:
+        reader = commit.open_checkpoint(self.path(step), self.trainer.group).reader()
         sharded_tensors.init_optimizer_state(self.trainer.optimizer, self.trainer.model, reader)
         sharded_tensors.load(self.trainer.tensors, reader)
 
@@ -157,7 +157,7 @@ class UnisonoUnhashed(Unisono):
         super().__init__(trainer)
         mock.patch.object(arrays, "hashlib", mock.Mock(sha256=NoHash)).start()
 
-    def load(self, made: int) -> None:
+    def load(self, step: int) -> None:
         pass
 
 
@@ -167,11 +167,11 @@ class Dcp(Contender):
     def state(self) -> dict[str, Any]:
         return dcp.state(self.trainer.model, self.trainer.optimizer)
 
-    def save(self, made: int) -> None:
-        torch_dcp.save(self.state(), checkpoint_id=self.path(made))
+    def save(self, step: int) -> None:
+        torch_dcp.save(self.state(), checkpoint_id=self.path(step))
 
-    def load(self, made: int) -> None:
-        dcp.load(self.trainer.model, self.trainer.optimizer, self.path(made))
+    def load(self, step: int) -> None:
+        dcp.load(self.trainer.model, self.trainer.optimizer, self.path(step))
 
 
 class DcpAsync(Dcp):
@@ -181,8 +181,8 @@ class DcpAsync(Dcp):
         super().__init__(trainer)
         self.own = dist.new_group(backend="gloo")
 
-    def save(self, made: int) -> None:
-        self.future = torch_dcp.async_save(self.state(), checkpoint_id=self.path(made), process_group=self.own)
+    def save(self, step: int) -> None:
+        self.future = torch_dcp.async_save(self.state(), checkpoint_id=self.path(step), process_group=self.own)
 
     def over(self) -> bool:
         mine = self.future.done()
@@ -195,15 +195,15 @@ class DcpAsync(Dcp):
 class TorchSave(Contender):
     """As most scripts do it."""
 
-    def save(self, made: int) -> None:
-        if self.trainer.place.is_first:
-            self.path(made).mkdir(parents=True)
+    def save(self, step: int) -> None:
+        if self.trainer.process.is_first:
+            self.path(step).mkdir(parents=True)
             state = {"model": self.trainer.model.state_dict(), "optimizer": self.trainer.optimizer.state_dict()}
-            torch.save(state, self.path(made) / "state.pt")
+            torch.save(state, self.path(step) / "state.pt")
         self.trainer.group.barrier("the save")
 
-    def load(self, made: int) -> None:
-        state = torch.load(self.path(made) / "state.pt", map_location="cpu", weights_only=True)
+    def load(self, step: int) -> None:
+        state = torch.load(self.path(step) / "state.pt", map_location="cpu", weights_only=True)
         self.trainer.model.load_state_dict(state["model"])
         self.trainer.optimizer.load_state_dict(state["optimizer"])
 
@@ -223,11 +223,11 @@ class Fabric(Contender):
         self.forward, trainer.optimizer = self.fabric.setup(trainer.model, trainer.optimizer)
         self.backward = self.fabric.backward
 
-    def save(self, made: int) -> None:
-        self.fabric.save(self.path(made) / "state.ckpt", self._state())
+    def save(self, step: int) -> None:
+        self.fabric.save(self.path(step) / "state.ckpt", self._state())
 
-    def load(self, made: int) -> None:
-        self.fabric.load(self.path(made) / "state.ckpt", self._state())
+    def load(self, step: int) -> None:
+        self.fabric.load(self.path(step) / "state.ckpt", self._state())
 
     def _state(self) -> dict[str, Any]:
         return {"model": self.forward, "optimizer": self.trainer.optimizer}
@@ -247,12 +247,12 @@ class Accelerate(Contender):
         self.forward, trainer.optimizer = self.accelerator.prepare(trainer.model, trainer.optimizer)
         self.backward = self.accelerator.backward
 
-    def save(self, made: int) -> None:
-        self.accelerator.save_state(str(self.path(made)))
+    def save(self, step: int) -> None:
+        self.accelerator.save_state(str(self.path(step)))
         self.trainer.group.barrier("the save")
 
-    def load(self, made: int) -> None:
-        self.accelerator.load_state(str(self.path(made)))
+    def load(self, step: int) -> None:
+        self.accelerator.load_state(str(self.path(step)))
 
 
 CONTENDERS: dict[str, type[Contender]] = {
@@ -268,18 +268,18 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 
 def contend(
-    place: ProcessInfo, group: Communicator, name: str, folder: Path, width: int, layers: int
+    process: ProcessInfo, group: Communicator, name: str, folder: Path, width: int, layers: int
 ) -> dict[str, Any]:
     """One process of one contender in one round: train, save twice, load."""
-    environment = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.rank}
+    environment = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.rank}
     os.environ.update({key: str(value) for key, value in environment.items()})
-    os.environ.update(LOCAL_WORLD_SIZE=str(place.world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="checkpoint")
+    os.environ.update(LOCAL_WORLD_SIZE=str(process.world_size), GROUP_RANK="0", TORCHELASTIC_RUN_ID="checkpoint")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    trainer = Trainer(place, group, folder, model, optimizer)
+    trainer = Trainer(process, group, folder, model, optimizer)
     contender = CONTENDERS[name](trainer)
-    found: dict[str, Any] = {"steps": [], "blocked": [], "window": [], "over": []}
+    figures: dict[str, Any] = {"steps": [], "blocked": [], "window": [], "over": []}
 
     def timed_step() -> float:
         began = time.perf_counter()
@@ -288,25 +288,25 @@ def contend(
 
     timed_step()
     contender.ready()
-    for made in (1, 2):
-        found["steps"] += [timed_step() for _ in range(BEFORE)]
+    for step in (1, 2):
+        figures["steps"] += [timed_step() for _ in range(BEFORE)]
         group.barrier("the save")
         began = time.perf_counter()
-        contender.save(made)
-        found["blocked"].append(time.perf_counter() - began)
+        contender.save(step)
+        figures["blocked"].append(time.perf_counter() - began)
         window: list[float] = []
         over = None
         while over is None or len(window) < AFTER:
             if contender.over():
                 over = over or time.perf_counter() - began
             window.append(timed_step())
-        found["window"].append(window)
-        found["over"].append(over)
-    if place.is_first and contender.path(1).exists():
+        figures["window"].append(window)
+        figures["over"].append(over)
+    if process.is_first and contender.path(1).exists():
         shutil.rmtree(contender.path(1))
     files = [file for file in contender.path(2).rglob("*") if file.is_file()]
-    found["size"] = sum(file.stat().st_size for file in files)
-    found["bytes"] = sum(t.numel() * t.element_size() for t in tensors_of(trainer))
+    figures["size"] = sum(file.stat().st_size for file in files)
+    figures["bytes"] = sum(t.numel() * t.element_size() for t in tensors_of(trainer))
     for kind in ("warm", "cold"):
         if kind == "cold":
             for file in files:
@@ -315,8 +315,8 @@ def contend(
         began = time.perf_counter()
         contender.load(2)
         group.barrier("the load")
-        found[kind] = time.perf_counter() - began
-    return found
+        figures[kind] = time.perf_counter() - began
+    return figures
 
 
 def tensors_of(trainer: Trainer) -> list[Tensor]:
@@ -325,11 +325,11 @@ def tensors_of(trainer: Trainer) -> list[Tensor]:
     return [*trainer.model.parameters(), *(value for value in moments if isinstance(value, Tensor))]
 
 
-def raw(place: ProcessInfo, group: Communicator, folder: Path, size: int) -> dict[str, float]:
+def raw(process: ProcessInfo, group: Communicator, folder: Path, size: int) -> dict[str, float]:
     """Write, flush and read as many bytes as the state has, each process its half."""
     content = memoryview(torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy())
-    file = folder / f"raw-{place.rank}"
-    found = {}
+    file = folder / f"raw-{process.rank}"
+    figures = {}
     group.barrier("writing")
     began = time.perf_counter()
     with file.open("wb", buffering=0) as opened:
@@ -337,7 +337,7 @@ def raw(place: ProcessInfo, group: Communicator, folder: Path, size: int) -> dic
             opened.write(content)
         os.fsync(opened.fileno())
     group.barrier("writing")
-    found["write"] = time.perf_counter() - began
+    figures["write"] = time.perf_counter() - began
     for kind in ("warm", "cold"):
         if kind == "cold":
             drop(file)
@@ -349,8 +349,8 @@ def raw(place: ProcessInfo, group: Communicator, folder: Path, size: int) -> dic
                 while opened.readinto(buffer):
                     pass
         group.barrier("reading")
-        found[kind] = time.perf_counter() - began
-    return found
+        figures[kind] = time.perf_counter() - began
+    return figures
 
 
 def drop(file: Path) -> None:
@@ -385,8 +385,8 @@ def measure(rounds: int, width: int, layers: int, root: Path) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 ranks = processes.run(contend, PROCESSES, name, Path(folder), width, layers, timeout=1800)
             result["runs"][name].append(together(ranks))
-            told = result["runs"][name][-1]
-            print(f"  {name}: blocked {told['blocked'][1]:.2f} s, over after {told['over'][1]:.2f} s", flush=True)
+            figures = result["runs"][name][-1]
+            print(f"  {name}: blocked {figures['blocked'][1]:.2f} s, over after {figures['over'][1]:.2f} s", flush=True)
         result["bytes"] = result["runs"][names[0]][0]["bytes"]
         with tempfile.TemporaryDirectory(dir=root) as folder:
             ranks = processes.run(raw, PROCESSES, Path(folder), result["bytes"])
@@ -413,11 +413,11 @@ def middle(runs: list[dict[str, Any]], key: str, save: int | None = None) -> flo
     return statistics.median(run[key] if save is None else run[key][save] for run in runs)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The part of the page."""
-    runs, size = found["runs"], found["bytes"]
+    runs, size = results["runs"], results["bytes"]
     sync = middle(runs["DCP `save`"], "blocked", 1)
-    write, warm, cold = (middle(found["raw"], key) for key in ("write", "warm", "cold"))
+    write, warm, cold = (middle(results["raw"], key) for key in ("write", "warm", "cold"))
     head = (
         "", "blocked, s: first save", "later", "of a DCP `save`", "slowest step ÷ median step", "over after, s",
         "write, GB/s", "load, s", "cold, s", "size, GB",
@@ -437,11 +437,11 @@ def table(found: dict[str, Any]) -> str:
         f"{size / 1e9:.2f} |"
     )
     step = middle(runs["Unisono"], "step")
-    hashed = statistics.median(found["hashing"])
+    hashed = statistics.median(results["hashing"])
     with_, without = (middle(runs[name], "mean") for name in ("Unisono", "Unisono without hashing"))
-    missing = f" Not installed: {', '.join(found['missing'])}." if found["missing"] else ""
+    missing = f" Not installed: {', '.join(results['missing'])}." if results["missing"] else ""
     return "\n".join(lines) + (
-        f"\n\nA state of {size / 1e9:.2f} GB on {PROCESSES} processes, {len(found['raw'])} rounds; a step takes "
+        f"\n\nA state of {size / 1e9:.2f} GB on {PROCESSES} processes, {len(results['raw'])} rounds; a step takes "
         f"{step:.2f} s. Hashing a rank's share takes {hashed:.2f} s of one core: {hashed / step:.1%} of a step, so "
         f"{hashed / step / 100:.2%} of the time where every 100th step is saved. The mean step in the save window "
         f"takes {with_:.2f} s with hashing and {without:.2f} s without. torch {torch.__version__}; "
@@ -458,15 +458,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for all figures, as JSON")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     arguments = parser.parse_args()
-    found = measure(
+    results = measure(
         arguments.rounds, arguments.width, arguments.layers, arguments.folder or Path(tempfile.gettempdir())
     )
     if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1))
-    made = table(found)
-    print(made)
+        arguments.out.write_text(json.dumps(results, indent=1))
+    text = table(results)
+    print(text)
     if arguments.write:
-        page.put("checkpoint", made)
+        page.put("checkpoint", text)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,6 @@ def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def load(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
     """Bring back what was saved."""
-    found = state(model, optimizer)
-    dcp.load(found, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    loaded = state(model, optimizer)
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])

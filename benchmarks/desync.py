@@ -73,12 +73,12 @@ def deep(depth: int, act: Callable[[], Any]) -> Any:
     return act() if depth == 0 else deep(depth - 1, act)
 
 
-def noted(place: ProcessInfo, rounds: int) -> dict[str, list[float]]:
+def noted(process: ProcessInfo, rounds: int) -> dict[str, list[float]]:
     """Microseconds by which a collective that is noted takes longer, by its kind and round."""
-    groups = [dist.new_group([rank]) for rank in range(place.world_size)]
-    own, tensor, out = groups[place.rank], torch.ones(4), torch.ones(4)
+    groups = [dist.new_group([rank]) for rank in range(process.world_size)]
+    own, tensor, out = groups[process.rank], torch.ones(4), torch.ones(4)
     rows, weight = torch.ones(ROWS // 2, WIDTH), torch.ones(WIDTH, WIDTH)
-    desync = CollectiveComparison(place, 60.0, wanted=True)
+    desync = CollectiveComparison(process, 60.0, wanted=True)
     ours = (
         fsdp_communication.LoggedAllGather("FSDP unit 3", desync.note),
         fsdp_communication.LoggedReduceScatter("FSDP unit 3", desync.note),
@@ -86,7 +86,7 @@ def noted(place: ProcessInfo, rounds: int) -> dict[str, list[float]]:
     torchs = DefaultAllGather(), DefaultReduceScatter()
 
     def block(kind: str, gather: Any, scatter: Any) -> float:
-        made: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: dist.all_reduce(tensor, group=own, async_op=True),
             "gather": lambda: gather(out, tensor, own, async_op=True),
             "scatter": lambda: scatter(out, tensor, own, dist.ReduceOp.SUM, async_op=True),
@@ -95,27 +95,27 @@ def noted(place: ProcessInfo, rounds: int) -> dict[str, list[float]]:
         for _ in range(CALLS):
             torch.mm(rows, weight)
             began = time.perf_counter()
-            work = deep(DEPTH, made[kind])
+            work = deep(DEPTH, calls[kind])
             times.append(time.perf_counter() - began)
             work.wait()
         return statistics.median(times) * 1e6
 
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    durations: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
-        for kind, times in found.items():
+        for kind, times in durations.items():
             without = block(kind, *torchs)
             desync.start()
             block(kind, *ours)
             times.append(block(kind, *ours) - without)
             desync.close()
-    return found
+    return durations
 
 
 class Timed(CollectiveComparison):
     """A comparison whose time is taken: its beginning and its end, without what is computed in between."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.times: list[float] = []
 
     def begin_check(self) -> None:
@@ -129,7 +129,7 @@ class Timed(CollectiveComparison):
         self.times[-1] += time.perf_counter() - began
 
 
-def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -> dict[str, Any]:
+def steps(process: ProcessInfo, group: Communicator, strategy: str, rounds: int) -> dict[str, Any]:
     """Collectives of a step, seconds of each comparison, and milliseconds of steps with and without it, by round."""
     task = Deep()
     config = configuration(
@@ -138,10 +138,10 @@ def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -
         optim={"kind": "sgd", "lr": 1e-4},
         launch={"desync": False},  # it is observed by a comparison of our own
     )
-    split = BatchSplit.create(ROWS, place.world_size, ROWS // 2)
+    split = BatchSplit.create(ROWS, process.world_size, ROWS // 2)
     source = task.data()
-    loader = Loader(task, source, build_plan(task, source, config, place.world_size), split, place.rank)
-    engine = TorchEngine(EngineJob(task, config, place, group, split))
+    loader = Loader(task, source, build_plan(task, source, config, process.world_size), split, process.rank)
+    engine = TorchEngine(EngineJob(task, config, process, group, split))
     batches = next(iter(loader.steps()))
     engine.setup(batches, {"lr": 1e-4})
     number = 0
@@ -155,7 +155,7 @@ def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -
             number += 1
         return (time.perf_counter() - began) / STEPS * 1e3
 
-    desync = Timed(place, 60.0, wanted=True, ddp=strategy == "ddp")
+    desync = Timed(process, 60.0, wanted=True, ddp=strategy == "ddp")
     engine.observe(desync)
     wrapped = engine.train_state.parallel.wrapped
 
@@ -168,14 +168,14 @@ def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -
     before = desync._log.calls()[-1].number
     engine.step(batches, number, {"lr": 1e-4})
     ring = [call.what for call in desync._log.calls() if call.number > before]
-    calls = [what.operation for what in ring if what.site != COMPARISON]  # whose time is taken as a whole
+    calls = [entry.operation for entry in ring if entry.site != COMPARISON]  # whose time is taken as a whole
     counts = {kind: calls.count(name) for kind, name in KINDS.items()}
     assert sum(counts.values()) == len(calls)
     desync.close()
-    found: dict[str, list[float]] = {"with": [], "without": [], "without, again": []}
+    durations: dict[str, list[float]] = {"with": [], "without": [], "without, again": []}
     compared = []
     for _ in range(rounds):
-        for name, times in found.items():
+        for name, times in durations.items():
             for module in wrapped.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(DefaultAllGather())
@@ -188,14 +188,14 @@ def steps(place: ProcessInfo, group: Communicator, strategy: str, rounds: int) -
             compared += desync.times[-STEPS:] if name == "with" else []
     loader.close()
     engine.close()
-    return {"counts": counts, "compared": compared, "times": found}
+    return {"counts": counts, "compared": compared, "times": durations}
 
 
-def measure(place: ProcessInfo, group: Communicator, rounds: int) -> dict[str, Any]:
+def measure(process: ProcessInfo, group: Communicator, rounds: int) -> dict[str, Any]:
     os.environ.pop("UNISONO_PULSE", None)
     return {
-        "noted": noted(place, rounds),
-        **{strategy: steps(place, group, strategy, rounds) for strategy in ("ddp", "fsdp")},
+        "noted": noted(process, rounds),
+        **{strategy: steps(process, group, strategy, rounds) for strategy in ("ddp", "fsdp")},
     }
 
 
@@ -218,11 +218,11 @@ def table(rounds: int) -> str:
             max(statistics.median(rank[strategy]["times"][name]) for rank in ranks)
             for name in ("with", "without", "without, again")
         ]
-        told = " | ".join(f"{value:.1f} ms" for value in medians)
-        made = f"{counts['all_reduce']} + {counts['gather'] + counts['scatter']}"
-        lines.append(f"| {strategy} | {made} | {compare:.0f} µs | {cost:.2f} ms | {cost:.2f} % | {told} |")
-    told = f"torch {torch.__version__.partition('+')[0]}, {BLOCKS} blocks, medians of {rounds} rounds"
-    return "\n".join([*lines, "", f"{told}; {time.strftime('%Y-%m-%d')}."])
+        cells = " | ".join(f"{value:.1f} ms" for value in medians)
+        collectives = f"{counts['all_reduce']} + {counts['gather'] + counts['scatter']}"
+        lines.append(f"| {strategy} | {collectives} | {compare:.0f} µs | {cost:.2f} ms | {cost:.2f} % | {cells} |")
+    cells = f"torch {torch.__version__.partition('+')[0]}, {BLOCKS} blocks, medians of {rounds} rounds"
+    return "\n".join([*lines, "", f"{cells}; {time.strftime('%Y-%m-%d')}."])
 
 
 def main() -> None:
@@ -230,10 +230,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
-    made = table(arguments.rounds)
-    print(made)
+    text = table(arguments.rounds)
+    print(text)
     if arguments.write:
-        page.put("desync", made)
+        page.put("desync", text)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def layer(size: Size, dtype: torch.dtype, device: str) -> nn.Module:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(hidden_size=size.hidden, moe_intermediate_size=size.inner, num_experts=size.experts)
-    made: nn.Module = Qwen3MoeExperts(config)
-    for parameter in made.parameters():
+    module: nn.Module = Qwen3MoeExperts(config)
+    for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
-    return made.to(device, dtype)
+    return module.to(device, dtype)
 
 
 def inputs(size: Size, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,21 +57,21 @@ def inputs(size: Size, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor,
     return hidden, chosen, shares.to(dtype)
 
 
-def once(made: nn.Module, how: str, given: tuple[Tensor, Tensor, Tensor], device: str) -> float:
+def once(module: nn.Module, how: str, inputs: tuple[Tensor, Tensor, Tensor], device: str) -> float:
     """Milliseconds of a forward and a backward pass."""
-    made.zero_grad()
-    made.config._experts_implementation = {"loop": "eager", "grouped": experts.GROUPED}[how]
+    module.zero_grad()
+    module.config._experts_implementation = {"loop": "eager", "grouped": experts.GROUPED}[how]
     _wait(device)
     began = time.perf_counter()
-    result = made(*given)
+    result = module(*inputs)
     result.backward(torch.ones_like(result))
     _wait(device)
     return 1e3 * (time.perf_counter() - began)
 
 
-def gradients(made: nn.Module) -> Tensor:
+def gradients(module: nn.Module) -> Tensor:
     """All of them in one vector, fp32."""
-    return torch.cat([p.grad.float().flatten() for p in made.parameters() if p.grad is not None])
+    return torch.cat([p.grad.float().flatten() for p in module.parameters() if p.grad is not None])
 
 
 def _wait(device: str) -> None:
@@ -84,26 +84,26 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--sizes", nargs="*", default=[size.name for size in SIZES])
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     experts.register_grouped()
     torch.manual_seed(0)
     print("| layer | precision | loop, ms | loop again | grouped, ms | loop / grouped | gradients differ by |")
     print("|---|---|---|---|---|---|---|")
-    for size in (size for size in SIZES if size.name in asked.sizes):
+    for size in (size for size in SIZES if size.name in arguments.sizes):
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            made, given = layer(size, dtype, asked.device), inputs(size, dtype, asked.device)
+            module, batch = layer(size, dtype, arguments.device), inputs(size, dtype, arguments.device)
             vectors = {}
             for how in ("loop", "grouped"):  # the first pass of each is not timed
-                once(made, how, given, asked.device)
-                vectors[how] = gradients(made)
+                once(module, how, batch, arguments.device)
+                vectors[how] = gradients(module)
             differ = float((vectors["grouped"] - vectors["loop"]).norm() / vectors["loop"].norm())
             turns = [
-                [once(made, how, given, asked.device) for how in ("loop", "loop", "grouped")]
-                for _ in range(asked.repeats)
+                [once(module, how, batch, arguments.device) for how in ("loop", "loop", "grouped")]
+                for _ in range(arguments.repeats)
             ]
-            told = [f"{min(times):.1f} / {statistics.median(times):.1f}" for times in zip(*turns, strict=True)]
+            cells = [f"{min(times):.1f} / {statistics.median(times):.1f}" for times in zip(*turns, strict=True)]
             ratio = statistics.median(turn[0] / turn[2] for turn in turns)
-            print(f"| {size.name} | {name} | {' | '.join(told)} | {ratio:.2f} | {differ:.0e} |", flush=True)
+            print(f"| {size.name} | {name} | {' | '.join(cells)} | {ratio:.2f} | {differ:.0e} |", flush=True)
 
 
 if __name__ == "__main__":

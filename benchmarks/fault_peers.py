@@ -203,9 +203,9 @@ class Orbax(Contender):
 
     @torch.no_grad()
     def load(self, step: int) -> None:
-        found = self.manager.restore(step, args=self.library.args.StandardRestore(self._state()))
+        state = self.manager.restore(step, args=self.library.args.StandardRestore(self._state()))
         for name, value in self.named.items():
-            value.copy_(torch.as_tensor(found[name.replace("/", ".")]))
+            value.copy_(torch.as_tensor(state[name.replace("/", ".")]))
 
     def path(self, step: int) -> Path:
         return self.folder / f"{step}"
@@ -251,20 +251,20 @@ def apart(act: Callable[[Callable[[], None]], None], kill_after: float | None = 
     Returns:
         `FINE`, `RAISED`, `HUNG` or `KILLED`; what it said; and the seconds from its preparations to its end.
     """
-    (ready, told), (said, says) = os.pipe(), os.pipe()
+    (ready_reader, ready_writer), (error_reader, error_writer) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         code = 0
         for number in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         try:
-            act(lambda: os.write(told, b"!") and None)
+            act(lambda: os.write(ready_writer, b"!") and None)
         except BaseException as error:
-            os.write(says, f"{type(error).__name__}: {error}".encode()[:60000])
+            os.write(error_writer, f"{type(error).__name__}: {error}".encode()[:60000])
             code = 1
         os._exit(code)
-    os.close(told)
-    os.close(says)
-    os.read(ready, 1)
+    os.close(ready_writer)
+    os.close(error_writer)
+    os.read(ready_reader, 1)
     began = time.monotonic()
     limit, how = began + (PATIENCE if kill_after is None else kill_after), FINE
     while True:
@@ -279,9 +279,9 @@ def apart(act: Callable[[Callable[[], None]], None], kill_after: float | None = 
             break
         time.sleep(0.0005)
     seconds = time.monotonic() - began
-    with os.fdopen(said, "rb") as file:
+    with os.fdopen(error_reader, "rb") as file:
         text = file.read().decode(errors="replace")
-    os.close(ready)
+    os.close(ready_reader)
     return how, text, seconds
 
 
@@ -306,10 +306,10 @@ def loaded(kind: type[Contender], folder: Path, step: int | None = None) -> tupl
         one = kind(folder)
         ready()
         one.load(one.newest() if step is None else step)
-        found = bits(one)
+        loaded_bits = bits(one)
         for right in (1, 2) if step is None else (step,):
             one.fill(right)
-            if found == bits(one):
+            if loaded_bits == bits(one):
                 return
         raise DiffersError
 
@@ -336,33 +336,33 @@ def flips(kind: type[Contender], folder: Path, count: int, rng: random.Random) -
     how, text, _ = saved(kind, folder, 1)
     assert how == FINE and loaded(kind, folder, 1) == (FINE, ""), f"{kind}: {text} {loaded(kind, folder, 1)}"
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-    found = []
+    outcomes = []
     for number in range(count):
         file = files[number % len(files)]
-        place, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
-        _flip(file, place, bit)
-        found.append((*loaded(kind, folder, 1), file.name))
-        _flip(file, place, bit)
-    return told(found)
+        offset, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
+        _flip(file, offset, bit)
+        outcomes.append((*loaded(kind, folder, 1), file.name))
+        _flip(file, offset, bit)
+    return describe_outcomes(outcomes)
 
 
 def cuts(kind: type[Contender], folder: Path) -> str:
     """Each file cut to its half."""
     assert saved(kind, folder, 1)[0] == FINE
-    found = []
+    outcomes = []
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1):
         kept = file.read_bytes()
         os.truncate(file, len(kept) // 2)
-        found.append((*loaded(kind, folder, 1), file.name))
+        outcomes.append((*loaded(kind, folder, 1), file.name))
         file.write_bytes(kept)
-    return told(found)
+    return describe_outcomes(outcomes)
 
 
-def told(found: list[tuple[str, str, str]]) -> str:
+def describe_outcomes(outcomes: list[tuple[str, str, str]]) -> str:
     """How often it was noticed, and with the file or an array of it in the message; and what else came of it."""
-    count = {how: sum(one == how for one, _, _ in found) for how in (RAISED, WRONG, FINE, HUNG)}
-    named = sum(how == RAISED and file in text for how, text, file in found)
-    parts = [f"{count[RAISED]} of {len(found)} ({named} named)"]
+    count = {how: sum(one == how for one, _, _ in outcomes) for how in (RAISED, WRONG, FINE, HUNG)}
+    named = sum(how == RAISED and file in text for how, text, file in outcomes)
+    parts = [f"{count[RAISED]} of {len(outcomes)} ({named} named)"]
     parts += [f"**{count[WRONG]} loaded wrong**"] if count[WRONG] else []
     parts += [f"{count[FINE]} without effect"] if count[FINE] else []
     parts += [f"{count[HUNG]} hung"] if count[HUNG] else []
@@ -413,11 +413,11 @@ def full(kind: type[Contender], folder: Path) -> str:
 _IN_WORDS = {FINE: "works", RAISED: "fails", WRONG: "**loads wrong numbers**", HUNG: "hangs"}
 
 
-def _flip(file: Path, place: int, bit: int) -> None:
+def _flip(file: Path, offset: int, bit: int) -> None:
     with file.open("r+b") as opened:
-        opened.seek(place)
+        opened.seek(offset)
         (value,) = opened.read(1)
-        opened.seek(place)
+        opened.seek(offset)
         opened.write(bytes([value ^ bit]))
 
 
@@ -428,7 +428,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--write", action="store_true", help="into docs/faults.md")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     needed = dict.fromkeys(kind.needs for kind in CONTENDERS.values())
     here = {name for name in needed if importlib.util.find_spec(name)}
@@ -440,24 +440,24 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name, kind in CONTENDERS.items():
-        if kind.needs not in here or (asked.only and name not in asked.only):
+        if kind.needs not in here or (arguments.only and name not in arguments.only):
             continue
         rng = random.Random(SEED)
         with tempfile.TemporaryDirectory(prefix="fault-peers-") as folder:
-            where = [Path(folder, what) for what in ("flips", "cuts", "kills", "full")]
+            where = [Path(folder, subfolder) for subfolder in ("flips", "cuts", "kills", "full")]
             for one in where:
                 one.mkdir()
             row = ["as above", "as above"]
             if not issubclass(kind, Over):
-                row = [flips(kind, where[0], asked.flips, rng), cuts(kind, where[1])]
-            row += [*kills(kind, where[2], asked.kills, rng), full(kind, where[3])]
+                row = [flips(kind, where[0], arguments.flips, rng), cuts(kind, where[1])]
+            row += [*kills(kind, where[2], arguments.kills, rng), full(kind, where[3])]
         lines.append(f"| {name} | {' | '.join(row)} |")
         print(lines[-1], flush=True)
     versions = ", ".join(f"{_PACKAGES[name]} {version(_PACKAGES[name])}" for name in needed if name in here)
     absent = [name for name in needed if name not in here]
     left = f" Not installed, and left out: {', '.join(absent)}." if absent else ""
     lines += ["", f"{versions}; {platform.machine()}, CPU, ext4 and tmpfs, {date.today()}.{left}"]
-    if asked.write:
+    if arguments.write:
         page.put("fault_peers", "\n".join(lines), "docs/faults.md")
 
 

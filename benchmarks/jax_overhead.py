@@ -92,8 +92,8 @@ def bare(rank: int, world: int, seed: int, size: str, seconds: dict[str, float])
         }
 
     began = time.perf_counter()
-    made = jax.jit(step, donate_argnums=(0, 1), out_shardings=(replicated, replicated, replicated))
-    program = made.lower(parameters, state, batch_of(0)).compile()
+    compiled_step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(replicated, replicated, replicated))
+    program = compiled_step.lower(parameters, state, batch_of(0)).compile()
     seconds["compile"] = time.perf_counter() - began
     number = 0
     while True:
@@ -114,17 +114,17 @@ def compare(rank: int, world: int, rounds: int, folder: Path, kind: str, size: s
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training
 
-    place = ProcessInfo(rank, world, rank, world, "benchmark")
+    process = ProcessInfo(rank, world, rank, world, "benchmark")
     config, _ = load_config(TASKS[kind], words(world, folder, rounds + WARM + 2, size))
-    config = layout.resolve_layout(config, place)
-    group = rank_process.join_processes(config, place)
+    config = layout.resolve_layout(config, process)
+    group = rank_process.join_processes(config, process)
     run = ResolvedRun(config, run_directory.run_path(config), None)
     if rank == 0:
         run.directory.mkdir(parents=True)
     group.barrier("the folder")
     compiled: dict[str, float] = {}
     seed = config.run.seed
-    with Training(build_task(config), run, place, group) as training:
+    with Training(build_task(config), run, process, group) as training:
         contenders: dict[str, Iterator] = {"unisono": (result.loss for result in training.steps())}
         if kind == "InJax":
             contenders = {
@@ -168,9 +168,9 @@ def spawn(world: int, code: str, arguments: list[str], cache: str) -> list[str]:
         )
         for rank in range(world)
     ]  # fmt: skip
-    said = [process.communicate()[0] for process in started]
+    outputs = [process.communicate()[0] for process in started]
     assert all(process.returncode == 0 for process in started), "a process failed"
-    return said
+    return outputs
 
 
 def steps(world: int, rounds: int, kind: str, size: str) -> dict:
@@ -183,9 +183,9 @@ def steps(world: int, rounds: int, kind: str, size: str) -> dict:
 
 def write_comparison(rank: str, world: str, rounds: str, folder: str, kind: str, size: str) -> None:
     """`compare`, with what it found in a file; the entry of a process."""
-    found = compare(int(rank), int(world), int(rounds), Path(folder), kind, size)
+    result = compare(int(rank), int(world), int(rounds), Path(folder), kind, size)
     if rank == "0":
-        (Path(folder) / "result.json").write_text(json.dumps(found))
+        (Path(folder) / "result.json").write_text(json.dumps(result))
 
 
 # from the command to the first step -------------------------------------------------------------------------------
@@ -205,13 +205,13 @@ def bare_first_step(rank: str, world: str, size: str) -> None:
 
 def first_steps(world: int, repeats: int, size: str) -> dict[str, float]:
     """Seconds from starting a command to the end of its first step: bare, ours, and ours with compiled programs."""
-    found: dict[str, list[float]] = {"bare": [], "unisono": [], "unisono, from the cache": []}
+    times: dict[str, list[float]] = {"bare": [], "unisono": [], "unisono, from the cache": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
             began = time.time()
-            said = spawn(world, "jax_overhead.bare_first_step(*sys.argv[1:])", [size], f"{name}/cache")
-            found["bare"].append(float(said[0].split("first step at ")[1].split()[0]) - began)
-            for number, what in enumerate(("unisono", "unisono, from the cache")):
+            outputs = spawn(world, "jax_overhead.bare_first_step(*sys.argv[1:])", [size], f"{name}/cache")
+            times["bare"].append(float(outputs[0].split("first step at ")[1].split()[0]) - began)
+            for number, contender in enumerate(("unisono", "unisono, from the cache")):
                 folder = Path(name) / f"{number}"
                 command = [sys.executable, "-m", "unisono", "train", TASKS["InJax"], *words(world, folder, 1, size)]
                 began = time.time()
@@ -223,9 +223,9 @@ def first_steps(world: int, repeats: int, size: str) -> dict[str, float]:
                 while not (path.exists() and path.stat().st_size):
                     time.sleep(0.01)
                     assert process.poll() is None or path.exists(), "the run ended without a step"
-                found[what].append(time.time() - began)
+                times[contender].append(time.time() - began)
                 process.wait()
-    return {name: statistics.median(values) for name, values in found.items() if values}
+    return {name: statistics.median(values) for name, values in times.items() if values}
 
 
 def main() -> None:
@@ -243,9 +243,9 @@ def main() -> None:
         print(f"\n{world} process{'es' if world > 1 else ''}, {arguments.rounds} rounds", flush=True)
         size, few = arguments.size, arguments.rounds // 4 + 1
         torch = [steps(world, few, "InTorch", size)["seconds"]["unisono"]]
-        found = steps(world, arguments.rounds, "InJax", size)
+        results = steps(world, arguments.rounds, "InJax", size)
         torch.append(steps(world, few, "InTorch", size)["seconds"]["unisono"])
-        report[f"{world}"] = shown = summary(found, torch) | {
+        report[f"{world}"] = shown = summary(results, torch) | {
             "first_step_seconds": first_steps(world, arguments.starts, size)
         }
         print(json.dumps(shown, indent=1), flush=True)
@@ -253,22 +253,22 @@ def main() -> None:
         arguments.out.write_text(json.dumps(report, indent=1))
 
 
-def summary(found: dict, torch: list[list[float]]) -> dict:
+def summary(results: dict, torch: list[list[float]]) -> dict:
     """Medians, ratios to the bare loop with their intervals, first and last losses."""
-    seconds = {name: np.array(values) for name, values in found["seconds"].items()}
-    cpu = {name: np.array(values) for name, values in found["cpu"].items()}
+    seconds = {name: np.array(values) for name, values in results["seconds"].items()}
+    cpu = {name: np.array(values) for name, values in results["cpu"].items()}
     ratios: dict[str, dict] = {}
     for kind, values in (("", seconds), (", processors", cpu)):
         for name in ("bare again", "unisono"):
-            each = values[name] / values["bare"]
-            ratios[name + kind] = {"median": float(np.median(each)), "interval": interval(each)}
+            ratio = values[name] / values["bare"]
+            ratios[name + kind] = {"median": float(np.median(ratio)), "interval": interval(ratio)}
             ratios[name + kind]["of medians"] = float(np.median(values[name]) / np.median(values["bare"]))
     milliseconds = {name: 1e3 * float(np.median(values)) for name, values in seconds.items()}
     milliseconds |= {f"{name}, processors": 1e3 * float(np.median(values)) for name, values in cpu.items()}
     milliseconds["unisono, torch"] = 1e3 * statistics.median([*torch[0], *torch[1]])
     return {
-        "milliseconds": milliseconds, "ratios": ratios, "losses": found["losses"],
-        "compile_seconds": found["compile_seconds"],
+        "milliseconds": milliseconds, "ratios": ratios, "losses": results["losses"],
+        "compile_seconds": results["compile_seconds"],
     }  # fmt: skip
 
 

@@ -27,16 +27,16 @@ BATCHES, ROWS, LENGTH = 64, 32, 4096  # record batches, rows of each, bytes of a
 class Counted(io.FileIO):
     """A file that counts the bytes that are asked of it, as an object store would bill them."""
 
-    asked = 0
+    bytes_read = 0
 
     def readinto(self, buffer: Any) -> int:
         got = super().readinto(buffer)
-        Counted.asked += got or 0
+        Counted.bytes_read += got or 0
         return got or 0
 
     def read(self, size: int = -1) -> bytes:
         got = super().read(size)
-        Counted.asked += len(got or b"")
+        Counted.bytes_read += len(got or b"")
         return got or b""
 
 
@@ -67,9 +67,9 @@ def reading() -> None:
         for framed in (False, True):
             path = Path(name) / ("file.arrow" if framed else "stream.arrow")
             write(path, framed)
-            Counted.asked = 0
+            Counted.bytes_read = 0
             theirs = rows_by_pyarrow(pa.PythonFile(Counted(path)), framed)
-            by_pyarrow, Counted.asked = Counted.asked, 0
+            by_pyarrow, Counted.bytes_read = Counted.bytes_read, 0
             file = storage.File.from_path(path, "arrow", path.name)
             with Counted(path) as source:
                 heads = list(arrow._messages(file, source, Nothing()))
@@ -77,7 +77,9 @@ def reading() -> None:
             assert ours == theirs == [ROWS] * BATCHES
             assert arrow.ArrowReader(file, ColumnRequest()).rows.tolist() == ours
             size = path.stat().st_size
-            print(f"| {path.stem} | {size / 1e6:.1f} MB | {by_pyarrow / 1e6:.2f} MB | {Counted.asked / 1e6:.3f} MB |")
+            print(
+                f"| {path.stem} | {size / 1e6:.1f} MB | {by_pyarrow / 1e6:.2f} MB | {Counted.bytes_read / 1e6:.3f} MB |"
+            )
 
 
 class Nothing:

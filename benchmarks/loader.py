@@ -40,15 +40,15 @@ def measure(name: str, folder: Path, work: str) -> dict[str, float]:
     began, worked = time.perf_counter(), cpu()
     for _ in range(fast):
         next(batches)
-    taken, worked = time.perf_counter() - began, cpu() - worked
+    duration, worked = time.perf_counter() - began, cpu() - worked
     waited, began = 0.0, time.perf_counter()
     for _ in range(stepped):
-        asked = time.perf_counter()
+        waiting_since = time.perf_counter()
         next(batches)
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - waiting_since
         time.sleep(step)
     return {
-        "rate": fast * loaders.BATCH * loaders.LENGTH / taken,
+        "rate": fast * loaders.BATCH * loaders.LENGTH / duration,
         "wait": waited / (time.perf_counter() - began),
         "cpu": worked / fast,
     }
@@ -69,29 +69,29 @@ def ledger_cost(folder: Path) -> tuple[float, float]:
 
     plan = StreamPlan.create(Order(loaders.ROWS, loaders.SEED), loaders.BATCH, 200, None)
     every = range(loaders.BATCH)
-    asked = [Request(0, every, plan.samples(step, every)) for step in range(plan.steps)]
+    requests = [Request(0, every, plan.samples(step, every)) for step in range(plan.steps)]
     best = {}
     for contents in (False, True, False, True, False, True):
         maker = BatchBuilder(loaders.Peer_light(), loaders.Rows(folder), loaders.SEED, "train", contents=contents)
         began = time.process_time()
-        made = [maker.make(request) for request in asked]
+        batches = [maker.make(request) for request in requests]
         best[contents] = min(best.get(contents, 1e9), (time.process_time() - began) / plan.steps / loaders.BATCH)
     with Ledger(folder, 0, 1, 0, "benchmark") as ledger:
         began = time.process_time()
-        for step, batch in enumerate(made):
+        for step, batch in enumerate(batches):
             ledger.step(step, [batch])
         ledger.flush()
         return best[True] - best[False], (time.process_time() - began) / plan.steps
 
 
-def table(found: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
+def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
     """The lines of the page."""
     titles = "".join(f" {work}: tokens/s | waits | CPU ms a batch |" for work in loaders.WORK)
     lines = [f"| |{titles}", "|---" * 7 + "|"]
     for name in loaders.CONTENDERS:
         cells = [name]
         for work in loaders.WORK:
-            runs = found[work].get(name)
+            runs = results[work].get(name)
             if not runs:
                 cells += ["not installed", "", ""]
                 continue
@@ -119,7 +119,7 @@ def main() -> None:
         name, folder, work = arguments.one
         print("RESULT", json.dumps(measure(name, Path(folder), work)), flush=True)
         os._exit(0)  # some of them do not end by themselves
-    found: dict[str, dict[str, list[dict[str, float]]]] = {work: {} for work in loaders.WORK}
+    results: dict[str, dict[str, list[dict[str, float]]]] = {work: {} for work in loaders.WORK}
     names = [name for name, (package, _) in loaders.CONTENDERS.items() if loaders.installed(package)]
     with tempfile.TemporaryDirectory() as folder:
         loaders.generate(Path(folder))
@@ -127,21 +127,21 @@ def main() -> None:
         for number in range(arguments.rounds):
             for work in loaders.WORK:
                 for name in names[number % len(names) :] + names[: number % len(names)]:
-                    asked = [sys.executable, "-m", "benchmarks.loader", "--one", name, folder, work]
+                    command = [sys.executable, "-m", "benchmarks.loader", "--one", name, folder, work]
                     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-                    done = subprocess.run(asked, capture_output=True, text=True, env=variables)
+                    done = subprocess.run(command, capture_output=True, text=True, env=variables)
                     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
                     if not lines:
                         raise SystemExit(f"{name}, {work}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-                    found[work].setdefault(name, []).append(json.loads(lines[0].removeprefix("RESULT ")))
-                    print(f"  {number + 1} {work} {name}: {found[work][name][-1]}", flush=True)
+                    results[work].setdefault(name, []).append(json.loads(lines[0].removeprefix("RESULT ")))
+                    print(f"  {number + 1} {work} {name}: {results[work][name][-1]}", flush=True)
     about = (
         f"{arguments.rounds} rounds; {loaders.ROWS} rows of {loaders.LENGTH} tokens, batches of {loaders.BATCH}, "
         f"{loaders.WORKERS} workers; steps of {1e3 * TIMED['light'][2]:g} and {1e3 * TIMED['heavy'][2]:g} ms; "
         f"{versions()}; {platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}. The ledger takes "
         f"{1e6 * of_a_row:.0f} µs of a row in the workers, and {1e6 * of_a_step:.0f} µs of a step in the loop."
     )
-    text = "\n".join([*table(found), "", about])
+    text = "\n".join([*table(results), "", about])
     print(f"\n{text}")
     if arguments.write:
         page.put("loader", text)

@@ -66,9 +66,9 @@ class Rows:
         return ROWS
 
     def __getitem__(self, row: int) -> np.ndarray:
-        chunk, place = divmod(int(row), 1000)
+        chunk, offset = divmod(int(row), 1000)
         offsets = self._offsets[chunk]
-        return self._chunks[chunk][offsets[place] : offsets[place + 1]]
+        return self._chunks[chunk][offsets[offset] : offsets[offset + 1]]
 
 
 def light(ids: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -105,50 +105,52 @@ def train(task: Microbiome, steps: int, seed: int, folder: Path, name: str, lr: 
     return result
 
 
-def target(asked: argparse.Namespace, seed: int, folder: Path) -> dict[str, float]:
+def target(arguments: argparse.Namespace, seed: int, folder: Path) -> dict[str, float]:
     """The area under the curve of all held-out samples of the folds, by what predicts them; training: mean of folds."""
     truth: list[Array] = []
-    made: dict[str, list[Array]] = {}
-    for fold in asked.folds:
-        models = {"this recipe": (small(asked.encoder), 2e-3)}
-        if asked.pretrain:
-            known = pretrained(asked, fold, folder)
-            models["fine-tuned"] = small(asked.encoder, from_run=known), 2e-3
-            models["fine-tuned head"] = small(asked.encoder, from_run=known, freeze=True), 2e-2
+    predictions: dict[str, list[Array]] = {}
+    for fold in arguments.folds:
+        models = {"this recipe": (small(arguments.encoder), 2e-3)}
+        if arguments.pretrain:
+            known = pretrained(arguments, fold, folder)
+            models["fine-tuned"] = small(arguments.encoder, from_run=known), 2e-3
+            models["fine-tuned head"] = small(arguments.encoder, from_run=known, freeze=True), 2e-2
         config = MicrobiomeConfig(weights=LossWeights(target=1.0))
         for name, (model, lr) in models.items():
-            task = Microbiome(config, model=model, data=study(asked.data, fold, target=asked.target))
-            trained = train(task, asked.steps, seed, folder, f"{name.replace(' ', '-')}-{seed}-{fold}", lr)
-            found = predict_samples(Predictor(unisono.open_run(trained), draws=5), "held_out")
-            assert found.target is not None and found.library.target is not None
-            made.setdefault(name, []).append(found.target.mean[:, 1])
-            library, values, numbers = found.library, found.library.target.values, found.numbers
+            task = Microbiome(config, model=model, data=study(arguments.data, fold, target=arguments.target))
+            trained = train(task, arguments.steps, seed, folder, f"{name.replace(' ', '-')}-{seed}-{fold}", lr)
+            predicted = predict_samples(Predictor(unisono.open_run(trained), draws=5), "held_out")
+            assert predicted.target is not None and predicted.library.target is not None
+            predictions.setdefault(name, []).append(predicted.target.mean[:, 1])
+            library, values, numbers = predicted.library, predicted.library.target.values, predicted.numbers
             own = predict_samples(Predictor(unisono.open_run(trained), draws=1), "training")
             assert own.target is not None
             area = roc_auc_score(values[own.numbers], own.target.mean[:, 1])
-            made.setdefault(f"{name}, training", []).append(np.array([area]))
+            predictions.setdefault(f"{name}, training", []).append(np.array([area]))
         truth.append(np.asarray(values[numbers], dtype=np.float64))
         seen = {"random forest": scoring.read_shares(library), "number of reads": scoring.read_depths(library)}
         seen["random forest of all reads"] = library.counts.toarray() / seen["number of reads"]
         for name, features in seen.items():
-            made.setdefault(name, []).append(scoring.predict_with_forest(library, features, numbers, seed)[:, 1])
+            predictions.setdefault(name, []).append(scoring.predict_with_forest(library, features, numbers, seed)[:, 1])
         for name, probabilities in others(library, numbers).items():
-            made.setdefault(name, []).append(probabilities)
+            predictions.setdefault(name, []).append(probabilities)
     return {
         name: float(np.mean(parts))
         if name.endswith("training")
         else float(roc_auc_score(np.concatenate(truth), np.concatenate(parts)))
-        for name, parts in made.items()
+        for name, parts in predictions.items()
     }
 
 
-def pretrained(asked: argparse.Namespace, fold: int, folder: Path) -> Path:
+def pretrained(arguments: argparse.Namespace, fold: int, folder: Path) -> Path:
     """The folder of a run that has learnt the distances of the fold's training samples; made once."""
-    name = f"{asked.encoder}-{fold}-{asked.pretrain}"
+    name = f"{arguments.encoder}-{fold}-{arguments.pretrain}"
     if not (folder / name).is_dir():
         config = MicrobiomeConfig(weights=LossWeights(distance=1.0))
-        task = Microbiome(config, model=small(asked.encoder), data=study(asked.data, fold, target=asked.target))
-        train(task, asked.pretrain, 0, folder, name)
+        task = Microbiome(
+            config, model=small(arguments.encoder), data=study(arguments.data, fold, target=arguments.target)
+        )
+        train(task, arguments.pretrain, 0, folder, name)
     return folder / name
 
 
@@ -177,34 +179,36 @@ def main() -> None:
     parser.add_argument("--target", help="column of two classes; without it, distances")
     parser.add_argument("--pretrain", type=int, default=0, help="steps on distances, to go on from")
     parser.add_argument("--folder", type=Path, help="for the runs of a target, which are kept")
-    asked = parser.parse_args()
-    (targets if asked.target else distances)(asked)
+    arguments = parser.parse_args()
+    (targets if arguments.target else distances)(arguments)
 
 
-def distances(asked: argparse.Namespace) -> None:
+def distances(arguments: argparse.Namespace) -> None:
     """Print a line for each way, seed and fold."""
     print("| pairs | seed | fold | MAE | MAE of the mean | correlation | sd, predicted / true | R² |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for fold in asked.folds:
-            for seed in asked.seeds:
-                for processes in asked.processes:
-                    made = run(asked.data, asked.encoder, processes, asked.steps, seed, fold, Path(folder))
+        for fold in arguments.folds:
+            for seed in arguments.seeds:
+                for processes in arguments.processes:
+                    result = run(
+                        arguments.data, arguments.encoder, processes, arguments.steps, seed, fold, Path(folder)
+                    )
                     name = "all" if processes == 1 else f"local, {processes} processes"
                     keys = ("mae", "mae of the mean", "correlation", "sd_ratio", "r2")
-                    cells = " | ".join(f"{made[f'distance/{key}']:.3f}" for key in keys)
+                    cells = " | ".join(f"{result[f'distance/{key}']:.3f}" for key in keys)
                     print(f"| {name} | {seed} | {fold} | {cells} |", flush=True)
 
 
-def targets(asked: argparse.Namespace) -> None:
+def targets(arguments: argparse.Namespace) -> None:
     """Print a line for each seed."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, seed in enumerate(asked.seeds):
-            made = target(asked, seed, asked.folder or Path(folder))
+        for number, seed in enumerate(arguments.seeds):
+            result = target(arguments, seed, arguments.folder or Path(folder))
             if not number:
-                print("| seed |", " | ".join(made), "|")
-                print("|---" * (1 + len(made)) + "|")
-            print(f"| {seed} |", " | ".join(f"{value:.2f}" for value in made.values()), "|", flush=True)
+                print("| seed |", " | ".join(result), "|")
+                print("|---" * (1 + len(result)) + "|")
+            print(f"| {seed} |", " | ".join(f"{value:.2f}" for value in result.values()), "|", flush=True)
 
 
 if __name__ == "__main__":

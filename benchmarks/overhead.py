@@ -110,16 +110,16 @@ def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training
 
-    place = ProcessInfo(rank, world, rank, world, "benchmark")
+    process = ProcessInfo(rank, world, rank, world, "benchmark")
     config, _ = load_config("language", recipe(world, folder, rounds + 5))
-    config = layout.resolve_layout(config, place)
-    group = rank_process.join_processes(config, place)
+    config = layout.resolve_layout(config, process)
+    group = rank_process.join_processes(config, process)
     task = build_task(config)
     run = ResolvedRun(config, run_directory.run_path(config), None)
     if rank == 0:
         run.directory.mkdir(parents=True)
     group.barrier("the folder")
-    with Training(task, run, place, group) as training:
+    with Training(task, run, process, group) as training:
         contenders: dict[str, Iterator] = {
             "bare": bare(rank, world, build_task(config), config.run.seed),
             "bare again": bare(rank, world, build_task(config), config.run.seed),

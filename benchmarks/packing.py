@@ -80,10 +80,10 @@ def ours(method: str, chunk: int | None = None) -> Contender:
     def pack(lengths: Lengths, capacity: int) -> Packed:
         began = time.process_time()
         size = chunk or max(1, len(lengths))
-        made = [decide(lengths[first : first + size], capacity) for first in range(0, len(lengths), size)]
+        packs = [decide(lengths[first : first + size], capacity) for first in range(0, len(lengths), size)]
         seconds = time.process_time() - began
-        cut = sum(int((np.bincount(pieces.item) > 1).sum()) for pieces in made)
-        return Packed(sum(pieces.bins for pieces in made), cut, seconds)
+        cut = sum(int((np.bincount(pieces.item) > 1).sum()) for pieces in packs)
+        return Packed(sum(pieces.bins for pieces in packs), cut, seconds)
 
     return Contender(pack)
 
@@ -116,9 +116,9 @@ def trl(most: int) -> Contender:
         tokens = pa.array(np.zeros(int(offsets[-1]), dtype=np.int8))
         table = pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(offsets), tokens)})
         began = time.process_time()
-        made = pack_bfd(table, capacity, "split")
+        packed = pack_bfd(table, capacity, "split")
         seconds = time.process_time() - began
-        return Packed(len(made), int((lengths > capacity).sum()), seconds)
+        return Packed(len(packed), int((lengths > capacity).sum()), seconds)
 
     return Contender(pack, peer=True, most=most)
 
@@ -126,7 +126,7 @@ def trl(most: int) -> Contender:
 def contenders(tokens: int) -> tuple[dict[str, Contender], list[str]]:
     """By name, and what is missing and why."""
     chunk = Packing().chunk
-    found = {
+    packers = {
         "Unisono, offline": ours("offline"),
         "Unisono, online": ours("online"),
         f"Unisono, offline, chunks of {chunk:,}": ours("offline", chunk),
@@ -136,10 +136,10 @@ def contenders(tokens: int) -> tuple[dict[str, Contender], list[str]]:
     missing = []
     for name, make in {"OLMo-core, InstancePacker": olmo_core, "TRL, _pack_bfd": lambda: trl(tokens)}.items():
         try:
-            found[name] = make()
+            packers[name] = make()
         except (ImportError, AttributeError) as error:
             missing.append(f"{name} not run: {error}")
-    return found, missing
+    return packers, missing
 
 
 def lognormal(documents: int) -> Lengths:
@@ -168,14 +168,14 @@ def measure(lengths: Lengths, capacity: int, ways: dict[str, Contender], rounds:
     fastest = max((rates[name] for name, way in ways.items() if way.peer), default=None)
     rows = []
     for name, way in ways.items():
-        given = lengths[: way.most]
-        units, packed = int(given.sum()), last[name]
+        sample = lengths[: way.most]
+        units, packed = int(sample.sum()), last[name]
         bound = -(-units // capacity)
         times = "" if fastest is None else f"{rates[name] / fastest:.2f}"
         rows.append(
-            f"| {capacity:,} | {name} | {len(given):,} | {rates[name] / 1000:,.0f} k | {times} "
+            f"| {capacity:,} | {name} | {len(sample):,} | {rates[name] / 1000:,.0f} k | {times} "
             f"| {100 * (1 - units / (packed.bins * capacity)):.4f} % | {packed.bins - bound:+,} of {bound:,} "
-            f"| {100 * packed.cut / len(given):.1f} % |"
+            f"| {100 * packed.cut / len(sample):.1f} % |"
         )
         print(rows[-1], flush=True)
     return rows
@@ -206,8 +206,8 @@ def main() -> None:
             text += measure(lengths, capacity, ways, arguments.rounds)
         text.append("")
     versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "trl", "ai2-olmo-core") if version(name))
-    told = [f"{arguments.rounds} rounds", *missing, versions, f"{platform.machine()}, {os.cpu_count()} cores"]
-    text.append("; ".join([*told, time.strftime("%Y-%m-%d")]) + ".")
+    notes = [f"{arguments.rounds} rounds", *missing, versions, f"{platform.machine()}, {os.cpu_count()} cores"]
+    text.append("; ".join([*notes, time.strftime("%Y-%m-%d")]) + ".")
     if arguments.write:
         page.put("packing", "\n".join(text))
 

@@ -18,7 +18,7 @@ def put(name: str, text: str, page: str = "docs/benchmarks.md") -> None:
     (ROOT / page).write_text(f"{before}\n{text.strip()}\n{after}", encoding="utf-8")
 
 
-def found(name: str, page: str = "docs/benchmarks.md") -> str:
+def read_part(name: str, page: str = "docs/benchmarks.md") -> str:
     """What the page has of a benchmark."""
     return _parted(name, page)[1]
 

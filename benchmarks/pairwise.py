@@ -94,20 +94,24 @@ class Crossed(Task):
 # the ways -------------------------------------------------------------------------------------------------------------
 
 
-def ours(loss: Rows, place: ProcessInfo, group: Communicator, passes: int) -> Way:
+def ours(loss: Rows, process: ProcessInfo, group: Communicator, passes: int) -> Way:
     job = EngineJob(
-        Crossed(loss), configuration(), place, group, BatchSplit.create(passes * place.world_size, place.world_size, 1)
+        Crossed(loss),
+        configuration(),
+        process,
+        group,
+        BatchSplit.create(passes * process.world_size, process.world_size, 1),
     )
     across = TorchCrossSampleLoss(job, RandomState(0, torch.device("cpu")), lambda _, context: ({}, context))
 
     def way(a: Tensor, b: Tensor) -> None:
         size = len(a) // passes
         parts = [{"a": x, "b": y} for x, y in zip(a.split(size), b.split(size), strict=True)]
-        micros = [MicroBatch(place.rank * passes + k, np.arange(size), {}, {}, {}) for k in range(passes)]
+        micros = [MicroBatch(process.rank * passes + k, np.arange(size), {}, {}, {}) for k in range(passes)]
         for micro, outputs in zip(micros, parts, strict=True):
             across.add_outputs(micro, outputs, {})
-        rows = len(a) * place.world_size
-        across.compute_loss(Context(0, training=True), {"across": torch.tensor(place.world_size / rows)})
+        rows = len(a) * process.world_size
+        across.compute_loss(Context(0, training=True), {"across": torch.tensor(process.world_size / rows)})
         for micro, outputs in zip(micros, parts, strict=True):
             across.surrogate_loss(micro, outputs)[0].backward()
 
@@ -118,7 +122,7 @@ def everywhere(loss: Rows) -> Way:
     """Every process gathers all rows, with gradients, and computes all pairs."""
 
     def way(a: Tensor, b: Tensor) -> None:
-        all_a, all_b = (torch.cat(dist.nn.all_gather(each)) for each in (a, b))  # type: ignore[attr-defined]
+        all_a, all_b = (torch.cat(dist.nn.all_gather(view)) for view in (a, b))  # type: ignore[attr-defined]
         (loss(all_a, all_b, torch.arange(len(all_a))) / len(all_a)).backward()
 
     return way
@@ -166,28 +170,28 @@ def sentence_transformers() -> Way:
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
     nobody: Any = nn.Identity()
-    made = MultipleNegativesRankingLoss(nobody, scale=1 / TEMPERATURE, gather_across_devices=True)
+    loss_module = MultipleNegativesRankingLoss(nobody, scale=1 / TEMPERATURE, gather_across_devices=True)
 
     def way(a: Tensor, b: Tensor) -> None:
-        made.compute_loss_from_embeddings([a, b], torch.zeros(0)).backward()
+        loss_module.compute_loss_from_embeddings([a, b], torch.zeros(0)).backward()
 
     return way
 
 
-def ways(name: str, place: ProcessInfo, group: Communicator) -> dict[str, Way]:
+def ways(name: str, process: ProcessInfo, group: Communicator) -> dict[str, Way]:
     loss = LOSSES[name]
-    found = {
-        "Unisono": ours(loss, place, group, 1),
-        "Unisono, 8 micro-batches": ours(loss, place, group, 8),
+    losses = {
+        "Unisono": ours(loss, process, group, 1),
+        "Unisono, 8 micro-batches": ours(loss, process, group, 8),
         "all pairs everywhere": everywhere(loss),
         "local pairs only": local(loss),
     }
     if name == "contrast" and installed("pytorch_metric_learning"):
-        found["pytorch-metric-learning"] = metric_learning(False, place.rank)
-        found["pytorch-metric-learning, efficient"] = metric_learning(True, place.rank)
+        losses["pytorch-metric-learning"] = metric_learning(False, process.rank)
+        losses["pytorch-metric-learning, efficient"] = metric_learning(True, process.rank)
     if name == "contrast" and installed("sentence_transformers"):
-        found["sentence-transformers"] = sentence_transformers()
-    return found
+        losses["sentence-transformers"] = sentence_transformers()
+    return losses
 
 
 def installed(package: str) -> bool:
@@ -198,40 +202,40 @@ def installed(package: str) -> bool:
 
 
 def embeddings(rows: int, features: int) -> Pair:
-    made = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, features, generator=made), torch.randn(rows, features, generator=made)
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, features, generator=generator), torch.randn(rows, features, generator=generator)
 
 
-def measure(place: ProcessInfo, group: Communicator, repeats: int, most: int) -> list[list[Any]]:
+def measure(process: ProcessInfo, group: Communicator, repeats: int, most: int) -> list[list[Any]]:
     """Of this process: loss, rows, way, seconds, bytes, squared error of the gradient and squared gradient."""
     warnings.simplefilter("ignore")
-    found: list[list[Any]] = []
+    results: list[list[Any]] = []
     for name, (features, sizes) in SIZES.items():
         for rows in (rows for rows in sizes if rows <= most):
-            size = rows // place.world_size
-            mine = slice(place.rank * size, (place.rank + 1) * size)
-            own = [each[mine].clone() for each in embeddings(rows, features)]
-            for way, run in ways(name, place, group).items():
-                whole = [each.requires_grad_() for each in embeddings(rows, features)]
+            size = rows // process.world_size
+            mine = slice(process.rank * size, (process.rank + 1) * size)
+            own = [view[mine].clone() for view in embeddings(rows, features)]
+            for way, run in ways(name, process, group).items():
+                whole = [view.requires_grad_() for view in embeddings(rows, features)]
                 alone(name, way, rows)(whole[0], whole[1])
-                exact = [each.grad[mine].clone() for each in whole]  # type: ignore[index]
+                exact = [view.grad[mine].clone() for view in whole]  # type: ignore[index]
                 del whole
-                leaves = [each.clone().requires_grad_() for each in own]
+                leaves = [view.clone().requires_grad_() for view in own]
                 before = fresh_peak()
                 run(leaves[0], leaves[1])
                 memory = peak() - before
-                got = [each.grad / place.world_size for each in leaves]  # type: ignore[operator]
+                got = [view.grad / process.world_size for view in leaves]  # type: ignore[operator]
                 errors = [float((g - e).square().sum()) for g, e in zip(got, exact, strict=True)]
                 seconds = []
                 for _ in range(repeats):
-                    leaves = [each.clone().requires_grad_() for each in own]
+                    leaves = [view.clone().requires_grad_() for view in own]
                     group.barrier("a repetition")
                     began = time.perf_counter()
                     run(leaves[0], leaves[1])
                     seconds.append(time.perf_counter() - began)
                 squares = sum(float(e.square().sum()) for e in exact)
-                found.append([name, features, rows, way, seconds, memory, sum(errors), squares])
-    return found
+                results.append([name, features, rows, way, seconds, memory, sum(errors), squares])
+    return results
 
 
 def fresh_peak() -> int:
@@ -263,11 +267,11 @@ def table(worlds: list[int], repeats: int, most: int) -> str:
             error = (sum(rank[6] for rank in entry) / sum(rank[7] for rank in entry)) ** 0.5
             row = f"| {name} | {rows} × {features} | {world} | {way} | {1e3 * slowest:.1f} | {memory / 1e6:.0f} MB"
             everything.append((name, rows, world, f"{row} | {error:.0e} |"))
-    everything.sort(key=lambda each: each[:3])
+    everything.sort(key=lambda per_rank: per_rank[:3])
     missing = [p for p in ("pytorch_metric_learning", "sentence_transformers") if not installed(p)]
-    told = f"torch {torch.__version__.partition('+')[0]}, {repeats} repetitions; {time.strftime('%Y-%m-%d')}."
-    told += f" Not installed, so not measured: {', '.join(missing)}." if missing else ""
-    return "\n".join([*lines, *(row for *_, row in everything), "", told])
+    notes = f"torch {torch.__version__.partition('+')[0]}, {repeats} repetitions; {time.strftime('%Y-%m-%d')}."
+    notes += f" Not installed, so not measured: {', '.join(missing)}." if missing else ""
+    return "\n".join([*lines, *(row for *_, row in everything), "", notes])
 
 
 def main() -> None:
@@ -277,10 +281,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--most", type=int, default=4096, help="rows of the largest global batch")
     arguments = parser.parse_args()
-    made = table(arguments.world, arguments.repeats, arguments.most)
-    print(made)
+    text = table(arguments.world, arguments.repeats, arguments.most)
+    print(text)
     if arguments.write:
-        page.put("pairwise", made)
+        page.put("pairwise", text)
 
 
 if __name__ == "__main__":

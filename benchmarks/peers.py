@@ -100,8 +100,8 @@ def train(name: str, processes: int, folder: Path, steps: int, gradients: bool) 
     more = {"PEERS": str(folder), "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
     clip = 1e9 if gradients else 1.0
     began = time.time()
-    asked = command(CONTENDERS[name], processes, folder, steps, clip)
-    done = subprocess.run(asked, env={**clean, **more}, capture_output=True, text=True)
+    words = command(CONTENDERS[name], processes, folder, steps, clip)
+    done = subprocess.run(words, env={**clean, **more}, capture_output=True, text=True)
     ranks = [folder / f"rank-{rank}.json" for rank in range(processes)]
     if done.returncode or not all(rank.exists() for rank in ranks):
         raise SystemExit(f"{name} on {processes}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -131,8 +131,8 @@ def off_by(folder: Path) -> float:
     error = size = 0.0
     for parameter in model.parameters():
         wanted = parameter.grad.numpy()
-        found = named.pop(parameter.detach().float().numpy().tobytes())
-        error += float(np.square(found - wanted).sum())
+        parameter_name = named.pop(parameter.detach().float().numpy().tobytes())
+        error += float(np.square(parameter_name - wanted).sum())
         size += float(np.square(wanted).sum())
     assert not named, "gradients of weights that the model does not have"
     assert size > 0
@@ -177,12 +177,14 @@ def table(measured: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
     """The lines of the page."""
     head = ("", "processes", "step ÷ bare loop", "first step, s", "peak of a process, MB", "gradients off by", "lines")
     lines = ["".join(f"| {title} " for title in head) + "|", "|---" * len(head) + "|"]
-    for processes, found in measured.items():
-        bare = [run["step"] for run in found["bare loop"]["runs"]]
-        for name, seen in found.items():
+    for processes, results in measured.items():
+        bare = [run["step"] for run in results["bare loop"]["runs"]]
+        for name, seen in results.items():
             ratios = [run["step"] / base for run, base in zip(seen["runs"], bare, strict=True)]
             ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            first, memory = (statistics.median(run[what] for run in seen["runs"]) for what in ("first", "memory"))
+            first, memory = (
+                statistics.median(run[quantity] for run in seen["runs"]) for quantity in ("first", "memory")
+            )
             step = f"1 ({1e3 * statistics.median(bare):.0f} ms)" if name == "bare loop" else ratio
             lines.append(
                 f"| {name} | {processes} | {step} | {first:.1f} | {memory:.0f} | {seen['error']:.0e} | "

@@ -90,12 +90,12 @@ def theirs(path: Path, tokenizer: Path, out: Path, workers: int) -> float:
         return {"tokens": [[end, *encoding.ids, end] for encoding in encodings]}
 
     rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(out / "cache"))
-    made = rows.map(
+    tokenised = rows.map(
         tokenise, batched=True, batch_size=256, num_proc=workers if workers > 1 else None,
         remove_columns=rows.column_names,
         features=datasets.Features({"tokens": datasets.List(datasets.Value("uint16"))}),
     )  # fmt: skip
-    made.save_to_disk(str(out / "saved"), num_proc=workers if workers > 1 else None)
+    tokenised.save_to_disk(str(out / "saved"), num_proc=workers if workers > 1 else None)
     return time.perf_counter() - began
 
 
@@ -142,16 +142,16 @@ def measure(megabytes: float, rounds: int, counts: list[int]) -> tuple[list[list
         for number in range(rounds):
             for name, count in contenders:
                 out = folder / f"{name}-{count}-{number}"
-                asked = [name, str(path), str(tokenizer), str(out), str(count)]
-                command = [sys.executable, "-m", "benchmarks.prepare", "--contend", *asked]
+                words = [name, str(path), str(tokenizer), str(out), str(count)]
+                command = [sys.executable, "-m", "benchmarks.prepare", "--contend", *words]
                 environment = {**os.environ, "UNISONO_CACHE": str(folder / f"cache-{name}-{count}-{number}")}
                 done = subprocess.run(
                     command, cwd=page.ROOT, capture_output=True, text=True, check=True, env=environment
                 )
                 seconds[name, count].append(json.loads(done.stdout.splitlines()[-1]))
-                made = tokens_of(name, out)
-                wanted = made if wanted is None else wanted
-                assert np.array_equal(made, wanted), f"{name} has made other tokens"
+                token_count = tokens_of(name, out)
+                wanted = token_count if wanted is None else wanted
+                assert np.array_equal(token_count, wanted), f"{name} has made other tokens"
                 print(f"round {number}: {name} × {count}: {seconds[name, count][-1]} s", file=sys.stderr)
         assert wanted is not None
         tokens = len(wanted)
@@ -183,13 +183,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     parser.add_argument("--contend", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.contend:
-        name, path, tokenizer, out, workers = given.contend
+    arguments = parser.parse_args()
+    if arguments.contend:
+        name, path, tokenizer, out, workers = arguments.contend
         return contend(name, Path(path), Path(tokenizer), Path(out), int(workers))
-    text = table(*measure(given.mb, given.rounds, given.workers))
+    text = table(*measure(arguments.mb, arguments.rounds, arguments.workers))
     print(text)
-    if given.write:
+    if arguments.write:
         page.put("prepare", text)
     return None
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import page
 from benchmarks import proof_peers_cases as cases
-from benchmarks.proof_peers_cases import Told
+from benchmarks.proof_peers_cases import Outcome
 from tests import processes
 from tests.proofs.zoo import zoo
 from tests.proofs.zoo.making import FAULTS, TASKS, Fault, nothing
@@ -95,14 +95,14 @@ class Check:
     Attributes:
         fault: outcome on the run with the fault.
         clean: outcome on the clean twin; PASS where there is none.
-        told: what the tool points at, for the table.
+        detail: what the tool points at, for the table.
         named: whether that is the fault.
         in_scope: whether the tool says that it looks for such a thing.
     """
 
     fault: str
     clean: str
-    told: str = ""
+    detail: str = ""
     named: bool = False
     in_scope: bool = True
 
@@ -126,12 +126,12 @@ def best(checks: Iterable[Check]) -> Check:
 # Unisono ----------------------------------------------------------------------------------------------------------
 
 
-def unisono(name: str, found: Mapping[str, Verdict]) -> Check:
-    fault, verdict = FAULTS[name], found[name]
+def unisono(name: str, verdicts: Mapping[str, Verdict]) -> Check:
+    fault, verdict = FAULTS[name], verdicts[name]
     called = verdict.diagnosis.fault if verdict.diagnosis else ""
-    told = verdict.first.quantity if verdict.first else ""
-    clean = zoo.mark_of(found[zoo.name_of(fault)]) if has_twin(fault) else "PASS"
-    return Check(zoo.mark_of(verdict), clean, told, bool(fault.named) and fault.named in called)
+    pointer = verdict.first.quantity if verdict.first else ""
+    clean = zoo.mark_of(verdicts[zoo.name_of(fault)]) if has_twin(fault) else "PASS"
+    return Check(zoo.mark_of(verdict), clean, pointer, bool(fault.named) and fault.named in called)
 
 
 def has_twin(fault: Fault) -> bool:
@@ -164,10 +164,10 @@ def torchtitan(name: str, root: Path, is_trained_otherwise: bool) -> Check:
     mine, clean = (losses(trace(root, n)) for n in (name, zoo.name_of(fault)))
     checks = []
     for close in (False, True):
-        told = losses_differ(mine, alone(root, fault), close)
+        difference = losses_differ(mine, alone(root, fault), close)
         twin = losses_differ(clean, alone(root, fault), close) if has_twin(fault) else ""
-        outcome, other = ("FAIL" if differs else "PASS" for differs in (told, twin))
-        checks.append(Check(outcome, other, told, in_scope=is_trained_otherwise))
+        outcome, other = ("FAIL" if differs else "PASS" for differs in (difference, twin))
+        checks.append(Check(outcome, other, difference, in_scope=is_trained_otherwise))
     return best(checks)
 
 
@@ -188,7 +188,7 @@ def trained_otherwise(name: str, root: Path) -> bool:
 # TrainParity ------------------------------------------------------------------------------------------------------
 
 
-def trainparity(name: str, roots: Mapping[str, Path], resumed: Mapping[str, Told]) -> Check:
+def trainparity(name: str, roots: Mapping[str, Path], resumed: Mapping[str, Outcome]) -> Check:
     """Its checks, and the one of them that tells most.
 
     Args:
@@ -201,11 +201,13 @@ def trainparity(name: str, roots: Mapping[str, Path], resumed: Mapping[str, Told
     size = len(TASKS[fault.task]().data())
     mine, clean, single = (trace(roots["fp64"], n) for n in (name, twin, f"single {fault.task}"))
 
-    def audited(run: str) -> Told:
+    def audited(run: str) -> Outcome:
         return cases.audited(mine if run == name else clean, single, size)
 
-    def check(title: str, says: Callable[[str], Told], in_scope: bool) -> Check:
-        return judged(title, says(name), says(twin) if has_twin(fault) else Told("PASS"), fault, in_scope)
+    def check(title: str, verdict_of: Callable[[str], Outcome], in_scope: bool) -> Check:
+        return judged(
+            title, verdict_of(name), verdict_of(twin) if has_twin(fault) else Outcome("PASS"), fault, in_scope
+        )
 
     checks = [
         check("sample ids", audited, cases.ids(mine, size) != cases.ids(clean, size)),
@@ -220,19 +222,19 @@ def beyond(name: str, root: Path, is_trained_otherwise: bool) -> Check:
     """What it would say if its resume check were told that one process is the whole run, and two are the resumed."""
     fault = FAULTS[name]
     single = trace(root, f"single {fault.task}")
-    clean = cases.across(trace(root, zoo.name_of(fault)), single) if has_twin(fault) else Told("PASS")
+    clean = cases.across(trace(root, zoo.name_of(fault)), single) if has_twin(fault) else Outcome("PASS")
     return judged("at the end", cases.across(trace(root, name), single), clean, fault, is_trained_otherwise)
 
 
-def judged(title: str, told: Told, clean: Told, fault: Fault, in_scope: bool) -> Check:
+def judged(title: str, verdict: Outcome, clean: Outcome, fault: Fault, in_scope: bool) -> Check:
     """What a check of TrainParity comes to."""
-    what = next((key for key in POINTED if told.first.startswith(key)), "")
-    named = any(words in fault.named for words in POINTED.get(what, ()))
-    shown = told.first.partition("[")[0] or told.outcome
-    return Check(told.outcome, clean.outcome, f"{title}: {shown}", named, in_scope)
+    pointer = next((key for key in POINTED if verdict.first.startswith(key)), "")
+    named = any(words in fault.named for words in POINTED.get(pointer, ()))
+    shown = verdict.first.partition("[")[0] or verdict.outcome
+    return Check(verdict.outcome, clean.outcome, f"{title}: {shown}", named, in_scope)
 
 
-def resumes(roots: Mapping[str, Path]) -> dict[str, Told]:
+def resumes(roots: Mapping[str, Path]) -> dict[str, Outcome]:
     """What TrainParity's resume check says of every run; it mostly waits for processes that import torch."""
     names = [*zoo.CLEAN, *FAULTS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -242,7 +244,7 @@ def resumes(roots: Mapping[str, Path]) -> dict[str, Told]:
 # runs -------------------------------------------------------------------------------------------------------------
 
 
-def run(place: ProcessInfo, group: Communicator, names: list[str], root: Path, mode: str) -> None:
+def run(process: ProcessInfo, group: Communicator, names: list[str], root: Path, mode: str) -> None:
     """Record the runs of one mode, as the zoo does."""
     how = MODES[mode]
     proof = zoo.PROOF.model_copy(update={"steps": how.steps})
@@ -251,9 +253,9 @@ def run(place: ProcessInfo, group: Communicator, names: list[str], root: Path, m
         if how.resumed is not None:
             fault = replace(fault, resumed=max(1, fault.resumed) if how.resumed else 0)
         single = Case(name, 1, {"micro_batch": 2}, how.precision)
-        case = zoo.case_of(name, fault, how.precision) if place.world_size > 1 else single
+        case = zoo.case_of(name, fault, how.precision) if process.world_size > 1 else single
         with without_guards(), fault.made():
-            case_recorder.record_case(TASKS[fault.task](), zoo.configured(case), place, group, case, proof, root)
+            case_recorder.record_case(TASKS[fault.task](), zoo.configured(case), process, group, case, proof, root)
 
 
 @contextmanager
@@ -302,19 +304,21 @@ def alarms(roots: Mapping[str, Path]) -> str:
     """How many clean twins torchtitan's rule takes for wrong when they run longer, and what the looser one sees."""
     exact, loose = (where_twins_differ(roots["long"], close) for close in (False, True))
     steps = f", from step {min(exact)} on" if exact else ""
-    told = [losses_differ(losses(trace(roots["fp32"], n)), alone(roots["fp32"], f), True) for n, f in FAULTS.items()]
+    differences = [
+        losses_differ(losses(trace(roots["fp32"], n)), alone(roots["fp32"], f), True) for n, f in FAULTS.items()
+    ]
     return (
         f"Over {MODES['long'].steps} steps in fp32, torchtitan's rule of equality fails on {len(exact)} of the "
         f"{len(zoo.CLEAN)} clean twins{steps}, and the looser one on {len(loose)}; alone, the looser one sees "
-        f"{sum(map(bool, told))} faults in fp32."
+        f"{sum(map(bool, differences))} faults in fp32."
     )
 
 
 def where_twins_differ(root: Path, close: bool) -> list[int]:
     """The first step of each clean twin whose loss is not that of one process by torchtitan's rule."""
     pairs = [(losses(trace(root, name)), alone(root, fault)) for name, fault in zoo.CLEAN.items()]
-    told = [losses_differ(*pair, close) for pair in pairs]
-    return [int(step.removeprefix("step ")) for step in told if step]
+    differences = [losses_differ(*pair, close) for pair in pairs]
+    return [int(step.removeprefix("step ")) for step in differences if step]
 
 
 def alone(root: Path, fault: Fault) -> list[float]:
@@ -325,7 +329,7 @@ def alone(root: Path, fault: Fault) -> list[float]:
 def cell(check: Check | None) -> str:
     if check is None:
         return ABSENT
-    return f"{check.entry} ({check.told})" if check.told and check.fault != "PASS" else check.entry
+    return f"{check.entry} ({check.detail})" if check.detail and check.fault != "PASS" else check.entry
 
 
 def summary(checks: Sequence[Check | None]) -> str:
@@ -347,12 +351,12 @@ def is_installed() -> bool:
 def compared(root: Path) -> str:
     """Run everything; returns the table."""
     with tempfile.TemporaryDirectory() as folder:
-        found = zoo.verdicts(Path(folder))
+        verdicts = zoo.verdicts(Path(folder))
     roots = recorded(root)
     resumed = resumes(roots) if is_installed() else {}
     changed = {name: trained_otherwise(name, roots["fp64"]) for name in FAULTS}
     columns: dict[str, dict[str, Check | None]] = {
-        "Unisono": {name: unisono(name, found) for name in FAULTS},
+        "Unisono": {name: unisono(name, verdicts) for name in FAULTS},
         "TrainParity": {name: trainparity(name, roots, resumed) if resumed else None for name in FAULTS},
     }
     if is_installed():
@@ -373,10 +377,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = arguments.runs or Path(folder)
         runs.mkdir(exist_ok=True)
-        made = compared(runs)
-    print(made)
+        text = compared(runs)
+    print(text)
     if arguments.write:
-        page.put("proof_peers", made, "docs/proof.md")
+        page.put("proof_peers", text, "docs/proof.md")
 
 
 if __name__ == "__main__":

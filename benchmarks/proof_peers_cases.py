@@ -37,7 +37,7 @@ PARTS = 4  # micro-batches that its accumulation check splits a batch into
 
 
 @dataclass(frozen=True)
-class Told:
+class Outcome:
     """What one check says of one run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Resume:
         return {**_end_of(trace), "data": data}
 
 
-def resumed(name: str, roots: Mapping[str, Path]) -> Told:
+def resumed(name: str, roots: Mapping[str, Path]) -> Outcome:
     """The resume check of one run."""
     from trainparity import check_resume
 
@@ -86,10 +86,10 @@ def resumed(name: str, roots: Mapping[str, Path]) -> Told:
     }
     result = check_resume(f"{__name__}:{Resume.__name__}", cwd=ROOT, environment=phases)
     pointed = result.primary_difference.path if result.primary_difference else result.message
-    return _told(result.outcome, pointed)
+    return _outcome(result.outcome, pointed)
 
 
-def across(mine: Trace, reference: Trace) -> Told:
+def across(mine: Trace, reference: Trace) -> Outcome:
     """What its resume check would find between the ends of two runs, which need not have the same layout.
 
     Its docs do not offer this, but its interface would take it: the commands of a case may start anything.
@@ -104,8 +104,8 @@ def across(mine: Trace, reference: Trace) -> Told:
         data = {"rows": [step.rows for step in steps], "learning_rate": rates}
         return Snapshot(None, FullValueBackend().freeze({**_end_of(trace), "data": data}))
 
-    found = ToleranceComparison(rtol=1e-6, atol=1e-12).compare_all(snapshot(reference), snapshot(mine))
-    return Told("FAIL", found[0].path) if found else Told("PASS")
+    comparison = ToleranceComparison(rtol=1e-6, atol=1e-12).compare_all(snapshot(reference), snapshot(mine))
+    return Outcome("FAIL", comparison[0].path) if comparison else Outcome("PASS")
 
 
 def _end_of(trace: Trace) -> dict[str, Any]:
@@ -133,8 +133,8 @@ class Accumulation:
         self.rows = rows_of(self.fault)
         torch.manual_seed(seed)
         model = named_once(self.task.build().double().to(device))
-        self.made = self.fault.made()  # kept: it ends with the process
-        self.made.__enter__()
+        self.fault_context = self.fault.made()  # kept: it ends with the process
+        self.fault_context.__enter__()
         return TrainingState(
             model, optimizers.build_optimizer(zoo.configured(zoo.case_of("", self.fault)).optim, model)
         )
@@ -164,7 +164,7 @@ class Accumulation:
 
 
 @cache
-def accumulated(name: str) -> Told:
+def accumulated(name: str) -> Outcome:
     """The accumulation check of one run's task."""
     from trainparity import ToleranceComparison, check_accumulation
     from trainparity.api import AccumulationExecutionPlan
@@ -176,7 +176,7 @@ def accumulated(name: str) -> Told:
         cwd=ROOT,
         environment={RUN: name},
     )
-    return _told(result.outcome, result.first_observed_phase or result.message)
+    return _outcome(result.outcome, result.first_observed_phase or result.message)
 
 
 def is_reached(name: str) -> bool:
@@ -205,7 +205,7 @@ def is_reached(name: str) -> bool:
         except Exception:  # TrainParity will say what it makes of it
             used.append(True)
         finally:
-            case.made.__exit__(None, None, None)
+            case.fault_context.__exit__(None, None, None)
     return any(used) or not used
 
 
@@ -235,7 +235,7 @@ def named_once(model: nn.Module) -> nn.Module:
 # sample ids -------------------------------------------------------------------------------------------------------
 
 
-def audited(mine: Trace, reference: Trace, size: int) -> Told:
+def audited(mine: Trace, reference: Trace, size: int) -> Outcome:
     """The audits of sample ids: every row that one process consumed exactly once, and no row on two ranks.
 
     An id is a row in an epoch, by its place in the run, since a row comes again in the next epoch.
@@ -247,13 +247,13 @@ def audited(mine: Trace, reference: Trace, size: int) -> Told:
     """
     from trainparity.api import ExactlyOnce, NoCrossRankOverlap, SampleObservation, audit_sample_coverage
 
-    seen = [SampleObservation(name, rank, 0, place) for place, (rank, name) in enumerate(ids(mine, size))]
+    seen = [SampleObservation(name, rank, 0, position) for position, (rank, name) in enumerate(ids(mine, size))]
     expected = [name for _, name in ids(reference, size)]
     for policy in (NoCrossRankOverlap(), ExactlyOnce(expected)):
         result = audit_sample_coverage(seen, policy)
         if str(result.outcome) != "PASS":
-            return _told(result.outcome, result.first_violation.kind if result.first_violation else result.message)
-    return Told("PASS")
+            return _outcome(result.outcome, result.first_violation.kind if result.first_violation else result.message)
+    return Outcome("PASS")
 
 
 def ids(trace: Trace, size: int) -> list[tuple[int, str]]:
@@ -262,12 +262,12 @@ def ids(trace: Trace, size: int) -> list[tuple[int, str]]:
     for number, step in enumerate(trace.facts.steps):
         consumed = [(rank, row) for rank, rows in enumerate(step.by_rank) for row in rows]
         first = number * zoo.PROOF.global_batch
-        result += [(rank, f"{(first + place) // size}:{row}") for place, (rank, row) in enumerate(consumed)]
+        result += [(rank, f"{(first + position) // size}:{row}") for position, (rank, row) in enumerate(consumed)]
     return result
 
 
-def _told(outcome: Any, first: str) -> Told:
-    return Told(str(outcome), "" if str(outcome) == "PASS" else first)
+def _outcome(outcome: Any, first: str) -> Outcome:
+    return Outcome(str(outcome), "" if str(outcome) == "PASS" else first)
 
 
 def _rows(batch: Mapping[str, torch.Tensor]) -> int:

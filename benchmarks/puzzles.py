@@ -60,18 +60,18 @@ def learning(engines: list[str], seeds: list[int], variants: list[str], steps: i
     """A line per run, and mean and spread over seeds."""
     for engine in engines:
         for variant in variants:
-            found = []
+            results = []
             for seed in seeds:
-                told = trained(engine, steps, [f"run.seed={seed}", *VARIANTS[variant], *words])
-                found.append(told["ema/exact"])
+                figures = trained(engine, steps, [f"run.seed={seed}", *VARIANTS[variant], *words])
+                results.append(figures["ema/exact"])
                 print(
-                    f"{engine}, {variant}, seed {seed}: exact {told['exact']:.3f}, of the average "
-                    f"{told['ema/exact']:.3f}, with halting {told['ema/halting/exact']:.3f} after "
-                    f"{told['ema/halting/steps']:.1f} steps; {told['processor']:.0f} s of processor",
+                    f"{engine}, {variant}, seed {seed}: exact {figures['exact']:.3f}, of the average "
+                    f"{figures['ema/exact']:.3f}, with halting {figures['ema/halting/exact']:.3f} after "
+                    f"{figures['ema/halting/steps']:.1f} steps; {figures['processor']:.0f} s of processor",
                     flush=True,
                 )
-            spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
-            print(f"{engine}, {variant}: {statistics.mean(found):.3f}{spread}", flush=True)
+            spread = f" ± {statistics.stdev(results):.3f}" if len(results) > 1 else ""
+            print(f"{engine}, {variant}: {statistics.mean(results):.3f}{spread}", flush=True)
 
 
 def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
@@ -84,8 +84,8 @@ def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text("utf-8").splitlines()]
     last: dict[str, float] = [line for line in lines if line.get("eval")][-1]
-    taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {**last, "processor": taken}
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**last, "processor": cpu_seconds}
 
 
 # steps ----------------------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ def task_of(engine: str, side: int, rows: int, model: dict[str, Any]) -> Any:
 
     many = {4: (6, 8), 6: (10, 14), 9: (30, 34)}[side]
     data = settings.EmbeddedData(kind="embedded", side=side, puzzles=4 * rows, held_out=1, clues=many)  # type: ignore[arg-type]
-    made = find_task("puzzles", engine)(settings.PuzzlesConfig(), model=settings.Model(**model), data=data)
-    made.setup()
-    return made
+    task = find_task("puzzles", engine)(settings.PuzzlesConfig(), model=settings.Model(**model), data=data)
+    task.setup()
+    return task
 
 
 def batches(task: Any, rows: int) -> Iterator[dict[str, Any]]:
@@ -108,8 +108,8 @@ def batches(task: Any, rows: int) -> Iterator[dict[str, Any]]:
 
     source, at = task.data(), 0
     while True:
-        taken = [source[(at + row) % len(source)] for row in range(rows)]
-        samples = [task.sample(one, SampleContext(generator("bench", at, row), True)) for row, one in enumerate(taken)]
+        chosen = [source[(at + row) % len(source)] for row in range(rows)]
+        samples = [task.sample(one, SampleContext(generator("bench", at, row), True)) for row, one in enumerate(chosen)]
         at += rows
         yield task.collate(samples)
 
@@ -239,9 +239,9 @@ def of_engine(
     engine = create_engine(EngineJob(task, config, ProcessInfo(), SingleProcess(), split))
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
-        for step, taken in enumerate(engine.incoming(loader.steps())):
+        for step, batches in enumerate(engine.incoming(loader.steps())):
             yield clocks()
-            engine.step(taken, step, scalars(step))
+            engine.step(batches, step, scalars(step))
         yield clocks()
     finally:
         loader.close()
@@ -263,13 +263,13 @@ def one_contender(name: str, side: int, rows: int, steps: int, model: dict[str, 
     else:
         every = list((matrix_products if name == PRODUCTS else published)(task, rows, steps, precision))
     measured = every[WARM:]
-    told = {
+    result = {
         "wall": [after[0] - before[0] for before, after in pairwise(measured)],
         "processor": [after[1] - before[1] for before, after in pairwise(measured)],
         "until": every[1][0] - began,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 def step_times(
@@ -278,29 +278,29 @@ def step_times(
     """Medians of all contenders in turns, a process for each turn."""
     from unisono.recipes.puzzles.model.shape import step_flops
 
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name in contenders:
             words = ["--contenders", name, "--side", side, "--rows", rows, "--steps", steps, "--width", width]
             words += ["--precision", precision]
             command = [sys.executable, "-m", "benchmarks.puzzles", "contender", *map(str, words)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            results[name].append(json.loads(done.stdout.splitlines()[-1]))
     task = task_of("torch", side, rows, model_of(width))
     config = task.model_config
     flops = rows * step_flops(task.kinds["sudoku"], config, config.h_cycles, config.l_cycles)
 
-    def middle(name: str, what: str) -> float:
-        return statistics.median([value for one in found[name] for value in one[what]])
+    def middle(name: str, quantity: str) -> float:
+        return statistics.median([value for one in results[name] for value in one[quantity]])
 
     print(
         "| | processor ms a step | ms a step | times as fast (processor) | GFLOP/s of processor | s to the second step "
         "| peak MB |\n|---|---|---|---|---|---|---|"
     )
-    for name, turns in found.items():
+    for name, turns in results.items():
         processor = middle(name, "processor")
         ratio = middle(contenders[0], "processor") / processor
-        until, peak = (statistics.median([one[what] for one in turns]) for what in ("until", "peak"))
+        until, peak = (statistics.median([one[figure] for one in turns]) for figure in ("until", "peak"))
         print(
             f"| {name} | {processor * 1e3:.0f} | {middle(name, 'wall') * 1e3:.0f} | {ratio:.2f} | "
             f"{flops / processor / 1e9:.1f} | {until:.0f} | {peak:.0f} |",
@@ -332,7 +332,7 @@ def attention(repeats: int) -> None:
     )
     for format_, rows in ((sudoku_format(9), 16), (maze_format(30, 30), 2)):
         kinds = {"puzzle": Kind(format_, 1)}
-        made: dict[str, tuple[Callable[[], None], Model]] = {}
+        contenders: dict[str, tuple[Callable[[], None], Model]] = {}
         kept: dict[str, int] = {}
         for mixer in ("attention", "sparse"):
             model = Model(mixer=mixer)  # type: ignore[arg-type]
@@ -351,16 +351,16 @@ def attention(repeats: int) -> None:
                 kept[mixer] = sum(sizes.values())
                 out.sum().backward()
 
-            made[mixer] = once, model
-        times: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in made}
+            contenders[mixer] = once, model
+        times: dict[str, list[tuple[float, float]]] = {mixer: [] for mixer in contenders}
         for number in range(repeats + 1):
-            for mixer, (once, _) in made.items():
+            for mixer, (once, _) in contenders.items():
                 began = clocks()
                 once()
                 if number:
                     ended = clocks()
                     times[mixer].append((ended[1] - began[1], ended[0] - began[0]))
-        for mixer, (_, model) in made.items():
+        for mixer, (_, model) in contenders.items():
             flops = net_flops(kinds["puzzle"], model) * rows / 1e9
             name = "dense" if mixer == "attention" else mixer
             processor, wall = (statistics.median(values) * 1e3 for values in zip(*times[mixer], strict=True))
@@ -408,17 +408,17 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="the published loop's is bf16")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("words", nargs="*", default=[], help="settings of the runs, key=value")
-    given = parser.parse_args()
-    if given.part == "learning":
-        learning(given.engines, given.seeds, given.variants, given.steps or 1000, given.words)
-    elif given.part == "steps":
-        sizes = given.side, given.rows, given.steps or 20, given.repeats, given.width
-        step_times(given.contenders, *sizes, given.precision)
-    elif given.part == "contender":
-        sizes = given.side, given.rows, given.steps or 20
-        one_contender(given.contenders[0], *sizes, model_of(given.width), given.precision)
-    elif given.part == "attention":
-        attention(given.repeats)
+    arguments = parser.parse_args()
+    if arguments.part == "learning":
+        learning(arguments.engines, arguments.seeds, arguments.variants, arguments.steps or 1000, arguments.words)
+    elif arguments.part == "steps":
+        sizes = arguments.side, arguments.rows, arguments.steps or 20, arguments.repeats, arguments.width
+        step_times(arguments.contenders, *sizes, arguments.precision)
+    elif arguments.part == "contender":
+        sizes = arguments.side, arguments.rows, arguments.steps or 20
+        one_contender(arguments.contenders[0], *sizes, model_of(arguments.width), arguments.precision)
+    elif arguments.part == "attention":
+        attention(arguments.repeats)
     else:
         needed()
 

@@ -125,10 +125,10 @@ class _Slept(Task):
 class Recordings(_Slept):
     """Recordings by URL; the mean of each."""
 
-    place = ""
+    location = ""
 
     def data(self) -> Any:
-        return open_recordings(self.place)
+        return open_recordings(self.location)
 
     def sample(self, record: Any, context: Any) -> Any:
         return {"value": np.array([audio.decode(record["audio"]).samples.mean()], dtype=np.float32)}
@@ -137,10 +137,10 @@ class Recordings(_Slept):
 class Tokens(_Slept):
     """Rows of Parquet by URL; the mean of each."""
 
-    place = ""
+    location = ""
 
     def data(self) -> Any:
-        return unisono.open_source(self.place, "tokens")
+        return unisono.open_source(self.location, "tokens")
 
     def sample(self, record: Any, context: Any) -> Any:
         return {"value": np.array([np.asarray(record).mean() / 1e4], dtype=np.float32)}
@@ -158,22 +158,22 @@ def write(folder: Path) -> None:
     pq.write_table(pa.table({"tokens": tokens}), folder / "rows.parquet", row_group_size=ROW_GROUP)
 
 
-def places(folder: Path, url: str) -> None:
+def set_locations(folder: Path, url: str) -> None:
     """Tell the tasks where their rows are."""
     with (folder / "metadata.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["file"], *([f"{url}/{number % 64}.wav"] for number in range(ROWS))])
-    Recordings.place, Tokens.place = str(folder / "metadata.csv"), f"{url}/rows.parquet"
+    Recordings.location, Tokens.location = str(folder / "metadata.csv"), f"{url}/rows.parquet"
 
 
 def measure(task: type[Task], words: list[str], steps: int, folder: Path) -> dict[str, float]:
     """Milliseconds of a step, and the share of it that waits for data."""
-    given = [
+    request = [
         "optim=sgd", "optim.lr=0.0", f"train.steps={steps}", "train.global_batch=8", f"run.dir={folder}",
         f"run.name=run-{time.monotonic_ns()}", "eval.every=null", f"checkpoint.every={steps}", "observe.trackers=[]",
         "observe.progress=false", "layout.threads=1",
     ]  # fmt: skip
     blocks = ["data.shuffle=blocks"] if task is Tokens else []
-    result = unisono.train(task, [*given, *blocks, *words])
+    result = unisono.train(task, [*request, *blocks, *words])
     lines = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
     late = [line for line in lines if "data_wait" in line and line["step"] > WARM_UP]
     seconds = sum(line["seconds"] for line in late)
@@ -193,25 +193,25 @@ def main() -> None:
     if words.serve:
         serve(words.serve, words.latency)
         return
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder)
         with serving(folder, words.latency) as url:
-            places(folder, url)
+            set_locations(folder, url)
             for number in range(words.rounds):
                 for task in (Recordings, Tokens):
-                    for setting, given in SETTINGS.items():
-                        row = measure(task, given, words.steps, folder / "runs")
-                        found.setdefault((setting, task.__name__), []).append(row)
+                    for setting, options in SETTINGS.items():
+                        row = measure(task, options, words.steps, folder / "runs")
+                        results.setdefault((setting, task.__name__), []).append(row)
                         print(f"  {number + 1} {task.__name__}, {setting}: {row}", flush=True)
     print("| | recordings: ms a step | waits | tokens: ms a step | waits |\n|---|---|---|---|---|")
     for setting in SETTINGS:
         cells = [setting]
         for kind in ("Recordings", "Tokens"):
-            runs = found[setting, kind]
-            taken = sorted(run["ms"] for run in runs)
-            cells.append(f"{statistics.median(taken):.0f} ({taken[0]:.0f} to {taken[-1]:.0f})")
+            runs = results[setting, kind]
+            times = sorted(run["ms"] for run in runs)
+            cells.append(f"{statistics.median(times):.0f} ({times[0]:.0f} to {times[-1]:.0f})")
             cells.append(f"{100 * statistics.median(run['wait'] for run in runs):.0f} %")
         print("| " + " | ".join(cells) + " |")
     print(

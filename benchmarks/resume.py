@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import loaders, page
 
-PLACES = (0, 10, 50, 90)
+PERCENTS = (0, 10, 50, 90)
 STEPS = loaders.ROWS // loaders.BATCH
 
 
@@ -103,13 +103,13 @@ CONTENDERS: dict[str, tuple[str, Callable[[], tuple[Callable[..., Any], Callable
 }
 
 
-def one(name: str, folder: Path, place: int, state: Path) -> float | None:
+def one(name: str, folder: Path, percent: int, state: Path) -> float | None:
     """Keep the state, or go on from it if there is one; in this process."""
     keep, go_on = CONTENDERS[name][1]()
-    if place and not state.exists():
-        state.write_bytes(pickle.dumps(keep(folder, STEPS * place // 100)))
+    if percent and not state.exists():
+        state.write_bytes(pickle.dumps(keep(folder, STEPS * percent // 100)))
         return None
-    known = pickle.loads(state.read_bytes()) if place else None
+    known = pickle.loads(state.read_bytes()) if percent else None
     for package in ("torch", "datasets", "torchdata.stateful_dataloader", "grain", "unisono.data.loading.loader"):
         if package.split(".")[0] == CONTENDERS[name][0] or (package == "torch" and "Unisono" not in name):
             __import__(package)
@@ -117,21 +117,23 @@ def one(name: str, folder: Path, place: int, state: Path) -> float | None:
 
     began = time.perf_counter()
     batch = go_on(folder, known)
-    taken = time.perf_counter() - began
+    seconds = time.perf_counter() - began
     assert np.asarray(batch["inputs"]).shape == (loaders.BATCH, loaders.LENGTH)
-    return taken
+    return seconds
 
 
-def table(found: dict[str, dict[int, list[float]]], failed: dict[tuple[str, int], str]) -> list[str]:
+def table(results: dict[str, dict[int, list[float]]], failed: dict[tuple[str, int], str]) -> list[str]:
     """The lines of the page."""
     lines = [
-        "| seconds to the first batch | " + " | ".join(f"at {place} %" for place in PLACES) + " |",
+        "| seconds to the first batch | " + " | ".join(f"at {percent} %" for percent in PERCENTS) + " |",
         "|---" * 5 + "|",
     ]
-    for name, places in found.items():
+    for name, places in results.items():
         cells = [
-            f"fails: {failed[name, place]}" if (name, place) in failed else f"{statistics.median(places[place]):.3f}"
-            for place in PLACES
+            f"fails: {failed[name, percent]}"
+            if (name, percent) in failed
+            else f"{statistics.median(places[percent]):.3f}"
+            for percent in PERCENTS
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
@@ -144,38 +146,49 @@ def main() -> None:
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        name, folder, place, state = arguments.one
-        print("RESULT", one(name, Path(folder), int(place), Path(state)), flush=True)
+        name, folder, percent, state = arguments.one
+        print("RESULT", one(name, Path(folder), int(percent), Path(state)), flush=True)
         os._exit(0)
     names = [name for name, (package, _) in CONTENDERS.items() if loaders.installed(package)]
-    found: dict[str, dict[int, list[float]]] = {name: {place: [] for place in PLACES} for name in names}
+    results: dict[str, dict[int, list[float]]] = {name: {percent: [] for percent in PERCENTS} for name in names}
     failed: dict[tuple[str, int], str] = {}
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
         loaders.generate(folder)
         for number in range(-1, arguments.rounds):  # before the first round, states are kept
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                for place in PLACES if number >= 0 else PLACES[1:]:
-                    state = folder / f"{names.index(name)}-{place}.pickle"
-                    asked = [sys.executable, "-m", "benchmarks.resume", "--one", name, made, str(place), str(state)]
+                for percent in PERCENTS if number >= 0 else PERCENTS[1:]:
+                    state = folder / f"{names.index(name)}-{percent}.pickle"
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.resume",
+                        "--one",
+                        name,
+                        directory,
+                        str(percent),
+                        str(state),
+                    ]
                     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-                    done = subprocess.run(asked, capture_output=True, text=True, env=variables)
+                    done = subprocess.run(command, capture_output=True, text=True, env=variables)
                     lines = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
                     if not lines:  # a loader that cannot go on from its own state is a finding
-                        print(f"{name}, {place}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}", flush=True)
-                        failed[name, place] = (done.stderr.strip().splitlines() or [f"{done.returncode}"])[-1].split(
+                        print(
+                            f"{name}, {percent}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}", flush=True
+                        )
+                        failed[name, percent] = (done.stderr.strip().splitlines() or [f"{done.returncode}"])[-1].split(
                             ":"
                         )[0]
                     elif number >= 0:
-                        found[name][place].append(float(lines[0]))
-                        print(f"  {number + 1} {name} at {place} %: {float(lines[0]):.3f} s", flush=True)
+                        results[name][percent].append(float(lines[0]))
+                        print(f"  {number + 1} {name} at {percent} %: {float(lines[0]):.3f} s", flush=True)
     from benchmarks.loader import versions
 
     about = (
         f"{arguments.rounds} rounds; an epoch of {STEPS} batches of {loaders.BATCH} rows, {loaders.WORKERS} workers; "
         f"{versions()}; {platform.machine()}, {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}."
     )
-    text = "\n".join([*table(found, failed), "", about])
+    text = "\n".join([*table(results, failed), "", about])
     print(f"\n{text}")
     if arguments.write:
         page.put("resume", text)

@@ -46,12 +46,12 @@ def table(traces: dict[Case, Trace]) -> str:
         strategies.setdefault(layout.split(" m")[0], []).append(layout)
     for name, layouts in strategies.items():
         for precision in matrix.TOLERANCE:
-            found = [
+            differences_found = [
                 differences(traces[case], traces[case.reference])
                 for case in traces
                 if case.layout in layouts and case.precision == precision and case.reference != case
             ]
-            worst = [max(f[kind] for f in found) for kind in KINDS]
+            worst = [max(f[kind] for f in differences_found) for kind in KINDS]
             shown = "one process, other micro-batches" if name == "single" else name
             lines.append(f"| {shown} | {precision} | " + " | ".join(f"{value:.0e}" for value in worst) + " |")
     return "\n".join(lines) + "\n"
@@ -71,8 +71,8 @@ def jax_table() -> str:
             others = [case for case in cases if case.kind == kind and case.reference != case]
             if not others:  # one device draws dropout by its micro-batches, so it equals itself alone
                 continue
-            found = [differences(traces[case], traces[case.reference]) for case in others]
-            worst = [max(f[name] for f in found) for name in KINDS]
+            worst_of_cases = [differences(traces[case], traces[case.reference]) for case in others]
+            worst = [max(f[name] for f in worst_of_cases) for name in KINDS]
             shown = "one device, other micro-batches" if kind == "single" else kind
             lines.append(f"| {shown} | {model} | {precision} | " + " | ".join(f"{w:.0e}" for w in worst) + " |")
             print(lines[-1], flush=True)
@@ -85,13 +85,13 @@ def main() -> None:
     parser.add_argument("--jax", action="store_true", help="the runs of the JAX engine")
     arguments = parser.parse_args()
     if arguments.jax:
-        made = jax_table()
+        text = jax_table()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            made = table(matrix.run(Path(folder), CASES))
-    print(made)
+            text = table(matrix.run(Path(folder), CASES))
+    print(text)
     if arguments.write and not arguments.jax:
-        page.put("same_run", made, "README.md")
+        page.put("same_run", text, "README.md")
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ LARGE = 10**13  # rows
 
 def orders() -> dict[str, Callable[[Any], Any]]:
     sources = Joined({"web": range(LARGE), "code": range(10**9), "books": range(10**6)})
-    asked = settings.Mixture(weights={"web": 0.7, "code": 0.25, "books": 0.05})
+    mixture = settings.Mixture(weights={"web": 0.7, "code": 0.25, "books": 0.05})
     streams = [Order(len(source), number) for number, source in enumerate(sources.sources.values())]
     lanes, block = Lanes(64, BATCH // 64), np.full(100_000, 1000)
     return {
         "one source of 10¹³ rows": Order(LARGE, 0),
         "mixture of three sources, blocks of 1000": MixtureOrder.from_config(
-            asked, sources, streams, 0, BATCH, SINGLE_LANE
+            mixture, sources, streams, 0, BATCH, SINGLE_LANE
         ),
         "100,000 blocks of 1000 rows, 64 lanes, window 8": BlockOrder(block, 0, 8, lanes),
     }
@@ -66,17 +66,19 @@ def memory(act: Callable[[], Any]) -> float:
 def measure(rounds: int) -> list[str]:
     """The lines of the page."""
     positions = np.arange(BATCH)
-    asked = {begin: orders() for begin in FROM}  # each distance with orders of its own
-    names = list(asked[0])
+    orders_by_distance = {begin: orders() for begin in FROM}  # each distance with orders of its own
+    names = list(orders_by_distance[0])
     first = {
-        (name, begin): milliseconds(partial(asked[begin][name], begin + positions)) for name in names for begin in FROM
+        (name, begin): milliseconds(partial(orders_by_distance[begin][name], begin + positions))
+        for name in names
+        for begin in FROM
     }
     seen: dict[tuple[str, int], list[float]] = {where: [] for where in first}
     for number in range(1, rounds + 1):
         for name in names:
             for begin in FROM:
                 here = begin + 4096 * number * BATCH + positions
-                seen[name, begin].append(milliseconds(partial(asked[begin][name], here)))
+                seen[name, begin].append(milliseconds(partial(orders_by_distance[begin][name], here)))
     head = ["", *(f"from {begin:,}" for begin in FROM), "the first of an epoch", "memory, kB"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in names:

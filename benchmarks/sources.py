@@ -129,14 +129,14 @@ def measure(folder: Path, name: str, contender: str, count: int, number: int) ->
     if row:
         order = np.random.default_rng(number).permutation(count)[:RANDOM].tolist()
         began = time.perf_counter()
-        for place in order:
-            row(place)
+        for position in order:
+            row(position)
         seen["random"] = len(order) / (time.perf_counter() - began)
     if contender == "Unisono":
         source = ours(folder, name)
         source.keep_blocks(WINDOW)
         began = time.perf_counter()
-        read = sum(1 for place in windows(source, number) if source[place] is not None)
+        read = sum(1 for position in windows(source, number) if source[position] is not None)
         seen["windows"] = read / (time.perf_counter() - began)
         assert read == count
     began = time.perf_counter()
@@ -146,14 +146,14 @@ def measure(folder: Path, name: str, contender: str, count: int, number: int) ->
     return seen
 
 
-def table(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[str]:
+def table(results: dict[tuple[str, str], list[dict[str, float]]]) -> list[str]:
     """The lines of the page."""
     head = ("format", "", "open, ms", "by number, rows/s", f"windows of {WINDOW} blocks, rows/s", "in order, rows/s")
     lines = ["".join(f"| {title} " for title in head) + "|", "|---" * len(head) + "|"]
-    for (name, contender), runs in found.items():
+    for (name, contender), runs in results.items():
         cells = [name, contender, f"{1e3 * statistics.median(run['open'] for run in runs):,.0f}"]
-        for what in ("random", "windows", "sequential"):
-            rates = [run[what] for run in runs if what in run]
+        for access in ("random", "windows", "sequential"):
+            rates = [run[access] for run in runs if access in run]
             cells.append(f"{statistics.median(rates):,.0f}" if rates else "–")
         lines.append("".join(f"| {cell} " for cell in cells) + "|")
     return lines
@@ -171,7 +171,7 @@ def main() -> None:
     import pyarrow as pa
 
     datasets.disable_progress_bars()
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["UNISONO_CACHE"] = str(folder / "cache")
@@ -180,7 +180,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             for form, contender in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
                 seen = measure(folder, form, contender, arguments.rows, number)
-                found.setdefault((form, contender), []).append(seen)
+                results.setdefault((form, contender), []).append(seen)
             print(f"round {number + 1} of {arguments.rounds}", flush=True)
         size = sum(path.stat().st_size for path in (folder / "Arrow file").iterdir()) / 1e6
     about = (
@@ -188,7 +188,7 @@ def main() -> None:
         f"{version('datasets')}, pyarrow {pa.__version__}; {platform.machine()}, {os.cpu_count()} cores; "
         f"{time.strftime('%Y-%m-%d')}."
     )
-    text = "\n".join([*table({pair: found[pair] for pair in pairs}), "", about])
+    text = "\n".join([*table({pair: results[pair] for pair in pairs}), "", about])
     print(f"\n{text}")
     if arguments.write:
         page.put("sources", text)

@@ -43,59 +43,60 @@ def model_settings() -> dict[str, Any]:
     return settings
 
 
-def before(folder: Path, given: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
+def before(folder: Path, arguments: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
     """What each process of the reconstruction has counted."""
-    asked = {
-        "model": model_settings(), "data": {"path": str(given.data.resolve()), "codec": {"kind": "kmeans", **CODEC}},
-        "variant": variant, "micro_batch": given.micro_batch, "accumulate": given.accumulate, "steps": given.steps,
-        "out": str(folder),
+    request = {
+        "model": model_settings(),
+        "data": {"path": str(arguments.data.resolve()), "codec": {"kind": "kmeans", **CODEC}},
+        "variant": variant, "micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate,
+        "steps": arguments.steps, "out": str(folder),
     }  # fmt: skip
-    (folder / "asked.json").write_text(json.dumps(asked))
+    (folder / "asked.json").write_text(json.dumps(request))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _run([*words, str(CONTENDERS / "speech_before.py"), str(folder / "asked.json")])
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-def ours(folder: Path, given: argparse.Namespace, *more: str) -> list[dict[str, Any]]:
+def ours(folder: Path, arguments: argparse.Namespace, *more: str) -> list[dict[str, Any]]:
     """What each process of the recipe has counted."""
-    batch = 2 * given.micro_batch * given.accumulate
+    batch = 2 * arguments.micro_batch * arguments.accumulate
     words = [
-        "-m", "unisono", "train", "speech", "data=folder", f"data.path={given.data.resolve()}", "adapter=higgs",
+        "-m", "unisono", "train", "speech", "data=folder", f"data.path={arguments.data.resolve()}", "adapter=higgs",
         *(f"data.codec.{name}={value}" for name, value in CODEC.items()), "optim.lr=2e-4", "layout.world_size=2",
-        "layout.strategy=ddp", "layout.device=cpu", "layout.threads=1", f"layout.micro_batch={given.micro_batch}",
-        f"train.global_batch={batch}", f"train.steps={given.steps + 1}", "eval.every=null", "eval.at_end=false",
+        "layout.strategy=ddp", "layout.device=cpu", "layout.threads=1", f"layout.micro_batch={arguments.micro_batch}",
+        f"train.global_batch={batch}", f"train.steps={arguments.steps + 1}", "eval.every=null", "eval.at_end=false",
         "checkpoint.every=null", "checkpoint.at_end=false", "observe.trackers=[]", f"run.dir={folder}", "run.name=r",
         f"callbacks=[{CONTENDERS / 'speech_counters.py'}:Count]", *more,
     ]  # fmt: skip
     _run(words)
-    found = [json.loads((folder / "r" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    reports = [json.loads((folder / "r" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     times = [step["seconds"] for step in events.step_events(events.read_events(folder / "r" / "events.jsonl"))]
-    samples = batch // 2 * (given.steps + 1)
-    return [{**one, "times": times[: given.steps], "samples": samples} for one in found]
+    samples = batch // 2 * (arguments.steps + 1)
+    return [{**one, "times": times[: arguments.steps], "samples": samples} for one in reports]
 
 
-def padding(given: argparse.Namespace, size: int | None) -> float:
+def padding(arguments: argparse.Namespace, size: int | None) -> float:
     """Places of padding for each real one over twenty global batches, by the lengths of rows as they are trained."""
     from unisono import SampleContext, generator
     from unisono.data.order.order import Order
     from unisono.data.order.plan import LengthGroups, StreamPlan
 
     task = Speech(
-        SpeechConfig(), model=recipe_model(), data=Folder(kind="folder", path=given.data, codec=KMeans(**CODEC))
+        SpeechConfig(), model=recipe_model(), data=Folder(kind="folder", path=arguments.data, codec=KMeans(**CODEC))
     )
-    source, batch = task.data(), 2 * given.micro_batch * given.accumulate
+    source, batch = task.data(), 2 * arguments.micro_batch * arguments.accumulate
     groups = None if size is None else LengthGroups(source.lengths, size)
     plan = StreamPlan.create(Order(len(source), 0), batch, 20, None, groups)
     padded = real = 0
     for step in range(20):
-        taken = plan.samples(step, range(batch))
+        indices = plan.samples(step, range(batch))
         lengths = np.array(
             [
                 len(task.sample(source[row], SampleContext(generator("padding", row, epoch), training=True)).ids)
-                for row, epoch in zip(taken.rows.tolist(), taken.epochs.tolist(), strict=True)
+                for row, epoch in zip(indices.rows.tolist(), indices.epochs.tolist(), strict=True)
             ]
         )
-        padded += int((lengths.reshape(-1, given.micro_batch).max(1) * given.micro_batch).sum())
+        padded += int((lengths.reshape(-1, arguments.micro_batch).max(1) * arguments.micro_batch).sum())
         real += int(lengths.sum())
     return padded / real - 1
 
@@ -124,35 +125,37 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     for name, default in (("rounds", 3), ("steps", 8), ("micro-batch", 2), ("accumulate", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in NAMES}
-    for number in range(given.rounds):
+    for number in range(arguments.rounds):
         for name in NAMES[number % len(NAMES) :] + NAMES[: number % len(NAMES)]:
             with tempfile.TemporaryDirectory() as folder:
                 if name.startswith("recipe"):
-                    more = [f"data.group_by_length={given.micro_batch}"] if "grouped" in name else []
-                    made = ours(Path(folder), given, *more)
+                    more = [f"data.group_by_length={arguments.micro_batch}"] if "grouped" in name else []
+                    results = ours(Path(folder), arguments, *more)
                 else:
-                    made = before(Path(folder), given, name.partition(" ")[0])
-            runs[name].append(made)
-            step = statistics.median(made[0]["times"][WARM_UP:])
+                    results = before(Path(folder), arguments, name.partition(" ")[0])
+            runs[name].append(results)
+            step = statistics.median(results[0]["times"][WARM_UP:])
             print(f"  round {number + 1}, {name}: {step:.2f} s an update", flush=True)
 
-    seconds = {name: [statistics.median(one[0]["times"][WARM_UP:]) for one in made] for name, made in runs.items()}
+    seconds = {
+        name: [statistics.median(one[0]["times"][WARM_UP:]) for one in results] for name, results in runs.items()
+    }
     print("| | seconds an update ÷ reduced | reads a sample | all-reduces of gradients | of MB | others | peak, MB |")
     print("|---|---|---|---|---|---|---|")
-    for name, made in runs.items():
+    for name, results in runs.items():
         ratios = [mine / base for mine, base in zip(seconds[name], seconds["reduced"], strict=True)]
-        first = made[0][0]
-        memory = statistics.median(max(rank["memory"] for rank in one) for one in made)
+        first = results[0][0]
+        memory = statistics.median(max(rank["memory"] for rank in one) for one in results)
         shown = f"1 ({statistics.median(seconds[name]):.2f} s)" if name == "reduced" else _spread(ratios)
-        reads = statistics.median(one[0]["reads"] / one[0]["samples"] for one in made)
+        reads = statistics.median(one[0]["reads"] / one[0]["samples"] for one in results)
         print(
             f"| {name} | {shown} | {reads:.2f} | {first['gradient_reductions']} | {4e-6 * first['numbers']:.1f} | "
             f"{first['other_reductions']} | {memory:.0f} |"
         )
-    for size in (None, given.micro_batch):
-        share = 100 * padding(given, size)
+    for size in (None, arguments.micro_batch):
+        share = 100 * padding(arguments, size)
         print(f"padding with data.group_by_length={size or 'null'}: {share:.1f} % of the real places")
 
 

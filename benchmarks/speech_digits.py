@@ -81,8 +81,8 @@ def classifier(real: Real) -> Any:
     from sklearn.preprocessing import StandardScaler
 
     chosen = {key: sound for key, sound in real.sounds.items() if key[2] < 5}
-    made = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
-    return made.fit([features(sound) for sound in chosen.values()], [key[0] for key in chosen])
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
+    return pipeline.fit([features(sound) for sound in chosen.values()], [key[0] for key in chosen])
 
 
 def train(
@@ -92,14 +92,16 @@ def train(
     name = f"{'shifted' if task == 'speech' else 'unshifted'}-{speaker}-{seed}-{steps}"
     if (out / name / "done.json").is_file():
         return out / name
-    given = [
+    overrides = [
         f"data.path={real.folder.resolve()}", "data.codec.rate=8000", "data.codec.mels=32", "data.codec.codes=64",
         "data.split=speaker", f"data.held_out_speakers=[{speaker}]", f"run.dir={out.resolve()}", f"run.name={name}",
         f"run.seed={seed}", f"train.steps={steps}", f"eval.every={steps}", f"checkpoint.every={steps}",
         "layout.threads=1",
         "observe.trackers=[]",
     ]  # fmt: skip
-    result = unisono.train(task, ["data=folder", *given, *extra] if task == "speech" else [*_recipe(), *given, *extra])
+    result = unisono.train(
+        task, ["data=folder", *overrides, *extra] if task == "speech" else [*_recipe(), *overrides, *extra]
+    )
     (result.folder / "done.json").write_text(json.dumps({"loss": result.loss}))
     return result.folder
 
@@ -134,13 +136,13 @@ def accuracy(
             prompts.append(labels.prompt_of(messages, speech.tokens, speech.stream, speech.codes))
             wanted.append(digit)
     model = run.load_model()
-    said = [
+    recognised = [
         part for first in range(0, 100, 25) for part in speak(model, speech, prompts[first : first + 25], how, MOST)
     ]
     kept = folder / "said"
     kept.mkdir(exist_ok=True)
     heard = []
-    for number, (codes, _) in enumerate(said):
+    for number, (codes, _) in enumerate(recognised):
         sound = speech.codec.decode(codes)
         heard.append(features(sound))
         if number % 10 == 0:
@@ -153,7 +155,7 @@ def accuracy(
     truth = [key[0] for key in through]
     return {
         "generated": float(np.mean(judge.predict(heard) == np.array(wanted))),
-        "finished": float(np.mean([finished for _, finished in said])),
+        "finished": float(np.mean([finished for _, finished in recognised])),
         "codec": float(np.mean(judge.predict([features(sound) for sound in through.values()]) == truth)),
         "real": float(np.mean(judge.predict([features(real.sounds[key]) for key in through]) == truth)),
     }
@@ -161,24 +163,28 @@ def accuracy(
 
 def main(words: list[str]) -> None:
     extra = [word for word in words[1:] if "." in word.partition("=")[0]]  # settings of the training
-    given = dict(word.split("=", 1) for word in words[1:] if word not in extra)
-    real, out = Real(Path(words[0])), Path(given.get("out", "runs/speech"))
-    speaker, steps = given.get("speaker", "jackson"), int(given.get("steps", 400))
+    options = dict(word.split("=", 1) for word in words[1:] if word not in extra)
+    real, out = Real(Path(words[0])), Path(options.get("out", "runs/speech"))
+    speaker, steps = options.get("speaker", "jackson"), int(options.get("steps", 400))
     judge = classifier(real)
     tasks: dict[str, str | type[Speech]] = {"shifted": "speech", "unshifted": Unshifted}
-    for name in given.get("tasks", "shifted,unshifted").split(","):
+    for name in options.get("tasks", "shifted,unshifted").split(","):
         rows = []
-        for seed in map(int, given.get("seeds", "0,1,2").split(",")):
+        for seed in map(int, options.get("seeds", "0,1,2").split(",")):
             folder = train(real, tasks[name], speaker, seed, steps, out, extra)
-            for temperature in map(float, given.get("temperatures", "0,0.7").split(",")):
+            for temperature in map(float, options.get("temperatures", "0,0.7").split(",")):
                 row = accuracy(real, judge, folder, tasks[name], speaker, Sampling(temperature, seed=seed))
                 rows.append({"temperature": temperature, **row})
                 print(json.dumps({"task": name, "seed": seed, **rows[-1]}), flush=True)
         for temperature in sorted({row["temperature"] for row in rows}):
-            found = np.array([row["generated"] for row in rows if row["temperature"] == temperature])
-            count = len(found)  # Student's, as the deviation of a few seeds is itself uncertain
-            spread = student.ppf(0.975, count - 1) * found.std(ddof=1) / sqrt(count) if count > 1 else float("nan")
-            print(f"{name}, temperature {temperature:g}: {100 * found.mean():.1f} % ± {100 * spread:.1f} (chance 10 %)")
+            generated = np.array([row["generated"] for row in rows if row["temperature"] == temperature])
+            count, mean = (
+                len(generated),
+                generated.mean(),
+            )
+            # Student's, as the deviation of a few seeds is itself uncertain
+            spread = student.ppf(0.975, count - 1) * generated.std(ddof=1) / sqrt(count) if count > 1 else float("nan")
+            print(f"{name}, temperature {temperature:g}: {100 * mean:.1f} % ± {100 * spread:.1f} (chance 10 %)")
 
 
 if __name__ == "__main__":

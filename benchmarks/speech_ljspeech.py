@@ -133,16 +133,16 @@ def said_elsewhere(
 ) -> list[NDArray[np.int64]]:
     """The codes that transformers and PEFT generate in a process of their own."""
     stream = cast(Speech, unisono.open_run(run).task).stream
-    given, out = run / "prompts.npz", run / "said-elsewhere.npz"
+    prompts_path, out = run / "prompts.npz", run / "said-elsewhere.npz"
     arrays = {f"ids_{n}": row.ids for n, row in enumerate(prompts)} | {
         f"frames_{n}": row.frames for n, row in enumerate(prompts)
     }
-    np.savez(given, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for its own keywords
+    np.savez(prompts_path, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for its own keywords
     most = str(frames + stream.codebooks + 1)
-    words = [sys.executable, "-c", PLAIN, str(base), str(adapter or ""), str(given), most, str(out)]
+    words = [sys.executable, "-c", PLAIN, str(base), str(adapter or ""), str(prompts_path), most, str(out)]
     subprocess.run(words, check=True)
-    with np.load(out) as made:
-        return [stream.restore(made[str(number)])[0][:frames] for number in range(len(prompts))]
+    with np.load(out) as spoken:
+        return [stream.restore(spoken[str(number)])[0][:frames] for number in range(len(prompts))]
 
 
 def kill_and_resume(job: Job, name: str, at: int, *more: str) -> Path:
@@ -163,37 +163,37 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ljspeech"))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("settings", nargs="*", help="of every run, e.g. layout.threads=1")
-    given = parser.parse_intermixed_args()
-    every = given.steps // 4
+    arguments = parser.parse_intermixed_args()
+    every = arguments.steps // 4
     words = (
-        "data=folder", f"data.path={given.data.resolve()}", "data.held_out=0.1", "layout.world_size=2",
+        "data=folder", f"data.path={arguments.data.resolve()}", "data.held_out=0.1", "layout.world_size=2",
         "layout.strategy=ddp", "layout.device=cpu", "layout.threads=1", "layout.micro_batch=4", "observe.trackers=[]",
-        f"train.steps={given.steps}", f"eval.every={every}", f"checkpoint.every={every}", *given.settings,
+        f"train.steps={arguments.steps}", f"eval.every={every}", f"checkpoint.every={every}", *arguments.settings,
     )  # fmt: skip
-    job = Job(given.out.resolve(), words)
+    job = Job(arguments.out.resolve(), words)
 
     began = time.perf_counter()
     whole = job.train("whole")
-    print(f"{given.steps} steps on 2 processes: {time.perf_counter() - began:.0f} s with everything")
-    made = steps(whole)
+    print(f"{arguments.steps} steps on 2 processes: {time.perf_counter() - began:.0f} s with everything")
+    figures = steps(whole)
     evaluated = events.last_evaluation(events.read_events(whole / "events.jsonl"))
     print("| | step 1 | last 10 steps | held out |\n|---|---|---|---|")
-    for name in [name for name in made[0] if name.startswith("loss")]:
-        last = np.mean([step[name] for step in made[-10:]])
-        print(f"| {name} | {made[0][name]:.3f} | {last:.3f} | {evaluated.get(name, float('nan')):.3f} |")
+    for name in [name for name in figures[0] if name.startswith("loss")]:
+        last = np.mean([step[name] for step in figures[-10:]])
+        print(f"| {name} | {figures[0][name]:.3f} | {last:.3f} | {evaluated.get(name, float('nan')):.3f} |")
     print({name: round(value, 4) for name, value in evaluated.items() if "accuracy" in name})
 
-    cut = kill_and_resume(job, "cut", given.steps * 5 // 8)
+    cut = kill_and_resume(job, "cut", arguments.steps * 5 // 8)
     updates, arrays = same_bits(cut, whole)
     print(f"killed and resumed: {updates} updates and {arrays} arrays of the last checkpoint, all equal bit for bit")
 
     base = job.export(whole, "base")
     adapters = (
-        "model=pretrained", f"model.path={base}", "adapter=higgs", f"train.steps={max(4, given.steps // 4)}",
+        "model=pretrained", f"model.path={base}", "adapter=higgs", f"train.steps={max(4, arguments.steps // 4)}",
         "eval.every=null",
     )  # fmt: skip
     tuned = job.train("adapters", *adapters)
-    again = kill_and_resume(job, "adapters-cut", max(3, given.steps // 6), *adapters, "checkpoint.every=2")
+    again = kill_and_resume(job, "adapters-cut", max(3, arguments.steps // 6), *adapters, "checkpoint.every=2")
     updates, arrays = same_bits(again, tuned)
     print(f"the same with adapters and their dropout: {updates} updates, {arrays} arrays")
     adapter, merged = job.export(tuned, "adapter"), job.export(tuned, "merged", "merge=true")

@@ -28,10 +28,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def updated(place: ProcessInfo, group: Communicator, name: str, shape: tuple[int, int]) -> np.ndarray | str:
+def updated(process: ProcessInfo, group: Communicator, name: str, shape: tuple[int, int]) -> np.ndarray | str:
     """The change of a matrix in three updates; sharded where there are several processes."""
     rng = np.random.default_rng(0)
-    mesh = init_device_mesh("cpu", (place.world_size,)) if place.world_size > 1 else None
+    mesh = init_device_mesh("cpu", (process.world_size,)) if process.world_size > 1 else None
 
     def laid_out(value: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(value)
@@ -50,8 +50,8 @@ def updated(place: ProcessInfo, group: Communicator, name: str, shape: tuple[int
     return (value.full_tensor() if mesh else value).numpy() - start
 
 
-def every(place: ProcessInfo, group: Communicator) -> dict[tuple[str, tuple[int, int]], np.ndarray | str]:
-    return {(name, shape): updated(place, group, name, shape) for name in OPTIMIZERS for shape in SHAPES}
+def every(process: ProcessInfo, group: Communicator) -> dict[tuple[str, tuple[int, int]], np.ndarray | str]:
+    return {(name, shape): updated(process, group, name, shape) for name in OPTIMIZERS for shape in SHAPES}
 
 
 def formula(shape: tuple[int, int]) -> np.ndarray:

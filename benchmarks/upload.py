@@ -58,15 +58,15 @@ def step(matrices: torch.Tensor) -> float:
 
 def steps_until(done: Any, matrices: torch.Tensor, least: int) -> list[float]:
     """Times of steps, at least so many, until something is done."""
-    taken: list[float] = []
-    while len(taken) < least or not done():
-        taken.append(step(matrices))
-    return taken
+    seconds: list[float] = []
+    while len(seconds) < least or not done():
+        seconds.append(step(matrices))
+    return seconds
 
 
 def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tensor) -> tuple[list[float], float]:
     """Steps beside an upload as a run makes it, and the seconds that handing it over took."""
-    store_lock.claim(place(config), folder)
+    store_lock.claim(require_store(config), folder)
     uploads = Uploads(config, folder, True, lambda _: None, lambda *_: None)
     time.sleep(3.0)  # its process has started long before the first checkpoint of a run
 
@@ -77,22 +77,25 @@ def by_process(config: RunConfig, folder: Path, path: Path, matrices: torch.Tens
     began = time.perf_counter()
     uploads.enqueue(path)
     handed = time.perf_counter() - began
-    taken = steps_until(done, matrices, 1)
+    steps = steps_until(done, matrices, 1)
     while uploads.wait():
         pass
     uploads.finish()
-    return taken, handed
+    return steps, handed
 
 
 def by_thread(config: RunConfig, folder: Path, path: Path, matrices: torch.Tensor) -> list[float]:
     """Steps beside the same upload in a thread of this process."""
-    sender, files = CheckpointUploader(place(config), folder, None, Retention(2)), commit.read_manifest(path).files
+    sender, files = (
+        CheckpointUploader(require_store(config), folder, None, Retention(2)),
+        commit.read_manifest(path).files,
+    )
     thread = threading.Thread(target=sender.commit, args=(path, path.name, files))
     thread.start()
     return steps_until(lambda: not thread.is_alive(), matrices, 1)
 
 
-def place(config: RunConfig) -> ObjectStore:
+def require_store(config: RunConfig) -> ObjectStore:
     """Where a run's checkpoints go."""
     store = upload.open_store(config)
     assert store is not None
@@ -110,10 +113,10 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--rounds", type=int, default=5)
     words.add_argument("--megabytes", type=int, default=256)
-    given = words.parse_args()
+    arguments = words.parse_args()
     torch.set_num_threads(1)
     matrices = torch.randn(512, 512)
-    found: dict[str, list[tuple[float, float, float, float]]] = {}
+    results: dict[str, list[tuple[float, float, float, float]]] = {}
     server = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -123,24 +126,24 @@ def main() -> None:
 
         s3fs.S3FileSystem().mkdir(BUCKET)
         with tempfile.TemporaryDirectory() as directory:
-            data = torch.randn(given.megabytes << 18)
+            data = torch.randn(arguments.megabytes << 18)
             shards = [ArrayShard("w", (len(data),), (0,), data)]
             path = commit.save_checkpoint(Path(directory) / "checkpoints", 1, shards, {}, SingleProcess(), 2)
-            for number in range(given.rounds):
+            for number in range(arguments.rounds):
                 for kind, url in (("S3", f"s3://{BUCKET}"), ("folder", f"file://{directory}/store")):
                     (folder := Path(directory) / f"run {number} {kind}").mkdir()
                     alone = statistics.median(steps_until(lambda: True, matrices, 60))
                     own, handed = by_process(configuration(url, f"own{number}"), folder, path, matrices)
                     shared = by_thread(configuration(url, f"shared{number}"), folder, path, matrices)
-                    for name, taken, held in (("process", own, handed), ("thread", shared, 0.0)):
-                        row = (statistics.median(taken) / alone, max(taken) / alone, sum(taken), held)
-                        found.setdefault(f"{kind}, {name}", []).append(row)
+                    for name, times, held in (("process", own, handed), ("thread", shared, 0.0)):
+                        row = (statistics.median(times) / alone, max(times) / alone, sum(times), held)
+                        results.setdefault(f"{kind}, {name}", []).append(row)
                 shutil.rmtree(Path(directory) / "store", ignore_errors=True)
     finally:
         server.kill()
-    print(f"{given.megabytes} MB, medians of {given.rounds} rounds; ratios to a step with nothing beside it")
+    print(f"{arguments.megabytes} MB, medians of {arguments.rounds} rounds; ratios to a step with nothing beside it")
     print("| to, by | median step | slowest step | upload, s | handed over, ms |\n|---|---|---|---|---|")
-    for name, rows in found.items():
+    for name, rows in results.items():
         median, slowest, seconds, held = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"| {name} | {median:.2f} | {slowest:.1f} | {seconds:.1f} | {1e3 * held:.1f} |")
 

@@ -1,7 +1,7 @@
 """A plugin of pytest: what the tests cost, and which of the slow ones a run takes within its budget.
 
     pytest --measure=tests/seconds.json     write down what each module costs: its tests marked slow, and its others;
-                                            with -m slow, its slow ones alone
+                                            with -m slow or -m "not slow", these alone
     pytest -m slow --budget=5400            as many modules with slow tests as 5400 s of a worker hold
 
 Nothing but the date decides which part that is, so that the same day takes the same part wherever it runs, and as many
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 MEASURED = Path(__file__).with_name("seconds.json")
-UNMEASURED = 300.0  # seconds that a module is taken to need whose slow tests were never measured
+UNMEASURED = 300.0  # seconds that a module is taken to need which was never measured
 _NAMES = ("slow", "other", "cpu")  # of what is written down of a module, in seconds
 
 
@@ -88,6 +88,7 @@ class Costs:
         path = config.option.measured
         self._known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
         self._config, self._today = config, config.option.today
+        self._kinds = {"slow": ("slow",), "not slow": ("other",)}.get(config.option.markexpr, ("slow", "other"))
         slow = dict.fromkeys(_modules_with_slow_tests(config), UNMEASURED)
         slow |= {name: cost["slow"] for name, cost in self._known.items() if cost.get("slow")}
         budget = config.option.budget
@@ -100,9 +101,9 @@ class Costs:
         out = {i for i in items if _module(i.nodeid) in self._choice.left_out and i.get_closest_marker("slow")}
         if out:
             config.hook.pytest_deselected(items=list(out))
-
-        costs = {name: sum(cost.values()) for name, cost in self._known.items()}
-        items[:] = sorted((i for i in items if i not in out), key=lambda i: -costs.get(_module(i.nodeid), 0.0))
+        costs = {name: sum(cost.get(kind, 0.0) for kind in self._kinds) for name, cost in self._known.items()}
+        taken = (item for item in items if item not in out)
+        items[:] = sorted(taken, key=lambda i: (-costs.get(_module(i.nodeid), UNMEASURED), _module(i.nodeid)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -138,8 +139,9 @@ class Costs:
         if path := self._config.option.measure:
             costs = {name: {key: round(cost[key], 1) for key in _NAMES} for name, cost in sorted(self._costs.items())}
             kept = {name: cost for name, cost in self._known.items() if Path(self._config.rootpath, name).exists()}
-            if self._config.option.markexpr == "slow":  # what its other tests cost is known already
-                costs = {name: {**cost, **kept.get(name, {}), "slow": cost["slow"]} for name, cost in costs.items()}
+            if len(self._kinds) == 1:  # what the others cost is known already
+                (kind,) = self._kinds
+                costs = {name: {**cost, **kept.get(name, {}), kind: cost[kind]} for name, cost in costs.items()}
             lines = (f"{json.dumps(name)}: {json.dumps(cost)}" for name, cost in sorted({**kept, **costs}.items()))
             path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

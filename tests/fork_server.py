@@ -42,9 +42,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What ranks and commands need in most tests. A module of tests is imported when a rank is first to call into it.
 IMPORTED = (
-    "torch", "torch.distributed.fsdp", "torch.nn.parallel", "numpy", "unisono.cli.main", "unisono.launch.train",
-    "unisono.launch.processes.rank_process", "unisono.supervise.monitor", "unisono.engines.torch.engine",
-    "unisono.training.loop", "tests.processes", "tests.runs", "tests.tasks",
+    "torch", "torch.distributed.fsdp", "torch.nn.parallel", "numpy", "hydra", "unisono.cli.main",
+    "unisono.launch.train", "unisono.launch.processes.rank_process", "unisono.supervise.monitor",
+    "unisono.engines.torch.engine", "unisono.training.loop", "tests.processes", "tests.runs", "tests.tasks",
 )  # fmt: skip
 # Libraries that these import start threads; each fork imports them for itself.
 NEVER_IMPORTED = ("tests.recipes.microbiome", "tests.proofs.test_microbiome")

@@ -36,7 +36,7 @@ def test_the_table_has_medians_and_shares_of_a_synchronous_save() -> None:
 
 
 def test_the_page_has_every_contender() -> None:
-    held = page.found("checkpoint")
+    held = page.read_part("checkpoint")
     for name in checkpoint.CONTENDERS:
         assert held.count(f"| {name} |") == 1, name
     assert held.count("| raw disk |") == 1

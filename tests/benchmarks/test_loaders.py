@@ -49,5 +49,5 @@ def test_tables_have_the_medians_and_the_failures() -> None:
     lines = loader.table({work: {"Unisono, threads": runs} for work in loaders.WORK})
     assert any("| Unisono, threads | 2.00 M (1.00 to 3.00) | 25 % | 2.00 |" in line for line in lines)
     assert any("| grain, threads | not installed |" in line for line in lines)
-    found = {"x": {place: [0.5, 0.1, 0.3] for place in resume.PLACES}}
-    assert resume.table(found, {("x", 50): "IndexError"})[-1] == "| x | 0.300 | 0.300 | fails: IndexError | 0.300 |"
+    results = {"x": {percent: [0.5, 0.1, 0.3] for percent in resume.PERCENTS}}
+    assert resume.table(results, {("x", 50): "IndexError"})[-1] == "| x | 0.300 | 0.300 | fails: IndexError | 0.300 |"

@@ -19,7 +19,7 @@ def test_every_benchmark_that_writes_a_table_has_its_place() -> None:
     assert len(written) == 14
     for script, (name, where) in written.items():
         assert name == script
-        assert page.found(name, where).strip(), name
+        assert page.read_part(name, where).strip(), name
 
 
 def test_what_is_put_replaces_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_what_is_put_replaces_what_was_there_and_nothing_else(tmp_path: Path, mo
     (tmp_path / "p.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     page.put("a", "\nnew\n", "p.md")
     assert (tmp_path / "p.md").read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
-    assert page.found("a", "p.md") == "\nnew\n"
+    assert page.read_part("a", "p.md") == "\nnew\n"
     with pytest.raises(SystemExit, match=r"p\.md has no place for it: write <!-- b: written by"):
         page.put("b", "new", "p.md")
     assert "b:" not in (tmp_path / "p.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import page
 from benchmarks import proof_peers as peers
 from benchmarks.proof_peers import Check
-from benchmarks.proof_peers_cases import Told
+from benchmarks.proof_peers_cases import Outcome
 from tests.proofs.zoo import disguised, study
 from tests.proofs.zoo.making import FAULTS, TASKS
 
@@ -46,10 +46,10 @@ def test_losses_are_compared_as_torchtitan_compares_them() -> None:
 
 def test_trainparity_names_a_fault_where_it_points_at_it() -> None:
     fault = FAULTS["the same data on all ranks"]
-    told = Told("FAIL", "cross_rank_overlap")
-    assert peers.judged("sample ids", told, Told("PASS"), fault, True).entry == peers.NAMES
-    assert peers.judged("sample ids", told, Told("PASS"), FAULTS["last batch dropped"], True).entry == peers.SEES
-    assert peers.judged("resume", Told("PASS"), Told("PASS"), fault, False).entry == peers.OUT
+    told = Outcome("FAIL", "cross_rank_overlap")
+    assert peers.judged("sample ids", told, Outcome("PASS"), fault, True).entry == peers.NAMES
+    assert peers.judged("sample ids", told, Outcome("PASS"), FAULTS["last batch dropped"], True).entry == peers.SEES
+    assert peers.judged("resume", Outcome("PASS"), Outcome("PASS"), fault, False).entry == peers.OUT
 
 
 def test_what_trainparity_points_at_amounts_to_faults_of_the_zoo() -> None:
@@ -66,7 +66,7 @@ def test_the_table_has_all_faults_and_says_where_a_tool_is_not_there() -> None:
 
 
 def test_the_table_of_the_docs_has_exactly_the_faults_of_the_zoo() -> None:
-    made = page.found("proof_peers", "docs/proof.md")
+    made = page.read_part("proof_peers", "docs/proof.md")
     # These came later, as the page says.
     tasks = {"averaged", "pairs", "contrast", "whole"}
     tasks |= {name for name, task in TASKS.items() if getattr(task, "__module__", "") == disguised.__name__}

@@ -12,7 +12,7 @@ from benchmarks import page, sources
 
 
 def test_the_page_has_every_reader_of_every_format() -> None:
-    held = page.found("sources")
+    held = page.read_part("sources")
     for name in sources.FORMATS:
         for contender in sources.contenders(name):
             assert held.count(f"| {name} | {contender} |") == 1, (name, contender)

@@ -7,24 +7,23 @@ import os
 import platform
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tasks
+from tests.configs import configured
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config import fingerprint
-from unisono.config.compose import ComposedConfig, apply_overrides
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
 from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import RunError
 from unisono.task import Task
-from unisono.task_config import load_config, read_run, validate_config
+from unisono.task_config import load_config, read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
 
@@ -35,16 +34,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@cache
-def composed() -> ComposedConfig:
-    return load_config(TASK, ["layout.world_size=1"])[1]
-
-
 def config(*overrides: str, name: str | None = "a") -> RunConfig:
-    given = [*([f"run.name={name}"] if name else []), *overrides]
-    if all("." in word.partition("=")[0] for word in given):  # no file is chosen: composed once
-        return validate_config(apply_overrides(composed(), given))
-    return load_config(TASK, ["layout.world_size=1", *given])[0]
+    return configured(TASK, "layout.world_size=1", *([f"run.name={name}"] if name else []), *overrides)
 
 
 def check(told: RunConfig) -> RunConfig:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.configs import configured
 from tests.launch import jobs
 from unisono.cli import main
 from unisono.launch.host import host_check
 from unisono.runtime.errors import ConfigError, RunError
-from unisono.task_config import load_config
 
 WORDS = ("small.py:Small", "run.name=a", "train.steps=2", "train.global_batch=8", "layout.device=cpu")
 
@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(*words: str) -> Any:
-    return load_config(WORDS[0], [*WORDS[1:], *words])[0]
+    return configured(WORDS[0], *WORDS[1:], *words)
 
 
 def refusal(*words: str) -> str:

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests import tasks
+from tests.configs import configured
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout as layouts
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
-from unisono.task_config import load_config
 
 TASK = f"{tasks.__file__}:LinearTask"
 
 
 def config(*overrides: str) -> RunConfig:
-    return load_config(TASK, overrides)[0]
+    return configured(TASK, *overrides)
 
 
 def layout(*overrides: str, place: ProcessInfo | None = None) -> tuple[int | str, str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import tasks
+from tests.configs import configured
 from tests.launch import jobs
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config.resolved_run import ResolvedRun
@@ -26,7 +27,7 @@ from unisono.task_config import load_config, read_run
 
 
 def config(*words: str) -> RunConfig:
-    return load_config(f"{tasks.__file__}:LinearTask", ["layout.world_size=2", "layout.device=cpu", *words])[0]
+    return configured(f"{tasks.__file__}:LinearTask", "layout.world_size=2", "layout.device=cpu", *words)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 import unisono
 from tests import tasks
+from tests.configs import configured
 from tests.launch import jobs
 from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
@@ -26,7 +27,7 @@ from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup
-from unisono.task_config import load_config, read_run
+from unisono.task_config import read_run
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -40,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(*overrides: str) -> RunConfig:
-    return load_config(TASK, overrides)[0]
+    return configured(TASK, *overrides)
 
 
 # before processes start ---------------------------------------------------------------------------------------------

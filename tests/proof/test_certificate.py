@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import configs
 from tests.launch import jobs
 from unisono.cli import main
 from unisono.config import code_digest
@@ -23,7 +24,6 @@ from unisono.proof.cases import ProofSettings, build_cases
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.verdict import Verdict
 from unisono.runtime.errors import RunError
-from unisono.task_config import load_config
 from unisono.training import loop
 
 TWO = ("train.steps=3", "train.global_batch=8", "layout.world_size=2", "layout.device=cpu")
@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured(*overrides: str) -> RunConfig:
-    return load_config("small.py:Small", [*TWO, *overrides])[0]
+    return configs.configured("small.py:Small", *TWO, *overrides)
 
 
 def certify(

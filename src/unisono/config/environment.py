@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
@@ -34,12 +35,11 @@ _DRIVER = Path("/sys/module/nvidia/version")
 def library_versions(engine: str = "torch") -> dict[str, str]:
     """Versions of whatever could change what a run on an engine computes; another engine's packages cannot."""
     names = (*_ENGINE_PACKAGES[engine], "numpy", "transformers", "tokenizers", "pydantic", "safetensors")
-    installed = {dist.metadata["Name"] for dist in metadata.distributions()}
-    return {
-        "unisono": __version__,
-        "python": platform.python_version(),
-        **{n: metadata.version(n) for n in names if n in installed},
-    }
+    found = {"unisono": __version__, "python": platform.python_version()}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def driver_version() -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.runtime.errors import ConfigError
@@ -59,18 +59,30 @@ def refuse(values: Any) -> None:
 
 def hidden(values: Any) -> Any:
     """Return nested values with secrets masked: values under keys that name one, and secrets within texts."""
-    if isinstance(values, Mapping):
-        return {mask(str(k)): MASK if _is_secret_name(str(k)) and _is_text(v) else hidden(v) for k, v in values.items()}
-    if isinstance(values, list | tuple):
-        return [hidden(value) for value in values]
-    return mask(values) if isinstance(values, str) else values
+    known = _environment_secrets()
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                _mask(str(key), known): MASK if _is_secret_name(str(key)) and _is_text(inner) else hide(inner)
+                for key, inner in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [hide(inner) for inner in value]
+        return _mask(value, known) if isinstance(value, str) else value
+
+    return hide(values)
 
 
 def mask(text: str) -> str:
     """Mask every secret in a text: known formats of keys, passwords in URLs, values of secret environment variables."""
+    return _mask(text, _environment_secrets())
+
+
+def _mask(text: str, known: Sequence[str]) -> str:
     if not text:
         return text
-    for value in _environment_secrets():
+    for value in known:
         text = text.replace(value, MASK)
     text = _AUTH_HEADER.sub(rf"\1{MASK}", _IN_QUERY.sub(rf"\1={MASK}", _IN_URL.sub(f"{MASK}@", text)))
     return _TOKEN_FORMATS.sub(MASK, text)

@@ -20,7 +20,7 @@ class RandomState:
     def seed(self, *address: int | str) -> int:
         """Seed the generators with the key of an address; returns the seed."""
         seed = self.seed_of(*address)
-        torch.manual_seed(seed)
+        self._seed_generators(seed)
         return seed
 
     def seed_of(self, *address: int | str) -> int:
@@ -30,8 +30,14 @@ class RandomState:
     def was_used(self, seed: int) -> bool:
         """Whether a random number was drawn since seeding with this seed; reseeds the generators."""
         now = self.current()
-        torch.manual_seed(seed)
+        self._seed_generators(seed)
         return any(not torch.equal(a, b) for a, b in zip(now, self.current(), strict=True))
+
+    def _seed_generators(self, seed: int) -> None:
+        if self._device.type == "cpu":  # the other writes down a traceback for each kind of device
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     def current(self) -> list[Tensor]:
         """The state of every generator."""
