@@ -164,7 +164,8 @@ class _CaseRun:
             self.engine.observe(self.lower)
         case = self.case
         of_terms = self.process.world_size == 1 and case.precision == "fp64" and not (case.perturbed or case.starts)
-        self.recorder = Recorder(view, self.communicator, self.folder, of_terms)
+        reference = trace_folder(self.root, case.reference) if case.reference else None
+        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, reference)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
