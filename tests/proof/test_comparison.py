@@ -386,3 +386,20 @@ def test_what_is_written_again_leaves_the_reference_as_it_was(tmp_path: Path) ->
     write_tensors(second.folder, "parameters", 1, kept, first.folder)
     write_tensors(second.folder, "parameters", 1, {"w": np.zeros(3)}, first.folder)
     assert np.array_equal(first.tensors("parameters", 1)["w"], kept["w"])
+
+
+def test_tensors_are_read_as_they_were_written_and_changes_to_them_are_not(tmp_path: Path) -> None:
+    arrays = {
+        "wide": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 4)), "yes": np.array([True, False, True]),
+        "half": np.arange(3, dtype=np.float16), "count": np.array([5]), "byte": np.arange(3, dtype=np.uint8),
+        "single": np.ones(5, np.float32), "short": np.arange(3, dtype=np.int16),
+    }  # fmt: skip
+    one = trace(tmp_path / "one")
+    for chosen in (arrays, {name: value for name, value in arrays.items() if name != "short"}):
+        write_tensors(one.folder, "buffers", 0, chosen)
+        found = one.tensors("buffers", 0)
+        assert {name: (a.dtype, a.shape, a.tolist()) for name, a in found.items()} == {
+            name: (a.dtype, a.shape, a.tolist()) for name, a in chosen.items()
+        }
+        found["wide"][0] = 7
+        assert one.tensors("buffers", 0)["wide"][0, 1] == 1

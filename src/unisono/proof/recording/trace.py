@@ -236,7 +236,7 @@ class Trace:
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
         file = _tensor_file(self.folder, moment, step)
-        return load_file(file) if file.is_file() else {}
+        return _map_file(file) if file.is_file() else {}
 
     def shares(self, other: Trace, moment: str, step: int | None = None) -> bool:
         """Whether both have one file for a moment, so that every bit is equal; see `write_tensors`."""
@@ -295,6 +295,24 @@ def _read_digest(file: Path) -> str:
 def _as_real(value: Array) -> Array:
     """Real and imaginary parts side by side, since safetensors has no complex128."""
     return np.stack([value.real, value.imag], axis=-1) if np.iscomplexobj(value) else value
+
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "<u1", "BOOL": "?"}
+
+
+def _map_file(file: Path) -> dict[str, Array]:
+    """The arrays of a file, mapped into memory instead of copied; what is changed in them stays in this process."""
+    whole = np.memmap(file, np.uint8, "c").view(np.ndarray)
+    begin = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+    header = json.loads(whole[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    if not all(entry["dtype"] in _DTYPES for entry in header.values()):
+        return dict(load_file(file))
+    found = {}
+    for name, entry in header.items():
+        first, last = (begin + offset for offset in entry["data_offsets"])
+        found[name] = whole[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
 
 
 def write_facts(folder: Path, facts: RunFacts) -> None:
