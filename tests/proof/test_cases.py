@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import configuration
 from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
-from unisono.proof.prove import plan_phases
+from unisono.proof.prove import plan_phases, split_lanes
 from unisono.runtime.errors import ConfigError
 
 EVERY = [*get_args(Variation)]
@@ -154,6 +154,28 @@ def test_a_run_is_interrupted_after_every_kth_update_and_resumed_in_new_processe
     phases = plan_phases([*every.values()])
     begun = {case.name: number for number, phase in enumerate(phases) for case in phase}
     assert all(begun[case.name] > begun[case.starts_from] for case in there.values()), "the processes are others"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_cases_of_one_process_are_parted_into_lanes_that_do_not_wait_for_each_other(count: int) -> None:
+    for phase in plan_phases(list(made(vary=EVERY, layouts=["ddp:2"]).values())):
+        lanes = split_lanes(phase, count)
+        assert sorted(case.name for lane in lanes for case in lane) == sorted(case.name for case in phase)
+        assert len(lanes) <= (count if phase[0].world_size == 1 else 1)
+        for lane in lanes:
+            begun: set[str] = set()
+            for case in lane:
+                inside = {case.reference, case.starts_from} & {one.name for one in phase}
+                assert inside <= begun, "what a case needs comes before it, in its own lane"
+                begun.add(case.name)
+        assert phase[0] in [lane[0] for lane in lanes], "what takes longest begins at once"
+
+
+def test_the_first_case_has_little_beside_it_in_its_lane() -> None:
+    first, *_ = plan_phases(list(made(layouts=["ddp:2"]).values()))
+    own, others = sorted(split_lanes(first, 2), key=lambda lane: first[0] not in lane)
+    assert [case.name for case in own] == ["single m4 fp64", "single m1 fp64"]
+    assert len(others) == 3
 
 
 def test_no_place_for_an_interruption_is_refused() -> None:
