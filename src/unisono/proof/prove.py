@@ -56,9 +56,12 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
         config, shrunk = _shrink_model(config, proof)
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
+        libraries = preloading.imported_libraries()  # the parts that the task uses, too
         several = max(case.world_size for case in every) > 1
-        # While this process prepares the run, two cores have enough to do.
-        servers = _Servers(one, _open_fork_server(stack, asked, every) if several else None)
+        # While this process and the first server import, two cores have enough to do.
+        servers = _Servers(one, _open_fork_server(stack, asked, every, libraries) if several else None)
+        if one is not None:
+            one.preload(libraries)
         ended = _run_cases(every, config, proof, folder, servers, digests)
         if case_process.needs_whole_batches(folder, every[0], config):
             case_process.remove_recorded(folder)
@@ -100,10 +103,12 @@ class _Servers:
     several: ForkServer | None
 
 
-def _open_fork_server(stack: ExitStack, config: RunConfig, every: list[Case]) -> ForkServer | None:
+def _open_fork_server(
+    stack: ExitStack, config: RunConfig, every: list[Case], libraries: Sequence[str] = ()
+) -> ForkServer | None:
     engine = "jax" if any(case.engine for case in every) else resolve_engine(config)
     count = max(case.world_size for case in every)
-    modules = [*_PRELOADED, *preloading.find_libraries(config.recipe)]
+    modules = [*_PRELOADED, *preloading.find_libraries(config.recipe), *libraries]
     given = count, threads_per_process(count), config.recipe, modules, engine
     return stack.enter_context(local_processes.open_fork_server(*given))
 
