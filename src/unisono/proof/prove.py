@@ -142,7 +142,6 @@ def _run_cases(
         each = f" of {one.devices} devices" if one.devices > 1 else ""
         say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
         server = servers.one if one.world_size == 1 else servers.several
-
         beside = settled.layout.device == "cpu" and settled.layout.engine == "torch"
         lanes = split_lanes(phase, min(widest, usable_cores()) if beside else 1)
         try:
@@ -150,9 +149,9 @@ def _run_cases(
                 case_process.write_cases(folder, lanes, proof, progress, digests)
                 _start_processes(settled, folder, threads, server, lanes)
             except local_processes.WorkerError:
-                if len(lanes) == 1:
+                if len(lanes) == 1 or not (left := _begin_again(folder, phase)):
                     raise
-                lanes = [_begin_again(folder, phase)]  # one after another, which shows whose fault it is
+                lanes = [left]  # one after another, which shows whose fault it is
                 case_process.write_cases(folder, lanes, proof, progress, digests)
                 _start_processes(settled, folder, threads, server, lanes)
         except local_processes.WorkerError as error:
@@ -177,10 +176,10 @@ def _start_processes(
 
 def _begin_again(folder: Path, phase: list[Case]) -> list[Case]:
     """The cases that were not run to their end, without what they have left."""
-    missing = [case for case in phase if not case_process.is_recorded(folder, case.name)]
-    for case in missing:
+    left = [case for case in phase if not case_process.is_recorded(folder, case.name)]
+    for case in left:
         shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
-    return missing
+    return left
 
 
 def _read_trace(folder: Path, case: Case) -> Trace | None:
