@@ -174,6 +174,7 @@ def main(folder: Path, task: str) -> NoReturn:
             Case(**{**case, **{name: tuple(case[name]) for name in ("interrupted", "saves")}})
             for case in described["lanes"][started_as.rank if several else 0]
         ]
+        elsewhere = {case["name"] for lane in described["lanes"] for case in lane} - {case.name for case in cases}
         first = build_case_config(config, cases[0], proof, place)
         rank_process.redirect_native_output(first, folder, place)
         group = rank_process.join_processes(first, place)
@@ -182,7 +183,8 @@ def main(folder: Path, task: str) -> NoReturn:
         for case in cases:
             if any(group.gather(_has_changed(described["code"], config), "whether the code has changed")):
                 break  # it is told by the process that started this one
-            if any(_has_failed(folder, other) for other in (case.reference, case.starts_from, case.weights_from)):
+            needed = {case.reference, case.starts_from, case.weights_from} - elsewhere
+            if any(_has_failed(folder, other) for other in needed):
                 continue
             began, left = time.perf_counter(), progress.total - count_recorded(folder)
             settled = build_case_config(config, case, proof, place)
