@@ -20,6 +20,6 @@ def test_a_case_that_compiles_may_take_longer_still() -> None:
 
 
 def test_the_line_of_a_case_says_how_many_are_left_and_for_how_long() -> None:
-    progress = Progress(total=10, done=2, began=100.0)
-    assert progress.format_case("ddp:2", 1.25, number=3, now=120.0) == "  ddp:2: 1.2 s (5 of 10, about 20 s left)"
-    assert progress.format_case("ddp:2", 1.25, number=8, now=120.0) == "  ddp:2: 1.2 s (10 of 10)"
+    progress = Progress(total=10, began=100.0)
+    assert progress.format_case("ddp:2", 1.25, done=5, now=120.0) == "  ddp:2: 1.2 s (5 of 10, about 20 s left)"
+    assert progress.format_case("ddp:2", 1.25, done=10, now=120.0) == "  ddp:2: 1.2 s (10 of 10)"

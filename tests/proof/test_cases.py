@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import configuration
 from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
-from unisono.proof.prove import plan_phases
+from unisono.proof.prove import plan_phases, split_lanes
 from unisono.runtime.errors import ConfigError
 
 EVERY = [*get_args(Variation)]
@@ -154,6 +154,29 @@ def test_a_run_is_interrupted_after_every_kth_update_and_resumed_in_new_processe
     phases = plan_phases([*every.values()])
     begun = {case.name: number for number, phase in enumerate(phases) for case in phase}
     assert all(begun[case.name] > begun[case.starts_from] for case in there.values()), "the processes are others"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_cases_of_one_process_are_parted_into_lanes_that_do_not_wait_for_each_other(count: int) -> None:
+    for phase in plan_phases(list(made(vary=EVERY, layouts=["ddp:2"]).values())):
+        lanes = split_lanes(phase, count)
+        assert sorted(case.name for lane in lanes for case in lane) == sorted(case.name for case in phase)
+        assert len(lanes) <= (count if phase[0].world_size == 1 else 1)
+        for lane in lanes:
+            begun: set[str] = set()
+            for case in lane:
+                needed = {case.starts_from, *([] if case.other_micro_batch else [case.reference])}
+                inside = needed & {one.name for one in phase}
+                assert inside <= begun, "what a case needs comes before it, in its own lane"
+                begun.add(case.name)
+        assert phase[0] in [lane[0] for lane in lanes], "what takes longest begins at once"
+
+
+def test_the_first_case_has_a_lane_of_its_own() -> None:
+    first, *_, last = plan_phases(list(made(layouts=["ddp:2", "fsdp:2"]).values()))
+    assert sorted(len(lane) for lane in split_lanes(first, 2)) == [1, 4]
+    assert [first[0]] in split_lanes(first, 2)
+    assert [len(lane) for lane in split_lanes(last, 2)] == [1, 1]
 
 
 def test_no_place_for_an_interruption_is_refused() -> None:

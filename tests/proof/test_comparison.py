@@ -357,3 +357,49 @@ def test_a_term_of_the_loss_that_is_rounding_is_measured_against_the_whole_loss(
         for mine in (rounding, other)
     ]
     assert marks == ["PASS", "FAIL"]
+
+
+def test_a_moment_with_the_bits_of_the_reference_is_a_link_and_equal(tmp_path: Path) -> None:
+    first, second = trace(tmp_path / "one"), trace(tmp_path / "two", world=2)
+    bits = first.tensors("raw gradients", 0)
+    write_tensors(second.folder, "raw gradients", 0, bits, first.folder)
+    assert second.shares(first, "raw gradients", 0)
+    third = trace(tmp_path / "three", world=2)
+    linked, copied = (compare_traces(one, first, TOLERANCE, adaptive=True) for one in (second, third))
+    assert [(c.quantity, c.mark, c.left_out) for c in linked] == [(c.quantity, c.mark, c.left_out) for c in copied]
+
+
+def test_other_bits_and_values_that_are_not_numbers_are_no_link(tmp_path: Path) -> None:
+    first, second = trace(tmp_path / "one"), trace(tmp_path / "two", world=2)
+    for value in ({"w": np.nextafter(np.arange(1.0, 4.0), 9)}, {"w": np.arange(1.0, 4.0, dtype=np.float32)}):
+        write_tensors(second.folder, "raw gradients", 0, value, first.folder)
+        assert not second.shares(first, "raw gradients", 0)
+    for one in (first, second):
+        write_tensors(one.folder, "raw gradients", 0, {"w": np.full(3, np.nan)}, first.folder)
+    assert not second.shares(first, "raw gradients", 0)
+    assert first_failure(compare_traces(second, first, TOLERANCE, adaptive=False)) is not None
+
+
+def test_what_is_written_again_leaves_the_reference_as_it_was(tmp_path: Path) -> None:
+    first, second = trace(tmp_path / "one"), trace(tmp_path / "two", world=2)
+    kept = first.tensors("parameters", 1)
+    write_tensors(second.folder, "parameters", 1, kept, first.folder)
+    write_tensors(second.folder, "parameters", 1, {"w": np.zeros(3)}, first.folder)
+    assert np.array_equal(first.tensors("parameters", 1)["w"], kept["w"])
+
+
+def test_tensors_are_read_as_they_were_written_and_changes_to_them_are_not(tmp_path: Path) -> None:
+    arrays = {
+        "wide": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 4)), "yes": np.array([True, False, True]),
+        "half": np.arange(3, dtype=np.float16), "count": np.array([5]), "byte": np.arange(3, dtype=np.uint8),
+        "single": np.ones(5, np.float32), "short": np.arange(3, dtype=np.int16),
+    }  # fmt: skip
+    one = trace(tmp_path / "one")
+    for chosen in (arrays, {name: value for name, value in arrays.items() if name != "short"}):
+        write_tensors(one.folder, "buffers", 0, chosen)
+        found = one.tensors("buffers", 0)
+        assert {name: (a.dtype, a.shape, a.tolist()) for name, a in found.items()} == {
+            name: (a.dtype, a.shape, a.tolist()) for name, a in chosen.items()
+        }
+        found["wide"][0] = 7
+        assert one.tensors("buffers", 0)["wide"][0, 1] == 1

@@ -1,11 +1,16 @@
-"""One process of a proof: joins the others once, and runs every case of its world size."""
+"""One process of a proof: joins the others once, and runs every case of its world size.
+
+Cases of one process are run side by side, where there are cores for it: each process has cases of its own then.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -56,35 +61,60 @@ def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a proof is, when processes start for some of its cases.
+    """What is known of a proof when processes start for some of its cases.
 
     Attributes:
         total: cases of the proof.
-        done: of them, those before these.
         began: when the proof began, in seconds since the epoch.
         seconds: that its first case took, if that was run; no other one may take very much longer.
     """
 
     total: int
-    done: int = 0
     began: float = field(default_factory=time.time)
     seconds: float | None = None
 
-    def format_case(self, name: str, seconds: float, number: int, now: float) -> str:
-        """The line about a case that has ended, the `number`-th of these, and how long the rest may take."""
-        done = self.done + number
+    def format_case(self, name: str, seconds: float, done: int, now: float) -> str:
+        """The line about a case that has ended, as one of so many, and how long the rest may take."""
         left = (now - self.began) / done * (self.total - done)
         rest = f", about {left:.0f} s left" if done < self.total else ""
         return f"  {name}: {seconds:.1f} s ({done} of {self.total}{rest})"
 
 
 def write_cases(
-    folder: Path, cases: list[Case], proof: ProofSettings, progress: Progress, digests: Mapping[str, str]
+    folder: Path, lanes: Sequence[Sequence[Case]], proof: ProofSettings, progress: Progress, digests: Mapping[str, str]
 ) -> None:
-    """Write what the processes have to run, all cases on as many, and the digests of the code that is proved."""
-    described = {"proof": proof.model_dump(), "cases": [asdict(case) for case in cases], "progress": asdict(progress)}
-    described |= {"code": dict(digests)}
+    """Write what the processes have to run, and the digests of the code that is proved.
+
+    Args:
+        folder: of the processes.
+        lanes: the cases, all on as many processes; if there are several lanes, each is one process's alone.
+        proof: its settings.
+        progress: of the proof.
+        digests: of the code.
+    """
+    described = {"proof": proof.model_dump(), "lanes": [[asdict(case) for case in lane] for lane in lanes]}
+    described |= {"progress": asdict(progress), "code": dict(digests)}
     (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def _stand_alone() -> ProcessInfo:
+    """Make this process of several one that was started by itself, to the task too, which may ask for its rank."""
+    alone = {f"{kind}RANK": "0" for kind in ("", "LOCAL_", "ROLE_")}
+    os.environ |= alone | {f"{kind}WORLD_SIZE": "1" for kind in ("", "LOCAL_", "ROLE_")}
+    place = cluster.process_info()
+    assert place is not None
+    return place
+
+
+def count_recorded(root: Path) -> int:
+    """How many cases were run to their end."""
+    return len(list(root.glob("*/facts.json")))
+
+
+def remove_recorded(root: Path) -> None:
+    """Forget all cases."""
+    for facts in root.glob("*/facts.json"):
+        shutil.rmtree(facts.parent)
 
 
 def is_recorded(root: Path, case: str) -> bool:
@@ -129,41 +159,46 @@ def _has_changed(before: Mapping[str, str], config: RunConfig) -> bool:
 def main(folder: Path, task: str) -> NoReturn:
     """Entry of a process that `unisono.launch.processes.local_processes` started for a proof."""
     rank_process.die_with_parent()
-    place = cluster.process_info()
-    assert place is not None
+    started_as = cluster.process_info()
+    assert started_as is not None
 
     def work() -> None:
         from unisono.proof.recording import case_recorder
 
-        config = read_config(folder / "config.yaml", task)
         described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
+        several = len(described["lanes"]) > 1
+        place = _stand_alone() if several else started_as
+        config = read_config(folder / "config.yaml", task)
         proof = ProofSettings.model_validate(described["proof"])
         cases = [
             Case(**{**case, **{name: tuple(case[name]) for name in ("interrupted", "saves")}})
-            for case in described["cases"]
+            for case in described["lanes"][started_as.rank if several else 0]
         ]
+        elsewhere = {case["name"] for lane in described["lanes"] for case in lane} - {case.name for case in cases}
         first = build_case_config(config, cases[0], proof, place)
         rank_process.redirect_native_output(first, folder, place)
         group = rank_process.join_processes(first, place)
-        watch = HangWatch(folder, place.rank)
+        watch = HangWatch(folder, started_as.rank)
         progress = Progress(**described["progress"])
-        for number, case in enumerate(cases, start=1):
+        for case in cases:
             if any(group.gather(_has_changed(described["code"], config), "whether the code has changed")):
                 break  # it is told by the process that started this one
-            if any(_has_failed(folder, other) for other in (case.reference, case.starts_from, case.weights_from)):
+            needed = {case.reference, case.starts_from, case.weights_from} - elsewhere
+            if any(_has_failed(folder, other) for other in needed):
                 continue
-            began = time.perf_counter()
+            began, left = time.perf_counter(), progress.total - count_recorded(folder)
             settled = build_case_config(config, case, proof, place)
             with watch.limit(deadline(case, progress.seconds)):
-                left = progress.total - progress.done - number + 1
                 case_recorder.record_case(build_task(settled), settled, place, group, case, proof, folder, left)
             if place.is_first:
-                say(progress.format_case(case.name, time.perf_counter() - began, number, time.time()), error=True)
-            if progress.done == 0 and number == 1 and needs_whole_batches(folder, case, config):
+                done = count_recorded(folder)
+                say(progress.format_case(case.name, time.perf_counter() - began, done, time.time()), error=True)
+            if progress.seconds is None and not case.reference and needs_whole_batches(folder, case, config):
                 break  # other cases take the place of the rest
         rank_process.leave_group(group)
 
-    rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
+    report = folder / "logs" / f"rank-{started_as.rank:05d}.fault.json"
+    rank_process.run_and_exit(work, started_as, report=report)
 
 
 if __name__ == "__main__":

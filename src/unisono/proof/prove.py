@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.trace_room import LOGS, trace_room
 from unisono.proof.verdict import Verdict
+from unisono.runtime.communicator import usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.task import Task
@@ -48,12 +51,20 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
     every = engines.cases(proof, config) if proof.engines else build_cases(proof, config)
     layouts = _describe_layouts(every, config, proof)
     digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
-    with _open_fork_servers(config, every) as servers, trace_room() as folder:
+    with trace_room() as folder, ExitStack() as stack:
+        one = _open_fork_server(stack, config, every)
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
         config, shrunk = _shrink_model(config, proof)
         (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
+        libraries = preloading.imported_libraries()  # the parts that the task uses, too
+        several = max(case.world_size for case in every) > 1
+        # While this process and the first server import, two cores have enough to do.
+        servers = _Servers(one, _open_fork_server(stack, asked, every, libraries) if several else None)
+        if one is not None:
+            one.preload(libraries)
         ended = _run_cases(every, config, proof, folder, servers, digests)
         if case_process.needs_whole_batches(folder, every[0], config):
+            case_process.remove_recorded(folder)
             every = build_cases(proof, asked, carried=True)
             layouts = _describe_layouts(every, asked, proof)
             ended = _run_cases(every, config, proof, folder, servers, digests)
@@ -92,18 +103,14 @@ class _Servers:
     several: ForkServer | None
 
 
-@contextmanager
-def _open_fork_servers(config: RunConfig, every: list[Case]) -> Iterator[_Servers]:
+def _open_fork_server(
+    stack: ExitStack, config: RunConfig, every: list[Case], libraries: Sequence[str] = ()
+) -> ForkServer | None:
     engine = "jax" if any(case.engine for case in every) else resolve_engine(config)
     count = max(case.world_size for case in every)
-    modules = [*_PRELOADED, *preloading.find_libraries(config.recipe)]
+    modules = [*_PRELOADED, *preloading.find_libraries(config.recipe), *libraries]
     given = count, threads_per_process(count), config.recipe, modules, engine
-    with local_processes.open_fork_server(*given) as one:
-        if count == 1:
-            yield _Servers(one, None)
-            return
-        with local_processes.open_fork_server(*given) as several:
-            yield _Servers(one, several)
+    return stack.enter_context(local_processes.open_fork_server(*given))
 
 
 def _run_cases(
@@ -122,7 +129,8 @@ def _run_cases(
     ended: dict[str, local_processes.WorkerError] = {}
     engine = config.layout.engine
     progress = case_process.Progress(len(every))
-    threads = threads_per_process(max(case.world_size for case in every))
+    widest = max(case.world_size for case in every)
+    threads = threads_per_process(widest)
     for phase in plan_phases(every):
         one = phase[0]
         first = _read_trace(folder, every[0])
@@ -130,16 +138,22 @@ def _run_cases(
             raise RunError(f"the task fails on one process, so there is nothing to compare:\n{first.facts.user_error}")
         if first:
             progress = replace(progress, seconds=first.facts.seconds)
-        case_process.write_cases(folder, phase, proof, progress, digests)
-        progress = replace(progress, done=progress.done + len(phase))
         settled = case_process.build_case_config(config, one, proof, None)
         each = f" of {one.devices} devices" if one.devices > 1 else ""
         say(f"{one.world_size} process{'es' if one.world_size > 1 else ''}{each}", error=True)
         server = servers.one if one.world_size == 1 else servers.several
+        beside = settled.layout.device == "cpu" and settled.layout.engine == "torch"
+        lanes = split_lanes(phase, min(widest, usable_cores()) if beside else 1)
         try:
-            local_processes.launch(
-                settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server
-            )
+            try:
+                case_process.write_cases(folder, lanes, proof, progress, digests)
+                _start_processes(settled, folder, threads, server, lanes)
+            except local_processes.WorkerError:
+                if len(lanes) == 1 or not (left := _begin_again(folder, phase)):
+                    raise
+                lanes = [left]  # one after another, which shows whose fault it is
+                case_process.write_cases(folder, lanes, proof, progress, digests)
+                _start_processes(settled, folder, threads, server, lanes)
         except local_processes.WorkerError as error:
             missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
             case = next(missing, phase[-1])  # the first that is missing was under way
@@ -149,6 +163,23 @@ def _run_cases(
         if case_process.needs_whole_batches(folder, every[0], config):
             break
     return ended
+
+
+def _start_processes(
+    settled: RunConfig, folder: Path, threads: int, server: ForkServer | None, lanes: list[list[Case]]
+) -> None:
+    local_processes.launch(
+        settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server,
+        processes=len(lanes) if len(lanes) > 1 else None,
+    )  # fmt: skip
+
+
+def _begin_again(folder: Path, phase: list[Case]) -> list[Case]:
+    """The cases that were not run to their end, without what they have left."""
+    left = [case for case in phase if not case_process.is_recorded(folder, case.name)]
+    for case in left:
+        shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
+    return left
 
 
 def _read_trace(folder: Path, case: Case) -> Trace | None:
@@ -230,6 +261,25 @@ def plan_phases(every: list[Case]) -> list[list[Case]]:
         left = [case for case in left if case not in phase]
         result.append(phase)
     return result
+
+
+def split_lanes(phase: list[Case], count: int) -> list[list[Case]]:
+    """The cases of one process in at most so many lanes, which can be run side by side; the others in one.
+
+    A case is in the lane of those whose state it needs. The first one, which tries the task's functions, takes as long
+    as four others.
+    """
+    if phase[0].world_size > 1 or phase[0].devices > 1:
+        return [phase]
+    chains: list[list[Case]] = []
+    for case in phase:
+        needed = {"" if case.other_micro_batch else case.reference, case.starts_from, case.weights_from}
+        joined = [chain for chain in chains if needed & {one.name for one in chain}]
+        chains = [chain for chain in chains if chain not in joined] + [[*itertools.chain(*joined), case]]
+    lanes: list[list[Case]] = [[] for _ in range(min(count, len(chains)))]
+    for chain in sorted(chains, key=lambda chain: phase[0] not in chain):
+        min(lanes, key=lambda lane: len(lane) + 3 * (phase[0] in lane)).extend(chain)
+    return lanes
 
 
 def _place(case: Case) -> tuple[int, int, str]:

@@ -89,6 +89,12 @@ class ForkServer:
             self._ready = bool((self._channel.receive() or {}).get("ready"))
         return self._ready
 
+    def preload(self, modules: Sequence[str]) -> None:
+        """Let the server import more, while it has no forks; `ready` then waits for that, too."""
+        if modules and self.ready:
+            self._channel.send({"modules": list(modules)})
+            self._ready = None
+
     def fork(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
         """Fork one process per environment, each calling `main` of a module; return their process ids.
 
@@ -176,13 +182,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     for number in _IGNORED_SIGNALS:  # meant for the ranks and the launcher
         signal.signal(number, signal.SIG_IGN)
     channel = JsonChannel(socket.socket(fileno=descriptor))
-    for module in modules:
-        with suppress(ImportError):  # a rank that needs it will report the error
-            importlib.import_module(module)
-    ready = threading.active_count() == 1 and not _has_opened_a_device()
-    _send_or_exit(channel, {"ready": ready})
-    gc.collect()
-    gc.freeze()  # keeps collections in a fork from touching, and so copying, shared pages
+    _preload(channel, modules)
     wakeup, signalled = socket.socketpair()
     signalled.setblocking(False)
     wakeup.setblocking(False)
@@ -202,10 +202,24 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
                 os._exit(0)
+            if "modules" in order:
+                _preload(channel, order["modules"])
+                continue
             sockets = (channel.link, wakeup, signalled)
             pids = [_fork(order, environment, sockets) for environment in order["environments"]]
             children.update(pids)
             _send_or_exit(channel, {"pids": pids})
+
+
+def _preload(channel: JsonChannel, modules: Sequence[str]) -> None:
+    """Import modules, and report whether this process can be forked."""
+    for module in modules:
+        with suppress(Exception):  # a rank that needs it will report the error
+            importlib.import_module(module)
+    ready = threading.active_count() == 1 and not _has_opened_a_device()
+    _send_or_exit(channel, {"ready": ready})
+    gc.collect()
+    gc.freeze()  # keeps collections in a fork from touching, and so copying, shared pages
 
 
 def _report_exits(channel: JsonChannel, children: set[int]) -> None:

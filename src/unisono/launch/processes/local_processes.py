@@ -47,6 +47,7 @@ def launch(
     node: Node | None = None,
     arguments: Sequence[str] = (),
     server: ForkServer | None = None,
+    processes: int | None = None,
 ) -> None:
     """Start this node's share of the `layout.world_size` processes of a run, and wait for them.
 
@@ -58,6 +59,7 @@ def launch(
         node: This node, if there are several.
         arguments: Of the processes, after the folder.
         server: Forks the processes; None starts new processes.
+        processes: How many, if that is not what the layout says.
 
     Raises:
         WorkerError: With the text and the exit code of the first fault.
@@ -66,7 +68,7 @@ def launch(
     """
     assert isinstance(config.layout.world_size, int)
     loopback = config.layout.device == "cpu"
-    count = config.layout.world_size // (node.count if node else 1)
+    count = processes or config.layout.world_size // (node.count if node else 1)
     first = node.rank * count if node else 0
     watch = (
         build_client(config, folder, range(first, first + count), node.rank if node else 0)

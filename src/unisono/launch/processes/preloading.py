@@ -7,6 +7,7 @@ thread, open no device and read no rank when imported. Anything not found here i
 from __future__ import annotations
 
 import ast
+import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,19 @@ def find_libraries(reference: str) -> list[str]:
         reference: To the task.
     """
     return sorted(name for name in _imported_modules(reference) if name.partition(".")[0] in PRELOADABLE)
+
+
+def imported_libraries() -> list[str]:
+    """Return the modules of preloadable libraries that this process has imported, in the order in which it has.
+
+    Some libraries import their parts when they are first used, as transformers does each model; a process that has
+    prepared the run knows these parts, and a file does not.
+    """
+    return [
+        name
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in PRELOADABLE and getattr(getattr(module, "__spec__", None), "name", "") == name
+    ]
 
 
 def _task_files(reference: str) -> list[Path]:

@@ -164,7 +164,9 @@ class _CaseRun:
             self.engine.observe(self.lower)
         case = self.case
         of_terms = self.process.world_size == 1 and case.precision == "fp64" and not (case.perturbed or case.starts)
-        self.recorder = Recorder(view, self.communicator, self.folder, of_terms)
+        reference = trace_folder(self.root, case.reference)
+        known = reference if case.reference and (reference / "facts.json").is_file() else None  # else under way
+        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, known)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model

@@ -30,13 +30,22 @@ class Recorder(Observer):
         communicator: of all processes; rank 0 writes.
         folder: of the trace.
         of_terms: whether to keep what each micro-batch adds to the gradient, by term of the loss.
+        reference: folder of the trace that this one has to equal, if there is one.
 
     Attributes:
         steps: the facts of every step so far.
     """
 
-    def __init__(self, view: ModelView, communicator: Communicator, folder: Path, of_terms: bool = False) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        communicator: Communicator,
+        folder: Path,
+        of_terms: bool = False,
+        reference: Path | None = None,
+    ) -> None:
         self._view, self._communicator, self._folder, self._of_terms = view, communicator, folder, of_terms
+        self._reference = reference
         self.steps: list[StepFacts] = []
         self._last_draws: list[int] = []
 
@@ -118,7 +127,7 @@ class Recorder(Observer):
     def write(self, moment: str, step: int | None, values: Mapping[str, Array]) -> None:
         """Write the arrays of a moment, if there are any; on rank 0."""
         if self._communicator.rank == 0 and values:
-            write_tensors(self._folder, moment, step, values)
+            write_tensors(self._folder, moment, step, values, self._reference)
 
 
 def content_digest(micro: MicroBatch) -> str:

@@ -6,13 +6,17 @@ A trace is written by `record_case` and read by `comparison`; nothing in it says
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
@@ -232,7 +236,12 @@ class Trace:
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
         file = _tensor_file(self.folder, moment, step)
-        return load_file(file) if file.is_file() else {}
+        return _map_file(file) if file.is_file() else {}
+
+    def shares(self, other: Trace, moment: str, step: int | None = None) -> bool:
+        """Whether both have one file for a moment, so that every bit is equal; see `write_tensors`."""
+        mine, theirs = (_tensor_file(trace.folder, moment, step) for trace in (self, other))
+        return mine.is_file() and theirs.is_file() and mine.samefile(theirs)
 
 
 def trace_folder(root: Path, case: str) -> Path:
@@ -240,17 +249,70 @@ def trace_folder(root: Path, case: str) -> Path:
     return root / case.replace(" ", "_").replace(":", "-")
 
 
-def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array]) -> None:
-    """Write the tensors of one moment."""
-    save_file(
-        {name: _as_real(np.ascontiguousarray(value)) for name, value in tensors.items()},
-        _tensor_file(folder, moment, step),
-    )
+def write_tensors(
+    folder: Path, moment: str, step: int | None, tensors: Mapping[str, Array], reference: Path | None = None
+) -> None:
+    """Write the tensors of one moment.
+
+    Most cases of a proof are equal in every bit, and a trace is many copies of the model. So a moment that the trace
+    `reference` has with the same bits is a link to its file, which is neither written nor read again.
+
+    Args:
+        folder: of the trace.
+        moment: that they are of.
+        step: that they are of.
+        tensors: by name.
+        reference: the folder of the trace that this one has to equal.
+    """
+    arrays = {name: _as_real(np.ascontiguousarray(value)) for name, value in tensors.items()}
+    file, digest = _tensor_file(folder, moment, step), _digest(arrays)
+    file.unlink(missing_ok=True)  # rather than writing into a file that other traces may share
+    if reference is not None and digest and digest == _read_digest(known := _tensor_file(reference, moment, step)):
+        with suppress(OSError):  # a file system without links
+            os.link(known, file)
+            return
+    save_file(arrays, file, {"digest": digest})
+
+
+def _digest(arrays: Mapping[str, Array]) -> str:
+    """Of names, dtypes, shapes and bits; empty where there is a NaN, which does not equal itself."""
+    digest = xxhash.xxh3_128()
+    for name, array in sorted(arrays.items()):
+        if array.dtype.kind == "f" and array.size and np.isnan(array.min()):
+            return ""
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
+
+
+def _read_digest(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    with safe_open(file, "numpy") as opened:
+        return str((opened.metadata() or {}).get("digest", ""))
 
 
 def _as_real(value: Array) -> Array:
     """Real and imaginary parts side by side, since safetensors has no complex128."""
     return np.stack([value.real, value.imag], axis=-1) if np.iscomplexobj(value) else value
+
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "<u1", "BOOL": "?"}
+
+
+def _map_file(file: Path) -> dict[str, Array]:
+    """The arrays of a file, mapped into memory instead of copied; what is changed in them stays in this process."""
+    whole = np.memmap(file, np.uint8, "c").view(np.ndarray)
+    begin = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+    header = json.loads(whole[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    if not all(entry["dtype"] in _DTYPES for entry in header.values()):
+        return dict(load_file(file))
+    found = {}
+    for name, entry in header.items():
+        first, last = (begin + offset for offset in entry["data_offsets"])
+        found[name] = whole[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
 
 
 def write_facts(folder: Path, facts: RunFacts) -> None:
