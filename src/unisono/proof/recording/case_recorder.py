@@ -165,8 +165,8 @@ class _CaseRun:
         case = self.case
         of_terms = self.process.world_size == 1 and case.precision == "fp64" and not (case.perturbed or case.starts)
         reference = trace_folder(self.root, case.reference)
-        known = reference if case.reference and (reference / "facts.json").is_file() else None  # else under way
-        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, known)
+        finished = case.reference and (reference / "facts.json").is_file()
+        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, reference if finished else None)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
