@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the 
 demo: $(READY)
 	$(BIN)/unisono train language layout.world_size=2
 
-# What a developer runs all day: nine minutes on two cores. Types are checked beside the tests, which leave room for it;
+# What a developer runs all day: ten minutes on two cores. Types are checked beside the tests, which leave room for it;
 # what mypy says stands above the tests' dots.
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 types quick

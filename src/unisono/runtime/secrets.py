@@ -48,7 +48,7 @@ def refuse(values: Any) -> None:
     Raises:
         ConfigError: Naming every key and the remedy.
     """
-    found = [f"'{key}' {why}" for key, why in _find_secrets(values)]
+    found = [f"'{key}' {why}" for key, why in _find_secrets(values, _environment_secrets())]
     if found:
         raise ConfigError(
             "a configuration is saved to files and sent to trackers, so it must not hold secrets: "
@@ -97,19 +97,19 @@ def _is_secret_name(key: str) -> bool:
     return names_secret(key) or key.lower() == "token"
 
 
-def _find_secrets(values: Any, key: str = "") -> list[tuple[str, str]]:
+def _find_secrets(values: Any, known: Sequence[str], key: str = "") -> list[tuple[str, str]]:
     """Return the keys that hold a secret, each with the reason."""
     if isinstance(values, Mapping):
         inner = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list | tuple):
         inner = [(f"{key}.{number}", value) for number, value in enumerate(values)]
     else:
-        why = _describe_secret(key, values)
+        why = _describe_secret(key, values, known)
         return [(key, why)] if why else []
-    return [found for name, value in inner for found in _find_secrets(value, name)]
+    return [found for name, value in inner for found in _find_secrets(value, known, name)]
 
 
-def _describe_secret(key: str, value: Any) -> str | None:
+def _describe_secret(key: str, value: Any, known: Sequence[str]) -> str | None:
     if not _is_text(value):
         return None
     text = str(value.get_secret_value()) if hasattr(value, "get_secret_value") else value
@@ -119,7 +119,7 @@ def _describe_secret(key: str, value: Any) -> str | None:
         return "is a URL that contains a password or key"
     if _TOKEN_FORMATS.search(text) or _AUTH_HEADER.search(text):
         return "looks like an access token"
-    if any(secret in text for secret in _environment_secrets()):
+    if any(secret in text for secret in known):
         return "contains the value of a secret environment variable"
     return None
 
