@@ -187,18 +187,16 @@ def test_files_are_told_apart(path: str, kind: int) -> None:
 
 
 def test_the_innermost_line_of_the_user_counts_and_a_librarys_where_there_is_none() -> None:
-    sites = collective_hooks._CallSites()
-
     def of_library(act: Any) -> Any:
         made: dict[str, Any] = {}
         exec(compile("def call(act):\n    return act()\n", "/x/site-packages/some/lib.py", "exec"), made)
         return made["call"](act)
 
-    code, number = of_library(lambda: sites.find_caller(sys._getframe(1)))  # from the library's frame on
+    code, number = of_library(lambda: collective_hooks._find_caller(sys._getframe(1)))  # from the library's frame on
     assert code is not None
     assert (code.co_name, Path(code.co_filename).name) == ("of_library", "test_intercept.py")
     assert number > 0
-    assert sites.find_caller(None) == (None, 0)
+    assert collective_hooks._find_caller(None) == (None, 0)
 
 
 def test_paths_are_told_shortly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -84,7 +85,6 @@ class CollectiveHooks:
         self._log, self._backward_label = log, buckets
         self._main_thread = threading.current_thread()
         self._fingerprints: dict[Any, tuple[int, bytes]] = {}
-        self._sites = _CallSites()
         self._bucket_number = 0
         self._site_label = ""
         self._library = Library("c10d", "IMPL")
@@ -135,7 +135,7 @@ class CollectiveHooks:
             root = -1 if root_at is None else arguments_given[root_at]
             members = self.members(unbox(arguments_given[group_at]))
             site = self._site_label
-            place = (None, 0) if site else self._sites.find_caller(sys._getframe(1))
+            place = (None, 0) if site else _find_caller(sys._getframe(1))
             self._log_call(name, members, reduce, root, shape_of(arguments_given[tensors_at]), place, site)
             return redispatch(keyset & lower_keys, *arguments_given)
 
@@ -197,10 +197,8 @@ class CollectiveHooks:
         code, line = place
         key = site = site or f"{self._backward_label} {line - 1}"
         if code is not None:
-            site, key = (
-                f"{short_path(code.co_filename)}:{line}",
-                f"{Path(code.co_filename).name}:{line} {code.co_qualname}",
-            )
+            site = f"{short_path(code.co_filename)}:{line}"
+            key = f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
         dtypes, shapes = shape
         what = collective_log.Collective(
             members.name,
@@ -246,36 +244,33 @@ _STANDARD = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "plats
 _USER, _OURS, _LIBRARY, _INTERNAL = range(4)
 
 
-class _CallSites:
-    """Finds the frame that made a collective: the innermost of user code, else of this package, else a library's."""
+def _find_caller(frame: FrameType | None) -> _Line:
+    """The frame that made a collective: the innermost of user code, else of this package, else a library's.
 
-    def __init__(self) -> None:
-        self._fingerprints: dict[str, int] = {}
-
-    def find_caller(self, frame: FrameType | None) -> _Line:
-        """Code and line; no code where C++ called from a backward pass."""
-        if frame is None or frame.f_code.co_name == "_engine_run_backward":
-            return None, 0
-        first: FrameType | None = None
-        library: FrameType | None = None
-        while frame is not None:
-            path = frame.f_code.co_filename
-            kind = self._fingerprints.get(path)
-            if kind is None:
-                kind = self._fingerprints[path] = _classify_file(path)
-            if kind == _USER:
-                return frame.f_code, frame.f_lineno
-            if kind == _OURS:
-                break
-            if kind == _LIBRARY and library is None:
-                library = frame
-            elif kind == _INTERNAL and first is None and not path.endswith(_PLUMBING):
-                first = frame
-            frame = frame.f_back
-        found = library or frame or first
-        return (None, 0) if found is None else (found.f_code, found.f_lineno)
+    Returns:
+        Code and line; no code where C++ called from a backward pass.
+    """
+    if frame is None or frame.f_code.co_name == "_engine_run_backward":
+        return None, 0
+    first: FrameType | None = None
+    library: FrameType | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        kind = _classify_file(path)
+        if kind == _USER:
+            return frame.f_code, frame.f_lineno
+        if kind == _OURS:
+            break
+        if kind == _LIBRARY and library is None:
+            library = frame
+        elif kind == _INTERNAL and first is None and not path.endswith(_PLUMBING):
+            first = frame
+        frame = frame.f_back
+    found = library or frame or first
+    return (None, 0) if found is None else (found.f_code, found.f_lineno)
 
 
+@cache
 def _classify_file(path: str) -> int:
     """Whether a file is user code, this package or a library. Names of compiled code differ between ranks."""
     if path.startswith(_OWN_FOLDER):
