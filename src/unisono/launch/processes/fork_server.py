@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 # Imported by every rank; the loop and the engine import torch.
 PRELOADED_MODULES = (
@@ -65,7 +65,7 @@ class ForkServer:
         self._exit_codes: dict[int, int] = {}
         self._ready: bool | None = None
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

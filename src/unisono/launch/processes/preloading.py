@@ -66,7 +66,7 @@ def _module_file(module: str) -> Path | None:
 
 def _imported_modules(reference: str) -> set[str]:
     """Return the modules that a task's files import, at the top level or inside functions."""
-    found = set()
+    found: set[str] = set()
     for path in _task_files(reference):
         with suppress(OSError, SyntaxError, ValueError):
             for node in ast.walk(ast.parse(path.read_bytes())):
