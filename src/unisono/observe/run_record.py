@@ -43,9 +43,9 @@ class RunRecord:
         self._progress = Progress(total, config.log_every, shown=mine and config.progress)
         self._trackers: trackers.Trackers | None = None
         if mine and config.trackers:
-            composed, facts = ((about or {}).get(name, {}) for name in ("config", "facts"))
+            run, facts = ((about or {}).get(name, {}) for name in ("config", "facts"))
             self._trackers = trackers.open_trackers(
-                config.trackers, folder, config.project, first_step, composed, facts, config.tracker_timeout
+                config.trackers, folder, config.project, first_step, run, facts, config.tracker_timeout
             )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
         self._masked = 0
