@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,6 @@ from hypothesis import HealthCheck, settings
 
 from tests import fork_server
 from tests.budget import pytest_addoption, pytest_configure  # noqa: F401
-
-TESTS = Path(__file__).parent
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
     os.environ.pop(name, None)
@@ -26,18 +24,6 @@ settings.register_profile("unisono", deadline=None, suppress_health_check=[Healt
 settings.load_profile("unisono")
 fork_server.install()
 torch.set_num_threads(1)  # the number of threads is part of the order of sums
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Each worker of a run begins to collect elsewhere, so that it finds compiled what the others came to before."""
-    report = yield
-    if collector.path == TESTS and (count := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
-        first = len(report.result) * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) // count
-        report.result = [*report.result[first:], *report.result[:first]]
-    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
