@@ -7,15 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.runs import Trace, configuration
+from tests.runs import Trace, configuration, record
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader
-from unisono.data.order.planning import build_plan, build_source
 from unisono.engines.jax.engine import JaxEngine, create
 from unisono.engines.protocol import EngineJob
-from unisono.evaluation.held_out import HeldOut
-from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 
@@ -40,46 +36,18 @@ def parameters(engine: JaxEngine) -> dict[str, np.ndarray]:
     return {name: whole(array) for name, array in engine.train_state.parameters.items()}
 
 
+def averages(engine: JaxEngine) -> dict[str, np.ndarray]:
+    """The moving averages, by name."""
+    return {name: whole(value) for name, value in engine.train_state.average.items()}
+
+
 def trace(task: Task, config: RunConfig, place: ProcessInfo | None = None, group: Communicator | None = None) -> Trace:
     """Train and evaluate a task; all processes return the same trace."""
-    place, group = place or ProcessInfo(), group or SingleProcess()
-    source = build_source(task, config, place.world_size)
-    plan = build_plan(task, source, config, place.world_size)
-    devices = config.layout.devices
+    place, devices = place or ProcessInfo(), config.layout.devices
     assert isinstance(devices, int)
     split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch, devices)
-    loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
-    scalars = ScheduledScalars(config, plan.steps)
-    engine = create(EngineJob(task, config, place, group, split))
-    result = Trace()
-    try:
-        engine.setup(next(iter(loader.steps())), scalars(0))
-        result.before = parameters(engine)
-        for step, batches in enumerate(engine.incoming(loader.steps())):
-            consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
-            everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
-            result.rows.append([row for _, rows in everyone for row in rows])
-            if step == 0:
-                result.gradients = raw_gradients(engine, batches, scalars(0))
-            done = engine.step(batches, step, scalars(step))
-            result.recompiled.append(done.recompiled)
-            result.losses.append(done.loss)
-            result.norms.append(done.grad_norm)
-            result.metrics.append({**done.terms, **done.metrics, **done.work})
-        result.parameters = parameters(engine)
-        result.average = {name: whole(value) for name, value in engine.train_state.average.items()}
-        held_out = task.held_out()
-        if held_out is not None:
-            rows = HeldOut(task, held_out, config, place, split.micro_batch)
-            done = engine.evaluate(rows.batches(), plan.steps, scalars(plan.steps))
-            result.evaluation = {"loss": done.loss, **done.terms, **done.metrics}
-            if result.average:
-                result.evaluation |= rows.evaluate(engine, plan.steps, scalars(plan.steps))
-            rows.close()
-    finally:
-        loader.close()
-        engine.close()
-    return result
+    job = EngineJob(task, config, place, group or SingleProcess(), split)
+    return record(create, job, raw_gradients, parameters, averages)
 
 
 def raw_gradients(engine: JaxEngine, batches: Any, scalars: Any) -> dict[str, np.ndarray]:

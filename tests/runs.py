@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from unisono.data.order.planning import build_plan, build_source, source_facts
 from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
+from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
@@ -91,12 +92,12 @@ class FirstGradients(Observer):
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.raw: dict[str, np.ndarray] | None = None
+        self.raw: dict[str, np.ndarray] = {}
 
     def on_gradients(self) -> None:
-        if self.raw is None:
+        if not self.raw:
             parameters = self.view.module.named_parameters()
-            self.raw = {name: whole(p.grad) for name, p in parameters if p.grad is not None}
+            self.raw.update({name: whole(p.grad) for name, p in parameters if p.grad is not None})
 
 
 def engine_of(task: Task, config: RunConfig, place: ProcessInfo, group: Communicator, split: BatchSplit) -> TorchEngine:
@@ -119,40 +120,58 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
 
 
+def raw_gradients(engine: TorchEngine, batches: Any, scalars: Any) -> dict[str, np.ndarray]:
+    """The raw gradients of the step that comes next; the dictionary is filled by it."""
+    first = FirstGradients(engine.view)
+    engine.observe(first)
+    return first.raw
+
+
 def trace(place: ProcessInfo, group: Communicator, task: Task, config: RunConfig) -> Trace:
     """Train and evaluate a task; all ranks return the same trace."""
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    return record(TorchEngine, EngineJob(task, config, place, group, split), raw_gradients, parameters, averages)
+
+
+def record(
+    create: Callable[[EngineJob], Any],
+    job: EngineJob,
+    gradients: Callable[[Any, Any, Any], dict[str, np.ndarray]],
+    parameters: Callable[[Any], dict[str, np.ndarray]],
+    averages: Callable[[Any], dict[str, np.ndarray]],
+) -> Trace:
+    """Train and evaluate with an engine of either kind; the functions read its arrays, whole, on every rank."""
+    task, config, place, split = job.task, job.config, job.process, job.split
     source = build_source(task, config, place.world_size)
     plan = build_plan(task, source, config, place.world_size)
-    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
     loader = Loader(task, source, plan, split, place.rank, on_error=config.data.on_error)
     scalars = ScheduledScalars(config, plan.steps)
-    engine = engine_of(task, config, place, group, split)
+    engine = create(job)
     result = Trace()
     try:
         engine.setup(next(iter(loader.steps())), scalars(0))
-        first = FirstGradients(engine.view)
-        engine.observe(first)
         result.before = parameters(engine)
-        for step, batches in enumerate(loader.steps()):
+        for step, batches in enumerate(engine.incoming(loader.steps())):
             consumed = [[m.number, m.rows.tolist()] for m in batches if not m.idle]
-            everyone = sorted(pair for part in group.gather(consumed, "rows") for pair in part)
+            everyone = sorted(pair for part in job.communicator.gather(consumed, "rows") for pair in part)
             result.rows.append([row for _, rows in everyone for row in rows])
+            if step == 0:
+                result.gradients = gradients(engine, batches, scalars(0))
             done = engine.step(batches, step, scalars(step))
+            result.recompiled.append(done.recompiled)
             result.losses.append(done.loss)
             result.norms.append(done.grad_norm)
             result.metrics.append({**done.terms, **done.metrics, **done.work})
-        result.gradients = first.raw or {}
         result.parameters = parameters(engine)
         result.average = averages(engine)
         held_out = task.held_out()
         if held_out is not None:
-            from unisono.evaluation.held_out import HeldOut
-
             rows = HeldOut(task, held_out, config, place, split.micro_batch)
             done = engine.evaluate(rows.batches(), plan.steps, scalars(plan.steps))
             result.evaluation = {"loss": done.loss, **done.terms, **done.metrics}
             if result.average:
                 result.evaluation |= rows.evaluate(engine, plan.steps, scalars(plan.steps))
+            rows.close()
     finally:
         loader.close()
         engine.close()
