@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.order.plan import SampleIndices
@@ -16,7 +18,7 @@ from unisono.proof.probes.loss_probe import LossProbe, probe_loss
 from unisono.proof.probes.model_probe import ModelProbe, probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
-from unisono.proof.probes.state import describe_state, restore_attributes
+from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes
 from unisono.task import Task
 
 
@@ -341,10 +343,24 @@ def test_a_sample_that_is_another_for_the_same_row_says_why(sample: Any, said: s
 
 
 def test_a_batch_that_is_another_for_the_same_samples_says_why() -> None:
-    task = Rows(collate=lambda samples: {"x": np.random.permutation(len(samples))})
+    task = Rows(collate=lambda samples: {"x": np.random.random(len(samples))})
     found = probe_samples(task, task.data(), 0, ALL)
     assert found.startswith("collate() of the same samples gave another 'x'")
     assert "NumPy's global generator" in found
+
+
+def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_that_has_its_memory() -> None:
+    def collate(samples: Any) -> Any:
+        for place, sample in enumerate(samples):
+            task.scratch[place] = sample["x"].sum()
+        return {"x": task.scratch[: len(samples)]}
+
+    task: Any = Rows(collate=collate)
+    task.scratch = np.zeros((9, 1))
+    found = probe_samples(task, task.data(), 0, ALL)
+    assert found.startswith(
+        "collate() changes 'x' of a batch when it makes the next one, which is memory of self.scratch"
+    )
 
 
 def near(loss: Callable[[Any], float], collate: Any = None) -> Any:
@@ -412,3 +428,15 @@ def test_a_generator_of_the_tasks_module_is_named() -> None:
     said = describe_state(task, GENERATOR.random, None)
     assert said == f"it draws from GENERATOR of {__name__}, which no key seeds"
     assert "no known generator moves" in describe_state(task, lambda: None, None)
+
+
+def test_a_model_that_another_hides_in_a_list_is_watched_and_a_cache_is_not() -> None:
+    task: Any = SimpleNamespace()
+    model: Any = torch.nn.Linear(2, 2)
+    model.teacher, model.last = [torch.nn.Linear(2, 2)], torch.zeros(2)
+    before = digest_kept(task, model, caches=False)
+    assert "'teacher' of the model" in before
+    assert "'last' of the model" not in before
+    with torch.no_grad():
+        model.teacher[0].weight.add_(1)
+    assert digest_kept(task, model, caches=False) != before

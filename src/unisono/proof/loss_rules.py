@@ -223,7 +223,10 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             detail += ", and gradients do not say it: if each micro-batch divides by its own count, look there first"
         return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts and (places := _of_kind(pattern, "places")):
-        detail = f"{places} of the same rows in another order is another: rows count by their places in a micro-batch"
+        detail = (
+            f"{places} of the same rows in another order is another: rows count by their places in a micro-batch, by "
+            "weights, or by noise from a key or seed that is always the same"
+        )
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and pattern.world_size > 1:
         detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.state import describe_state
+from unisono.runtime.text import join_names
 from unisono.task import SampleContext, Source, Task, run_setup
 
 
@@ -81,6 +84,24 @@ def _collate_twice(task: Task, samples: Sequence[Any]) -> str:
     first, second = task.collate(list(samples)), task.collate(list(samples))
     different = [name for name in first if checksum(first[name]) != checksum(second.get(name))]
     if not different:
-        return ""
+        return _find_reused(task, samples)
     why = describe_state(task, lambda: task.collate(list(samples)), list(samples), seeded=())
     return f"collate() of the same samples gave another '{different[0]}' the second time; {why}"
+
+
+def _find_reused(task: Task, samples: Sequence[Any]) -> str:
+    """Which array of a batch the next batch is written into, and the attribute whose memory it is; empty for none."""
+    batch = task.collate(list(samples))
+    before = {name: checksum(value) for name, value in batch.items()}
+    task.collate([*samples[1:], *samples[:1]])
+    changed = [name for name, value in batch.items() if checksum(value) != before[name]]
+    if not changed:
+        return ""
+    holders = [f"self.{name}" for name, value in vars(task).items() if _share_memory(value, batch[changed[0]])]
+    where = f", which is memory of {join_names(holders)}" if holders else ""
+    return f"collate() changes '{changed[0]}' of a batch when it makes the next one{where}: return a copy"
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    arrays = [np.asarray(value) for value in (one, other) if hasattr(value, "__array__")]
+    return len(arrays) == 2 and bool(np.may_share_memory(*arrays))
