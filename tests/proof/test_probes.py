@@ -177,6 +177,7 @@ def test_rows_that_are_mixed_are_told_from_a_statistic_of_all() -> None:
     assert found.neighbours
     assert found.beside == "row 0 on 3; row 1 on 0; row 2 on 1; row 3 on 2"
     assert passed(lambda x: x - x.mean()) == ModelProbe(neighbours=True)
+    assert passed(lambda x: x / x.max()) == ModelProbe(neighbours=True)  # on the same one row, all of them
 
 
 def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None:
@@ -313,6 +314,11 @@ def overwriting(task: Any, record: Any, context: Any) -> Any:
     return shifted(record, 0)
 
 
+def kept_for_ever(task: Any, record: Any, context: Any) -> Any:
+    known = task.__dict__.setdefault("known", {})
+    return known.setdefault(record["x"].tobytes(), shifted(record, context.rng.random()))
+
+
 def first_row_decides(task: Any, record: Any, context: Any) -> Any:
     task.seen = task.seen or [len(record["x"])]
     return shifted(record, task.seen[0])
@@ -330,7 +336,11 @@ def first_row_decides(task: Any, record: Any, context: Any) -> Any:
         ),
         (counting, "it changes self.seen"),
         (overwriting, "it changes its inputs in place ('x')"),
-        (first_row_decides, "comes out otherwise where other rows were read before it"),
+        (
+            first_row_decides,
+            "comes out otherwise where other rows, or the same one for another epoch, were read before",
+        ),
+        (kept_for_ever, "comes out otherwise where other rows, or the same one for another epoch, were read before"),
     ],
 )
 def test_a_sample_that_is_another_for_the_same_row_says_why(sample: Any, said: str) -> None:

@@ -230,9 +230,9 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
         )
     if case.other_micro_batch and reference.facts.neighbours:
         return (
-            "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, "
-            "experts with a capacity, attention along the axis of the rows), so different micro-batches are a "
-            "different computation"
+            "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, a "
+            "maximum over rows, experts with a capacity, attention along the axis of the rows), so different "
+            "micro-batches are a different computation"
         )
     if first.facts.carried and not (case.whole or case.bitwise):
         return _carried_reason_to_abstain(case, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ def digest_samples(
 def probe_samples(
     task: Task, source: Source, seed: int, indices: SampleIndices, mask: bool = False, packed: bool = False
 ) -> str:
-    """Make samples twice, then in reversed order by a task that has made none; and their batch twice.
+    """Make samples twice, then in reversed order by a task that has made them for another epoch; and their batch twice.
 
     Args:
         task: whose functions are tried, best as it was before it made anything; copies of it are used.
@@ -73,10 +74,13 @@ def probe_samples(
                 row, single = rows[place], partial(own.pieces, indices[place : place + 1])
                 why = describe_state(used, single, source[row], seeded=())
                 return f"sample() of row {row} came out otherwise the second time; {why}"
-        turned = [checksum(sample) for sample in other.pieces(indices[::-1])[1]][::-1]
+        turned_indices = indices[::-1]
+        other.pieces(replace(turned_indices, epochs=turned_indices.epochs + 1))  # a cache would keep these
+        turned = [checksum(sample) for sample in other.pieces(turned_indices)[1]][::-1]
         for row, a, b in zip(rows, once, turned, strict=False):
             if a != b:
-                return f"sample() of row {row} comes out otherwise where other rows were read before it"
+                before = "where other rows, or the same one for another epoch, were read before it"
+                return f"sample() of row {row} comes out otherwise {before}"
         return "" if packed or not samples else _collate_twice(used, samples)
 
 
@@ -103,5 +107,5 @@ def _find_reused(task: Task, samples: Sequence[Any]) -> str:
 
 
 def _share_memory(one: Any, other: Any) -> bool:
-    arrays = [np.asarray(value) for value in (one, other) if hasattr(value, "__array__")]
-    return len(arrays) == 2 and bool(np.may_share_memory(*arrays))
+    known = hasattr(one, "__array__") and hasattr(other, "__array__")
+    return known and bool(np.may_share_memory(np.asarray(one), np.asarray(other)))
