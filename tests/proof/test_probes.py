@@ -62,6 +62,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (np.sum, np.sum, {}),  # rows may count as much as they like
         (np.mean, lambda x: 1.0, {"term": "mean"}),
         (lambda x: len(x) * np.average(x, weights=x), len, {"term": "mean"}),
+        (np.mean, len, {"term": "averaged"}),
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),
         (lambda x: x.sum() * len(x), len, {"term": "statistic"}),

@@ -129,6 +129,11 @@ def _own_means(pattern: Pattern) -> str:
     if pattern.parts:  # of the same micro-batches such a term is the same
         return ""
     kinds = {pattern.root.additivity.get(name, "") for name in _differing(pattern)}
+    if kinds == {"averaged"}:
+        return (
+            "what loss() returns for any rows of a micro-batch is not the sum of what these rows have alone, but the "
+            "mean, and is divided by their count once more"
+        )
     if kinds != {"mean"}:
         return ""
     return (
