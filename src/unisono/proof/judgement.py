@@ -223,10 +223,10 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
         return why
     if case.other_micro_batch and reference.facts.beside:
         return (
-            "what the model computes for a row depends on the places of other rows in its micro-batch: "
-            f"{reference.facts.beside}. A statistic would depend on all of them: are rows mixed (roll, shift, reshape, "
-            "mixup with a neighbour), or do earlier rows take places from later ones (experts with a capacity)? "
-            "Different micro-batches are a different computation"
+            "what the model computes for a row depends on some other rows of its micro-batch, not on all of them: "
+            f"{reference.facts.beside}. Are rows mixed (roll, shift, reshape, mixup with a neighbour), is it made of a "
+            "maximum or a minimum over rows, or do rows compete for places (experts with a capacity)? Different "
+            "micro-batches are a different computation"
         )
     if case.other_micro_batch and reference.facts.neighbours:
         return (
