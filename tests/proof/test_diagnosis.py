@@ -80,6 +80,7 @@ def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: 
     diagnosed = diagnosis.diagnose(*found, [failed("outputs", 1)], 2)
     assert diagnosed is not None
     assert diagnosed.because.endswith("every pass changes self.calls, of which each process has its own")
+    assert diagnosed.remedy.startswith("keep it in a buffer")
 
 
 NOT_CARRIED = "The state was not carried on"
@@ -184,6 +185,12 @@ def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp
     found = told(tmp_path, failed("optimizer state", 3), counts=THREE, starts=[1, 2])
     assert found.fault == "A second resume drifts"
     assert "'The state of the optimizer was lost'" in found.because
+
+
+def test_a_lost_average_that_equals_its_beginning_for_a_step_is_no_second_resume_that_drifts(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("outputs", 3), counts=THREE, starts=[1, 2])
+    assert found.fault == NOT_CARRIED
+    assert found.because.endswith("either the second start lost it, or the first one, whose loss shows a step late")
 
 
 def test_starts_count_wherever_they_are(tmp_path: Path) -> None:

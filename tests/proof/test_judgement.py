@@ -28,6 +28,26 @@ def test_runs_without_a_gradient_are_not_said_to_be_equal(tmp_path: Path) -> Non
     assert judgement.judge_cases(cases, moved, adaptive=False)[0][0].mark == "PASS"
 
 
+def test_gradients_that_are_rounding_beside_those_of_other_micro_batches_are_not_compared(tmp_path: Path) -> None:
+    def rounding(facts: RunFacts, tensors: Any) -> None:
+        for step in facts.steps:
+            step.grad_norm = 3e-17
+
+    cases = [
+        Case("one", 1, {}, "fp64"),
+        Case("small", 1, {}, "fp64", "one", other_micro_batch=True),
+        Case("two", 2, {}, "fp64", "small"),
+    ]
+    traces = {
+        case.name: trace(tmp_path / case.name, max(1, n), rounding if n else None) for n, case in enumerate(cases)
+    }
+    judged = {found.case: found for found in judgement.judge_cases(cases, traces, adaptive=False)[0]}
+    assert [c.why for c in judged["two"].compared] == [
+        "its gradient and that of small are rounding alone: nothing moves that may differ"
+    ]
+    assert len(judged["small"].compared) > 1
+
+
 def test_numbers_that_are_zero_all_the_time_are_told_of_the_reference(tmp_path: Path) -> None:
     def with_metrics(facts: RunFacts, tensors: Any) -> None:
         for number, step in enumerate(facts.steps):

@@ -90,6 +90,25 @@ def test_gradients_that_agree_only_within_a_wide_rounding_leave_the_update_open(
     assert name(found, within, failed("parameters", 1, size=1e-5)) == fault
 
 
+@pytest.mark.parametrize(
+    ("kind", "fault", "said"),
+    [
+        ("averaged", "A mean of means", "the mean, and is divided by their count once more"),
+        ("places", "The loss depends on the micro-batch", "noise from a key or seed that is always the same"),
+        ("statistic", "A statistic of the batch is taken of its parts", "neither the sum nor a mean"),
+    ],
+)
+def test_what_the_loss_of_some_rows_showed_is_told_of_other_micro_batches(
+    tmp_path: Path, kind: str, fault: str, said: str
+) -> None:
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.additivity = True, {"next": kind}
+    found[0].facts.steps[0].parts = [Part(n, 0, 2, {"next": 9.0}, {"next": 2.0}, {"next": 1.0}) for n in range(4)]
+    told = diagnosis.diagnose(*found, [reported(found, 5.0)], 1)
+    assert told is not None
+    assert (told.fault, said in told.because) == (fault, True)
+
+
 @pytest.mark.parametrize("quantity", ["outputs", "loss", "evaluation"])
 def test_a_model_that_keeps_an_earlier_micro_batch_is_told_wherever_it_shows(tmp_path: Path, quantity: str) -> None:
     found = pair(tmp_path, summed([1.0, 1.0]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.order.plan import SampleIndices
@@ -16,7 +18,7 @@ from unisono.proof.probes.loss_probe import LossProbe, probe_loss
 from unisono.proof.probes.model_probe import ModelProbe, probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
-from unisono.proof.probes.state import describe_state, restore_attributes
+from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes
 from unisono.task import Task
 
 
@@ -60,6 +62,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (np.sum, np.sum, {}),  # rows may count as much as they like
         (np.mean, lambda x: 1.0, {"term": "mean"}),
         (lambda x: len(x) * np.average(x, weights=x), len, {"term": "mean"}),
+        (np.mean, len, {"term": "averaged"}),
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),
         (lambda x: x.sum() * len(x), len, {"term": "statistic"}),
@@ -175,6 +178,7 @@ def test_rows_that_are_mixed_are_told_from_a_statistic_of_all() -> None:
     assert found.neighbours
     assert found.beside == "row 0 on 3; row 1 on 0; row 2 on 1; row 3 on 2"
     assert passed(lambda x: x - x.mean()) == ModelProbe(neighbours=True)
+    assert passed(lambda x: x / x.max()) == ModelProbe(neighbours=True)  # on the same one row, all of them
 
 
 def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None:
@@ -311,6 +315,11 @@ def overwriting(task: Any, record: Any, context: Any) -> Any:
     return shifted(record, 0)
 
 
+def kept_for_ever(task: Any, record: Any, context: Any) -> Any:
+    known = task.__dict__.setdefault("known", {})
+    return known.setdefault(record["x"].tobytes(), shifted(record, context.rng.random()))
+
+
 def first_row_decides(task: Any, record: Any, context: Any) -> Any:
     task.seen = task.seen or [len(record["x"])]
     return shifted(record, task.seen[0])
@@ -328,7 +337,11 @@ def first_row_decides(task: Any, record: Any, context: Any) -> Any:
         ),
         (counting, "it changes self.seen"),
         (overwriting, "it changes its inputs in place ('x')"),
-        (first_row_decides, "comes out otherwise where other rows were read before it"),
+        (
+            first_row_decides,
+            "comes out otherwise where other rows, or the same one for another epoch, were read before",
+        ),
+        (kept_for_ever, "comes out otherwise where other rows, or the same one for another epoch, were read before"),
     ],
 )
 def test_a_sample_that_is_another_for_the_same_row_says_why(sample: Any, said: str) -> None:
@@ -341,10 +354,24 @@ def test_a_sample_that_is_another_for_the_same_row_says_why(sample: Any, said: s
 
 
 def test_a_batch_that_is_another_for_the_same_samples_says_why() -> None:
-    task = Rows(collate=lambda samples: {"x": np.random.permutation(len(samples))})
+    task = Rows(collate=lambda samples: {"x": np.random.random(len(samples))})
     found = probe_samples(task, task.data(), 0, ALL)
     assert found.startswith("collate() of the same samples gave another 'x'")
     assert "NumPy's global generator" in found
+
+
+def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_that_has_its_memory() -> None:
+    def collate(samples: Any) -> Any:
+        for place, sample in enumerate(samples):
+            task.scratch[place] = sample["x"].sum()
+        return {"x": task.scratch[: len(samples)]}
+
+    task: Any = Rows(collate=collate)
+    task.scratch = np.zeros((9, 1))
+    found = probe_samples(task, task.data(), 0, ALL)
+    assert found.startswith(
+        "collate() changes 'x' of a batch when it makes the next one, which is memory of self.scratch"
+    )
 
 
 def near(loss: Callable[[Any], float], collate: Any = None) -> Any:
@@ -412,3 +439,15 @@ def test_a_generator_of_the_tasks_module_is_named() -> None:
     said = describe_state(task, GENERATOR.random, None)
     assert said == f"it draws from GENERATOR of {__name__}, which no key seeds"
     assert "no known generator moves" in describe_state(task, lambda: None, None)
+
+
+def test_a_model_that_another_hides_in_a_list_is_watched_and_a_cache_is_not() -> None:
+    task: Any = SimpleNamespace()
+    model: Any = torch.nn.Linear(2, 2)
+    model.teacher, model.last = [torch.nn.Linear(2, 2)], torch.zeros(2)
+    before = digest_kept(task, model, caches=False)
+    assert "'teacher' of the model" in before
+    assert "'last' of the model" not in before
+    with torch.no_grad():
+        model.teacher[0].weight.add_(1)
+    assert digest_kept(task, model, caches=False) != before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
 from unisono.proof.recording.trace import StepFacts, Trace
 
+_KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
@@ -65,13 +67,15 @@ def diagnose(
     if (is_neutral or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
     if kept and (is_neutral or detail.fault == "Parameters are left out"):
-        detail = build_diagnosis(
-            detail.fault, f"{detail.because}; every pass changes {kept}, of which each process has its own"
-        )
+        because = f"{detail.because}; every pass changes {kept}, of which each process has its own"
+        detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
     if kept and detail.fault == "The state was not carried on":
         return build_diagnosis(detail.fault, f"{detail.because}; every pass changes {kept}, which no checkpoint has")
     if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
+        if first.quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
+            late = "either the second start lost it, or the first one, whose loss shows a step late"
+            return replace(detail, because=f"{detail.because}; {agree}: {late}")
         because = (
             f"{agree}; step {first.worst.step}, after the second, does not; by itself it would be '{detail.fault}'"
         )

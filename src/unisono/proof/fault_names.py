@@ -42,7 +42,8 @@ REMEDIES = {
     "A term is added once per micro-batch": "multiply it by the count of its term, or leave it to weight decay",
     "The loss is scaled by N": "divide the summed loss once, by the count over all ranks",
     "The loss is not summed over ranks": "reduce sums and counts over ranks before dividing",
-    "The loss depends on the micro-batch": "compute each row's part of the loss alone, and count what it is divided by",
+    "The loss depends on the micro-batch": "compute each row's part of the loss alone, count what it is divided by, "
+    "and draw by torch's seeds (JAX: context.key)",
     "The loss depends on the process": "look for rank and world size, and for state, in what loss() reads",
     "The loss depends on the call": "keep no state in loss(): count by context.step, keep what rows need in a carry",
     "The loss depends on the layout": "look at what loss() and counts() read beside their arguments",
@@ -52,7 +53,7 @@ REMEDIES = {
     "Gradients are not synchronised": "call the wrapper, not the module inside; synchronise with the last micro-batch",
     "Some parameters are not synchronised": "do not let the wrapper ignore parameters, and use all of them through it",
     "Gradients are those of a part of the batch": "add up the gradients of all micro-batches, then reduce them once",
-    "The gradients across samples depend on the layout": "gather with a backward pass (torch.distributed.nn)",
+    "The gradients across samples depend on the layout": "do not detach the rows of others (global_batch.outputs)",
     "Gradients are reduced in a lower precision": "reduce gradients in fp32 or wider",
     "Gradients of the step before are added": "clear gradients after every update",
     "Parameters are left out": "use all parameters in every pass, or set find_unused_parameters",

@@ -132,6 +132,10 @@ def _judge_case(
             found.compared = [
                 _abstain(f"neither it nor {case.reference} has a gradient: nothing moves that may differ")
             ]
+        elif not case.bitwise and _vanishes(reference, first) and _vanishes(mine, first):
+            found.compared = [
+                _abstain(f"its gradient and that of {case.reference} are rounding alone: nothing moves that may differ")
+            ]
         found.invariants = [c for c in alone if c.quantity not in failed]
     found.diagnosis = diagnosis.diagnose(
         mine,
@@ -142,6 +146,12 @@ def _judge_case(
         first,
     )
     return found
+
+
+def _vanishes(trace: Trace, first: Trace) -> bool:
+    """Whether its gradients are zero but for rounding, beside those of the run that all others are compared with."""
+    norms, others = ([s.grad_norm or 0.0 for s in one.facts.steps if s.computed] for one in (trace, first))
+    return bool(norms) and max(norms) < 1e-12 * max(others, default=0.0)
 
 
 # What follows from a forward pass.
@@ -213,15 +223,16 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
         return why
     if case.other_micro_batch and reference.facts.beside:
         return (
-            "what the model computes for a row depends on the places of other rows in its micro-batch: "
-            f"{reference.facts.beside}. A statistic would depend on all of them: are rows mixed (roll, shift, reshape, "
-            "mixup with a neighbour)? Different micro-batches are a different computation"
+            "what the model computes for a row depends on some other rows of its micro-batch, not on all of them: "
+            f"{reference.facts.beside}. Are rows mixed (roll, shift, reshape, mixup with a neighbour), is it made of a "
+            "maximum or a minimum over rows, or do rows compete for places (experts with a capacity)? Different "
+            "micro-batches are a different computation"
         )
     if case.other_micro_batch and reference.facts.neighbours:
         return (
-            "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, "
-            "experts with a capacity, attention along the axis of the rows), so different micro-batches are a "
-            "different computation"
+            "what the model computes for a row depends on the other rows of its micro-batch (batch statistics, a "
+            "maximum over rows, experts with a capacity, attention along the axis of the rows), so different "
+            "micro-batches are a different computation"
         )
     if first.facts.carried and not (case.whole or case.bitwise):
         return _carried_reason_to_abstain(case, first)

@@ -129,6 +129,11 @@ def _own_means(pattern: Pattern) -> str:
     if pattern.parts:  # of the same micro-batches such a term is the same
         return ""
     kinds = {pattern.root.additivity.get(name, "") for name in _differing(pattern)}
+    if kinds == {"averaged"}:
+        return (
+            "what loss() returns for any rows of a micro-batch is not the sum of what these rows have alone, but the "
+            "mean, and is divided by their count once more"
+        )
     if kinds != {"mean"}:
         return ""
     return (
@@ -223,7 +228,10 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             detail += ", and gradients do not say it: if each micro-batch divides by its own count, look there first"
         return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts and (places := _of_kind(pattern, "places")):
-        detail = f"{places} of the same rows in another order is another: rows count by their places in a micro-batch"
+        detail = (
+            f"{places} of the same rows in another order is another: rows count by their places in a micro-batch, by "
+            "weights, or by noise from a key or seed that is always the same"
+        )
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and pattern.world_size > 1:
         detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"

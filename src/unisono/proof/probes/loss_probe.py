@@ -29,8 +29,9 @@ class LossProbe:
         unstable: why it is another each time, empty if it is the same.
         overwritten: the input that is changed in place, empty if none is.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `constant` for one that adds the same to any rows, `places` for one that is another for the same rows in
-            another order, `statistic` for anything else.
+            `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
+            to any rows, `places` for one that is another for the same rows in another order, `statistic` for anything
+            else.
         by_number: an output of the model that is another for the same rows beside others, where there is a statistic.
     """
 
@@ -93,7 +94,9 @@ def _kind(found: Subsets, floor: float) -> str:
         return "constant"
     if not all(found.counts.values()):
         return ""  # rows that count nothing leave open which of the two it is
-    return "mean" if own_mean_weights(found, floor) else "statistic"
+    if own_mean_weights(found, floor):
+        return "mean"
+    return "averaged" if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor) else "statistic"
 
 
 def _find_by_number(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,7 +128,8 @@ def _try_passes(
 def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any, floor: float) -> str:
     """Which rows a row depends on, where it is not all of them: each is changed by itself into the one after it.
 
-    A statistic of a batch is made of all its rows; rows that are mixed depend on one or two others, by their places.
+    A statistic of a batch is made of all its rows, or is read by all (a maximum); rows that are mixed depend on one or
+    two others, by their places.
     """
     count, of_row = micro.size, {row: list[int]() for row in range(micro.size)}
     for changed in range(count):
@@ -137,7 +139,8 @@ def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any,
         for row in order[:changed] + order[changed + 1 :]:
             if row_differs(once, made, row, count, floor):
                 of_row[row].append(changed)
-    if count < 3 or any(len(others) == count - 1 for others in of_row.values()):
+    most = [*map(len, of_row.values()), *Counter(one for others in of_row.values() for one in others).values()]
+    if count < 3 or count - 1 in most:
         return ""
     return "; ".join(f"row {row} on {join_names(map(str, others))}" for row, others in of_row.items() if others)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.state import describe_state
+from unisono.runtime.text import join_names
 from unisono.task import SampleContext, Source, Task, run_setup
 
 
@@ -44,7 +48,7 @@ def digest_samples(
 def probe_samples(
     task: Task, source: Source, seed: int, indices: SampleIndices, mask: bool = False, packed: bool = False
 ) -> str:
-    """Make samples twice, then in reversed order by a task that has made none; and their batch twice.
+    """Make samples twice, then in reversed order by a task that has made them for another epoch; and their batch twice.
 
     Args:
         task: whose functions are tried, best as it was before it made anything; copies of it are used.
@@ -70,10 +74,13 @@ def probe_samples(
                 row, single = rows[place], partial(own.pieces, indices[place : place + 1])
                 why = describe_state(used, single, source[row], seeded=())
                 return f"sample() of row {row} came out otherwise the second time; {why}"
-        turned = [checksum(sample) for sample in other.pieces(indices[::-1])[1]][::-1]
+        turned_indices = indices[::-1]
+        other.pieces(replace(turned_indices, epochs=turned_indices.epochs + 1))  # a cache would keep these
+        turned = [checksum(sample) for sample in other.pieces(turned_indices)[1]][::-1]
         for row, a, b in zip(rows, once, turned, strict=False):
             if a != b:
-                return f"sample() of row {row} comes out otherwise where other rows were read before it"
+                before = "where other rows, or the same one for another epoch, were read before it"
+                return f"sample() of row {row} comes out otherwise {before}"
         return "" if packed or not samples else _collate_twice(used, samples)
 
 
@@ -81,6 +88,24 @@ def _collate_twice(task: Task, samples: Sequence[Any]) -> str:
     first, second = task.collate(list(samples)), task.collate(list(samples))
     different = [name for name in first if checksum(first[name]) != checksum(second.get(name))]
     if not different:
-        return ""
+        return _find_reused(task, samples)
     why = describe_state(task, lambda: task.collate(list(samples)), list(samples), seeded=())
     return f"collate() of the same samples gave another '{different[0]}' the second time; {why}"
+
+
+def _find_reused(task: Task, samples: Sequence[Any]) -> str:
+    """Which array of a batch the next batch is written into, and the attribute whose memory it is; empty for none."""
+    batch = task.collate(list(samples))
+    before = {name: checksum(value) for name, value in batch.items()}
+    task.collate([*samples[1:], *samples[:1]])
+    changed = [name for name, value in batch.items() if checksum(value) != before[name]]
+    if not changed:
+        return ""
+    holders = [f"self.{name}" for name, value in vars(task).items() if _share_memory(value, batch[changed[0]])]
+    where = f", which is memory of {join_names(holders)}" if holders else ""
+    return f"collate() changes '{changed[0]}' of a batch when it makes the next one{where}: return a copy"
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    known = hasattr(one, "__array__") and hasattr(other, "__array__")
+    return known and bool(np.may_share_memory(np.asarray(one), np.asarray(other)))

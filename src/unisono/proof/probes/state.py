@@ -127,11 +127,18 @@ def digest_kept(task: Task, model: Any, caches: bool = True) -> dict[str, int]:
     Args:
         task: all of whose attributes are digested.
         model: without parameters and buffers.
-        caches: also what the model keeps that is neither a number nor a word.
+        caches: also what the model keeps that is neither a number nor a word, nor a model itself: in a list, say, which
+            hides its parameters from checkpoints.
     """
     of_task = {f"self.{name}": digest for name, digest in digest_attributes(task).items()}
-    kept = {name: value for name, (_, _, value) in find_kept(model).items() if caches or isinstance(value, _PLAIN)}
+    found = {name: value for name, (_, _, value) in find_kept(model).items()}
+    kept = {n: v for n, v in found.items() if caches or isinstance(v, _PLAIN) or _holds_modules(v)}
     return of_task | {f"'{name}' of the model": _digest(value) for name, value in kept.items()}
+
+
+def _holds_modules(value: Any) -> bool:
+    inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(one, sys.modules["torch"].nn.Module) for one in inside)
 
 
 def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
