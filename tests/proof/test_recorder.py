@@ -312,6 +312,9 @@ def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> 
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     records = world(folder, place.rank, 2).records(model, optimizer)
+    if kind == "owned":  # each process keeps the state of every other parameter
+        others = [*model.parameters()][1 - place.rank :: 2]
+        optimizer.register_step_post_hook(lambda *_: [optimizer.state.pop(p) for p in others])
     mine = slice(place.rank, None, 2)
     for _ in range(2):
         loss = backward(model, mine)
@@ -349,6 +352,16 @@ def test_two_processes_leave_the_trace_of_one(tmp_path: Path, alone: Trace, kind
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_state_that_only_its_owner_keeps_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    (tmp_path / "owned").mkdir()
+    for kind in ("all", "owned"):
+        processes.run(on_two, 2, tmp_path / kind, kind)
+    ours, theirs = (Trace(tmp_path / kind).tensors("optimizer state", 0) for kind in ("owned", "all"))
+    assert ours.keys() == theirs.keys() and len(ours) == 4
+    assert Trace(tmp_path / "owned").tensors("optimizer state of rank 1", 0).keys() < ours.keys()
 
 
 def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> None:

@@ -141,6 +141,79 @@ def test_an_unseeded_script_is_still_checked_against_itself(tmp_path: Path) -> N
     assert "gradients are equal on all ranks" in {c.quantity for c in verdict.invariants if c.mark == "PASS"}
 
 
+OWN_PART = """
+from torch.utils.data import DataLoader, Subset, TensorDataset
+rank, size = dist.get_rank(), dist.get_world_size()
+draw = torch.Generator().manual_seed(1)
+whole = TensorDataset(torch.randn(32, 3, generator=draw))
+data = Subset(whole, range(rank, 32, size))
+scale = 1.0
+for (rows,) in DataLoader(data, 8 // size):
+    step(rows * scale)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "mark", "first"),
+    [
+        ("", "", "PASS", ""),
+        (
+            "data = Subset(whole, range(rank, 32, size))",
+            "data = Subset(whole, range(32 // size))",
+            "FAIL",
+            "sample ids",
+        ),
+        ("scale = 1.0", "scale = 1 + whole.tensors[0][rank::size].mean()", "ABSTAIN", ""),
+    ],
+)
+def test_rows_of_a_data_set_for_each_rank_are_told_by_what_the_model_is_given(
+    tmp_path: Path, old: str, new: str, mark: str, first: str
+) -> None:
+    report = prove(tmp_path, TORCH_MANUAL + OWN_PART.replace(old, new), steps=2)
+    (verdict,) = report.verdicts
+    assert (report.mark, verdict.first.quantity if verdict.first else "") == (mark, first), report.lines
+    assert any("data set of its own" in note for note in verdict.notes) == (mark != "FAIL")
+
+
+OWNERS = """
+class Owned(torch.optim.Optimizer):
+    def step(self):
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            if number % dist.get_world_size() == dist.get_rank():
+                kept = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.data.sub_(kept.mul_(0.9).add_(p.grad), alpha=0.1)
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(p.data, number % dist.get_world_size())
+optimizer = Owned(model.parameters(), {})
+optimizer.param_groups[0]["lr"] = 0.1
+x = torch.arange(24.0).reshape(8, 3) / 24
+for _ in range(4):
+    step(x[dist.get_rank() :: dist.get_world_size()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("complete", [True, False])
+def test_state_that_each_rank_keeps_of_its_own_parameters_is_compared(tmp_path: Path, complete: bool) -> None:
+    text = OWNERS if complete else OWNERS.replace("            dist.broadcast", "            number or dist.broadcast")
+    report = prove(tmp_path, TORCH_MANUAL + text, steps=2)
+    (verdict,) = report.verdicts
+    assert report.mark == ("PASS" if complete else "FAIL"), report.lines
+    assert "optimizer state" in {c.quantity for c in verdict.compared if c.mark == "PASS"} or not complete
+    assert complete or verdict.diagnosis is not None, report.lines
+    assert complete or verdict.diagnosis.fault == "Replicas drift apart", report.lines  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_script_that_does_not_repeat_is_not_said_to_differ_by_rounding(tmp_path: Path) -> None:
+    order = "x = torch.tensor([[float(word) for word in {str(n) for n in range(40)}][:3]] * 8)\n"
+    report = prove(tmp_path, TORCH_MANUAL + order + "for _ in range(9):\n    step(x)\n", steps=2)
+    told = "\n".join(report.lines)
+    assert report.mark == "ABSTAIN", told
+    assert "the script does not repeat" in told and "rounding alone" not in told
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_table_and_ends_with_the_code_of_the_verdict(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(

@@ -106,32 +106,6 @@ def test_gradients_that_stay_on_their_rank_are_told_by_why(
     assert (found.fault == "Some parameters are not synchronised") == sharded
 
 
-def follow_rows(folder: Path, ranks: list[list[list[int]]], whole: list[list[int]]) -> str:
-    """What is said of the rows of two processes, step by step, and of those of one."""
-    traces = []
-    for name, steps in (("many", ranks), ("one", [[rows] for rows in whole])):
-        (folder / name).mkdir(parents=True)
-        facts = [
-            StepFacts(sorted(row for rank in by_rank for row in rank), by_rank, None, {}, 1.0, [], [])
-            for by_rank in steps
-        ]
-        write_facts(folder / name, RunFacts(steps=facts))
-        seen = [[asdict(RankFacts()) for _ in by_rank] for by_rank in steps]
-        (folder / name / "ranks.json").write_text(json.dumps(seen))
-        traces.append(Trace(folder / name))
-    return self_check.explain_other_rows(*traces)
-
-
-def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_draw_for_themselves(
-    tmp_path: Path,
-) -> None:
-    whole = [[0, 1, 2, 3], [4, 5, 6, 6]]
-    assert follow_rows(tmp_path / "stride", [[[0, 2], [7, 9]], [[4, 6], [1, 1]]], whole) == ""
-    drawn = follow_rows(tmp_path / "own", [[[0, 1], [7, 7]], [[2, 3], [1, 1]]], whole)
-    assert "no fault if every process draws its own" in drawn
-    assert "shuffles otherwise" in follow_rows(tmp_path / "shuffled", [[[9, 4], [0, 7]], [[1, 3], [5, 2]]], whole)
-
-
 def test_gradients_that_differ_only_when_they_are_clipped_were_clipped_too_early(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
     write_tensors(trace.folder, "clipped gradients", 0, combine(0.5, 0.5))

@@ -231,8 +231,7 @@ class Trace:
 
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
-        file = _tensor_file(self.folder, moment, step)
-        return load_file(file) if file.is_file() else {}
+        return read_tensors(self.folder, moment, step)
 
 
 def trace_folder(root: Path, case: str) -> Path:
@@ -246,6 +245,12 @@ def write_tensors(folder: Path, moment: str, step: int | None, tensors: Mapping[
         {name: _as_real(np.ascontiguousarray(value)) for name, value in tensors.items()},
         _tensor_file(folder, moment, step),
     )
+
+
+def read_tensors(folder: Path, moment: str, step: int | None) -> dict[str, Array]:
+    """The tensors of one moment; none where nothing was written."""
+    file = _tensor_file(folder, moment, step)
+    return load_file(file) if file.is_file() else {}
 
 
 def _as_real(value: Array) -> Array:

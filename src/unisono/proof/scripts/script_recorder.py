@@ -30,7 +30,7 @@ from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients
-from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
@@ -188,8 +188,7 @@ class Records:
         self._write("parameters", number, by_plain_name(self._model.named_parameters()))
         self._write("buffers", number, by_plain_name(self._model.named_buffers()))
         assert self._optimizer is not None
-        state = sharded_tensors.optimizer_tensors(self._model, self._optimizer)
-        self._write("optimizer state", number, by_plain_name(state.items()))
+        self._write_state(number)
         if self._ema is not None:
             self._write("EMA", number, by_plain_name(self._ema.named_parameters()))
         self._rates = self._norm = self._clean = None
@@ -340,20 +339,42 @@ class Records:
         held = sample_elements({name: value for name, value in arrays.items() if value is not None})
         write_tensors(self._world.folder, moment, self.steps, held)
 
+    def _write_state(self, step: int) -> None:
+        """Write the optimizer's state, of which a rank may keep alone what belongs to parameters that it updates."""
+        assert self._optimizer is not None
+        state = by_plain_name(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
+        plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
+        everyone = self._group.gather(list(plain), "the names of the optimizer's state")
+        owners = {name: rank for rank, names in reversed([*enumerate(everyone)]) for name in names}  # the first of them
+        elsewhere, folder = sorted({*owners.values()} - {0}), self._world.folder
+        if self._world.rank in elsewhere:
+            owned = {name: value for name, value in plain.items() if owners[name] == self._world.rank}
+            arrays = {name: sharded_tensors.gather_array(value, keep=True) for name, value in owned.items()}
+            moment = f"optimizer state of rank {self._world.rank}"
+            write_tensors(folder, moment, step, {name: array for name, array in arrays.items() if array is not None})
+        others: dict[str, Array] = {}
+        if elsewhere:
+            self._group.gather(None, "the optimizer's state of every rank")
+            for rank in elsewhere:
+                others |= read_tensors(folder, f"optimizer state of rank {rank}", step)
+        self._write("optimizer state", step, state, others)
+
     def _see_buffers(self) -> dict[str, Any]:
         buffers = by_plain_name(self._model.named_buffers())
         self._write_own(buffers_moment(self._world.rank), buffers)
         self.seen.buffers = model_facts.digest_plain(buffers)
         return asdict(self.seen)
 
-    def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:
-        """Gather whole tensors, which is collective, and write them on rank 0, which alone gets them."""
+    def _write(
+        self, moment: str, step: int | None, values: Mapping[str, Tensor], others: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """Gather whole tensors, which is collective, and write them on rank 0, which alone gets them, with others."""
         gathered = {
             name: sharded_tensors.gather_array(value, keep=self._world.rank == 0) for name, value in values.items()
         }
         whole = {name: value for name, value in gathered.items() if value is not None}
         if self._world.rank == 0:
-            write_tensors(self._world.folder, moment, step, whole)
+            write_tensors(self._world.folder, moment, step, {**whole, **(others or {})})
         return whole
 
     def _differing_replicas(self) -> list[str]:

@@ -8,7 +8,6 @@ that was minimised.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -322,64 +321,3 @@ def _find_differing_buffers(trace: Trace, step: int, seen: Sequence[RankFacts], 
         sizes = relative_distances({n: other[n] for n in names}, {n: first[n] for n in names if n in first})
         found |= {name for name, size in sizes.items() if size > _ROUNDING[precision]}
     return [name for name in seen[0].buffers if name in found]
-
-
-def explain_other_rows(mine: Trace, reference: Trace) -> str:
-    """Why two runs computed other rows, for a reason that need not be a fault; empty if they may be compared."""
-    unseen = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
-    theirs, ours = read_rank_facts(reference.folder), read_rank_facts(mine.folder)
-    if not any(rank.inputs for rank in ours[0]) and not mine.facts.steps[0].rows:
-        return unseen
-    for step, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False)):
-        at = f"step {step + 1}"
-        a, b = ([row for rank in seen[step] for row in rank.inputs] for seen in (ours, theirs))
-        if m.rows and r.rows:
-            if m.rows == r.rows:
-                same_shape = ours[step][0].shape == theirs[step][0].shape
-                if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
-                    return f"{at}: the same rows gave other inputs: other padding, or each process's own augmentation"
-                continue
-            if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
-                return ""  # a fault, which the ranks show
-            if step == 0 and len(m.rows) != len(r.rows):
-                return _describe_batches(len(m.rows), len(r.rows))
-            return _describe_draws(mine, reference) if step == 0 else ""
-        if not a and not b:  # the second optimizer of a step
-            continue
-        if not (a and b):
-            return unseen
-        if sorted(a) != sorted(b):
-            if len(ours[step]) > 1 and all(rank.inputs == ours[step][0].inputs for rank in ours[step]):
-                return ""
-            if step == 0 and len(a) != len(b):
-                return _describe_batches(len(a), len(b))
-            return f"{at}: other inputs than on one process; that is no fault if every process draws its own"
-    return ""
-
-
-def _describe_draws(mine: Trace, reference: Trace) -> str:
-    """Why other rows need be no fault; empty if they are one.
-
-    A rank that takes its stride of a draw has a part of the same global batch in every step. If another rank has not,
-    it takes its stride of another draw. Where each rank draws for itself, none has such a part but in the first step.
-    """
-    pairs = list(zip(mine.facts.steps, reference.facts.steps, strict=False))
-    ranks = range(len(mine.facts.steps[0].by_rank))
-    parts = [all(not Counter(m.by_rank[rank]) - Counter(r.rows) for m, r in pairs) for rank in ranks]
-    if len(pairs) > 1 and any(parts) and not all(parts):
-        return ""
-    rows = mine.facts.steps[0].rows
-    told = "step 1: other rows than on one process; that is no fault if "
-    if len({*rows}) < len(rows):
-        return told + "every process draws its own"
-    return told + (
-        "the sampler only shuffles otherwise there (to compare, take a DistributedSampler, or in Accelerate "
-        "DataLoaderConfiguration(use_seedable_sampler=True))"
-    )
-
-
-def _describe_batches(mine: int, reference: int) -> str:
-    return (
-        f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; let an argument depend "
-        "on the world, e.g. --batch-size '{16/world}'"
-    )
