@@ -56,7 +56,7 @@ def test_a_loss_of_which_nothing_is_known_gets_a_neutral_name(tmp_path: Path) ->
     assert told(tmp_path / "of", loss(1), passed("outputs"), random=True).fault == "The loss depends on the layout"
 
 
-@pytest.mark.parametrize(("step", "said"), [(1, "what each micro-batch divides by"), (2, "keeps from step to step")])
+@pytest.mark.parametrize(("step", "said"), [(1, "a rank takes of its own rows"), (2, "keeps from step to step")])
 def test_a_loss_that_differs_only_later_sends_to_what_it_keeps(tmp_path: Path, step: int, said: str) -> None:
     mine, reference = (trace(tmp_path / name, [[4], [4]]) for name in ("mine", "one"))
     for rank in range(2):

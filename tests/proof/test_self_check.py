@@ -169,6 +169,11 @@ def test_gradients_that_one_rank_changes_after_the_reduction_are_not_called_its_
     mean = combine(0.5, 0.5)
     trace = write_trace(tmp_path / "t", build_ranks(), [mean, mean | {"b": 0.75 * mean["b"]}], [[0.1], [0.1]])
     assert find_failed(trace) == ([self_check.EQUAL], "The gradients depend on the layout")
+    scaled = {name: 0.75 * value for name, value in mean.items()}
+    trace = write_trace(tmp_path / "scaled", build_ranks(), [mean, scaled], [[0.1], [0.1]])
+    found = self_check.check_run(trace, "fp64").diagnosis
+    assert found is not None
+    assert (found.fault, "0.75 times those of rank 0" in found.because) == ("The gradients depend on the layout", True)
 
 
 def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:

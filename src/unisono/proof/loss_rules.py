@@ -224,7 +224,7 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             detail += (
                 "the steps before agree, so look first at what the loss keeps from step to step"
                 if pattern.number
-                else "look first at what each micro-batch divides by, and at terms that every rank adds"
+                else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
         return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts and (places := _of_kind(pattern, "places")):

@@ -188,7 +188,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, which no fully_shard was given", SHARD_THE_ROOT
                     elif any(rank.early for rank in seen):
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
-                    what += "" if alone else ", and no rank has its own: look at what changes them after the reduction"
+                    what += "" if alone else _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
         if clipped := _describe_clipping(trace, step, seen, precision):
             note(CLIPPED, step, clipped)
@@ -259,6 +259,18 @@ def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> lis
             first, other = _flatten(reduced[0], names, rank), _flatten(rank, names, rank)
             result |= set(_distances(first, other, names, rank, precision))
     return sorted(result)
+
+
+def _describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> str:
+    """In words, what differs although no rank has its own gradients; whether it is one factor per rank."""
+    factors = [predictions.common_factor(rank, reduced[0], _ROUNDING[precision]) for rank in reduced[1:]]
+    known = [f"{factor:.4g}" for factor in factors if factor is not None]
+    if len(known) < len(factors):
+        return ", and no rank has its own: look at what changes them after the reduction"
+    return (
+        f": they are {join_names(known, 3)} times those of rank 0, so each rank multiplies or divides the reduced ones "
+        "by a number of its own (a count of its own rows?)"
+    )
 
 
 def is_left_alone(
