@@ -55,6 +55,9 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
         detail = f"every element is that of one process after rounding what the ranks add to {lower}"
         return build_diagnosis("Gradients are reduced in a lower precision", detail)
+    if not pattern.shares and (lower := _find_lower_numbers(pattern)):
+        detail = f"every element of the tensors that differ is a number of {lower}, and off by rounding to it"
+        return build_diagnosis("Gradients are reduced in a lower precision", detail)
     if detail := _clipped_by_hand(pattern, a, b):
         return build_diagnosis("Clipped by a local norm", detail)
     weights = _weights(pattern)
@@ -86,6 +89,27 @@ def _wrong_tensors(pattern: Pattern) -> list[str]:
         for name, value in pattern.gradient.items()
         if not predictions.reproduces({name: pattern.true_gradient[name]}, {name: value}, pattern.rounding)
     ]
+
+
+def _find_lower_numbers(pattern: Pattern) -> str:
+    """The precision of which all numbers of the tensors that differ are, where on one process few of them are.
+
+    It decides where what ranks add is not known: `fully_shard` hides it, and the sum that it makes has that precision.
+    """
+    names = [name for name in _wrong_tensors(pattern) if pattern.true_gradient[name].any()]
+    pairs = [(pattern.gradient[name], pattern.true_gradient[name]) for name in names]
+    if not pairs or any(mine.shape != true.shape for mine, true in pairs):
+        return ""
+    mine, true = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    off = float(np.linalg.norm(mine - true)) / float(np.linalg.norm(true))
+    for name, bits in predictions.LOWER.items():
+        within = off <= (pattern.world_size + 1) * 2.0 ** (1 - bits)
+        known = (predictions.round_to(mine, bits) == mine).all() and (
+            predictions.round_to(mine, bits - 1) != mine
+        ).any()
+        if within and known and (predictions.round_to(true, bits) == true).mean() < 0.5:
+            return name
+    return ""
 
 
 def _not_synchronised_alone(pattern: Pattern) -> str:
