@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -361,7 +362,46 @@ def test_state_that_only_its_owner_keeps_is_recorded(tmp_path: Path) -> None:
         processes.run(on_two, 2, tmp_path / kind, kind)
     ours, theirs = (Trace(tmp_path / kind).tensors("optimizer state", 0) for kind in ("owned", "all"))
     assert ours.keys() == theirs.keys() and len(ours) == 4
-    assert Trace(tmp_path / "owned").tensors("optimizer state of rank 1", 0).keys() < ours.keys()
+    assert Trace(tmp_path / "owned").tensors("state of rank 1", 0).keys() < ours.keys()
+
+
+def on_halves(place: ProcessInfo, group: Communicator, folder: Path) -> list[str]:
+    """One step of an optimizer that reduces gradients by itself and keeps half of the state on each process."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    records = world(folder, place.rank, 2).records(model, optimizer)
+    backward(model, slice(place.rank, None, 2))
+    own = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    def reduce(*_: Any) -> None:
+        for parameter, gradient in zip(model.parameters(), own, strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad.copy_(gradient / 2)  # type: ignore[union-attr]
+
+    def cut(*_: Any) -> None:
+        for state in optimizer.state.values():
+            half = len(state["momentum_buffer"]) // 2
+            if half:
+                piece = slice(place.rank * half, (place.rank + 1) * half)
+                state["momentum_buffer"] = state["momentum_buffer"][piece].clone()
+
+    optimizer.register_step_pre_hook(reduce)
+    optimizer.register_step_post_hook(cut)
+    optimizer.step()
+    records.step()
+    records.close()
+    return records._facts.steps[0].replicas
+
+
+def test_pieces_of_the_state_and_gradients_that_are_reduced_inside_of_a_step_are_whole(
+    tmp_path: Path, alone: Trace
+) -> None:
+    assert processes.run(on_halves, 2, tmp_path) == [[], []]
+    for moment in ("raw gradients", "optimizer state"):
+        ours, theirs = Trace(tmp_path).tensors(moment, 0), alone.tensors(moment, 0)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
 
 
 def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def test_a_reduction_is_recognised(reduced: dict[str, Array], shown: str) -> Non
 def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Array]], lr: list[list[float]]) -> Trace:
     """A trace of one step on two processes."""
     folder.mkdir()
-    step = StepFacts([], [[], []], None, {}, 1.0, lr, [])
+    apart = any(not np.array_equal(value, reduced[1].get(name)) for name, value in reduced[0].items())
+    step = StepFacts([], [[], []], None, {}, 1.0, lr, [], replicas=["'a' is not the same on ranks [0] and [1]"] * apart)
     for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
         write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
         write_tensors(folder, reduced_moment(rank), 0, after)
@@ -80,6 +81,14 @@ def test_gradients_that_stay_on_their_rank_are_not_synchronised(tmp_path: Path) 
     trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
     assert find_failed(trace) == ([self_check.EQUAL], "Gradients are not synchronised")
     assert self_check.check_run(trace, "fp64").losses == [None]  # no one function was minimised
+
+
+def test_gradients_that_an_optimizer_reduces_inside_of_its_step_are_not_seen(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
+    trace.facts.steps[0].replicas = []
+    check = self_check.check_run(trace, "fp64")
+    assert (find_failed(trace), check.inside) == (([], ""), self_check.INSIDE)
+    assert self_check.EQUAL in {c.quantity for c in check.found if c.mark == "ABSTAIN"}
 
 
 def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> None:

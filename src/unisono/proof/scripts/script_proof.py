@@ -32,6 +32,7 @@ from unisono.runtime.errors import ConfigError
 
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
+_GRADIENTS = ("raw gradients", "gradient norm", "clipped gradients")
 _AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
     "the forward pass draws random numbers (dropout), every process its own; set its probability to 0 for the proof"
@@ -177,6 +178,11 @@ def _complete(
     rows = script_rows.explain_other_rows(mine, reference)
     reason = stray or rows or (_DRAWS if draws else "")
     kept = () if stray else tuple(q for q in _WITHOUT_ROWS if "global batch" not in rows or q != "learning rate")
+    if check.inside:
+        judged.compared = [
+            dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in _GRADIENTS else c
+            for c in judged.compared
+        ]
     if stray:  # what was measured then is not rounding, and nothing is shown by differences within it
         most = script_comparison.MAX_ROUNDING[precision]
         judged.compared = [

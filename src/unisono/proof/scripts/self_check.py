@@ -41,6 +41,10 @@ NAMES = {
     DIFFERENT: "Every rank reads the same rows",
     MODES: "Evaluation changes the training",
 }
+INSIDE = (
+    "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
+    "inside, where they cannot be seen"
+)
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
 
@@ -131,6 +135,7 @@ class SelfCheck:
         world_size: processes of the run.
         reduction: in words, as of the first step; empty where it is not known.
         diagnosis: of the first check that failed.
+        inside: why the reduced gradients were not seen; empty if they were.
     """
 
     found: list[ComparedQuantity]
@@ -139,6 +144,7 @@ class SelfCheck:
     world_size: int
     reduction: str
     diagnosis: Diagnosis | None = None
+    inside: str = ""
 
 
 def check_run(trace: Trace, precision: str) -> SelfCheck:
@@ -147,7 +153,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     worst: dict[str, Difference] = {}
     losses: list[float | None] = []
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
-    shown, unexplained, remedy, partly, alone = "", "", "", False, True
+    shown, unexplained, remedy, inside, partly, alone = "", "", "", "", False, True
 
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
@@ -180,6 +186,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
+            elif not trace.facts.steps[step].replicas:  # nor the optimizer's state
+                inside = INSIDE
             else:
                 if EQUAL not in worst:
                     partly, alone = not everywhere, is_left_alone(passes, reduced, unequal, precision)
@@ -208,7 +216,9 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
     checks += [MODES] if MODES in worst else []
     found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
-    if not {EQUAL, CLIPPED} & {*worst}:
+    if inside and EQUAL not in worst:
+        found = [ComparedQuantity(EQUAL, "ABSTAIN", why=INSIDE) if c.quantity == EQUAL else c for c in found]
+    if not {EQUAL, CLIPPED} & {*worst} and not inside:
         why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
         known = shown != str(Reduction(None, {})) and not unexplained
         found.insert(2, ComparedQuantity(REDUCED, "PASS") if known else ComparedQuantity(REDUCED, "ABSTAIN", why=why))
@@ -224,7 +234,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
     if likely and remedy and failed and failed.quantity == EQUAL:
         likely = replace(likely, remedy=remedy)
-    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely)
+    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely, inside * (EQUAL not in worst))
 
 
 def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
