@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import script
+from unisono.proof.scripts import self_check
 from unisono.proof.scripts.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 from unisono.runtime.errors import ConfigError
@@ -203,6 +204,64 @@ def test_state_that_each_rank_keeps_of_its_own_parameters_is_compared(tmp_path: 
     assert "optimizer state" in {c.quantity for c in verdict.compared if c.mark == "PASS"} or not complete
     assert complete or verdict.diagnosis is not None, report.lines
     assert complete or verdict.diagnosis.fault == "Replicas drift apart", report.lines  # type: ignore[union-attr]
+
+
+REDUCING = """
+class Reducing(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            whole = p.grad.clone()
+            dist.all_reduce(whole)
+            p.grad.copy_(whole / dist.get_world_size())
+        super().step()
+class InPieces(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            whole = p.grad.clone()
+            dist.all_reduce(whole)
+            size = dist.get_world_size()
+            piece = slice(dist.get_rank() * len(p) // size, (dist.get_rank() + 1) * len(p) // size)
+            kept = self.state[p].setdefault("momentum", torch.zeros_like(p[piece]))
+            kept.mul_(0.9).add_(whole[piece] / size)
+            parts = [torch.empty_like(kept) for _ in range(size)]
+            dist.all_gather(parts, p[piece] - 0.1 * kept)
+            p.copy_(torch.cat(parts))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+optimizer = Reducing(model.parameters(), lr=0.1, momentum=0.9)
+x = torch.arange(24.0).reshape(8, 3) / 24
+for _ in range(4):
+    model(x[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "mark", "fault"),
+    [
+        ("", "", "PASS", ""),
+        ("p.grad.copy_(whole / dist.get_world_size())", "p.grad.copy_(whole)", "FAIL", "All gradients are scaled by N"),
+        (
+            "Reducing(model.parameters(), lr=0.1, momentum=0.9)",
+            "InPieces(model.parameters(), {'lr': 0.1})",
+            "ABSTAIN",
+            "",
+        ),
+    ],
+)
+def test_an_optimizer_that_reduces_inside_of_its_step_is_judged_by_what_it_leaves(
+    tmp_path: Path, old: str, new: str, mark: str, fault: str
+) -> None:
+    report = prove(tmp_path, JOINED + REDUCING.replace(old, new), steps=2)
+    (verdict,) = report.verdicts
+    assert (report.mark, verdict.diagnosis.fault if verdict.diagnosis else "") == (mark, fault), report.lines
+    found = {c.quantity: c for c in verdict.compared}
+    assert (found["raw gradients"].why == self_check.INSIDE) == (mark == "ABSTAIN"), report.lines
+    assert mark == "FAIL" or (found["optimizer state"].mark, found["parameters"].mark) == ("PASS", "PASS"), report.lines
 
 
 @pytest.mark.slow
