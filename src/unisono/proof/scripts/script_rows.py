@@ -34,8 +34,8 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
 
 def _are_parts(ranks: list[list[int]], whole: list[int]) -> bool:
     """Whether a data set has been dealt out to ranks, perhaps with a row more or less on each."""
-    together = [sum(lengths) for lengths in zip(*ranks, strict=False)]
-    return any(length > 0 and abs(own - length) <= len(ranks) for own, length in zip(together, whole, strict=False))
+    each = zip(whole, zip(*ranks, strict=False), strict=False)
+    return any(max(own) < length and abs(sum(own) - length) <= len(ranks) for length, own in each)
 
 
 def _inputs_of(seen: list[RankFacts]) -> list[str]:
