@@ -67,6 +67,8 @@ SHARED = (["r", "s"], ["r", "s"], ["r", "s", "t", "u"])
         (SCALED, (8, 8, 8), False),  # the same rows, each with its own augmentation
         (SCALED, (7, 7, 8), False),  # cut off at the end
         (SCALED, (2, 2, 2), False),  # of two rows
+        (([], [], []), (4, 4, 8), True),  # given to the model as no tensors
+        (([], [], []), (8, 8, 8), False),
     ],
 )
 def test_numbers_of_rows_are_those_of_a_rank_where_it_has_a_data_set_of_its_own(

@@ -21,9 +21,10 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
     if len(ours[0]) == 1 or not any(step.rows for step in mine.facts.steps):
         return False
     pairs = list(zip(ours, theirs, mine.facts.steps, strict=False))
-    shared = all(rank.inputs == seen[0].inputs for seen, _, _ in pairs for rank in seen[1:])
+    given = any(rank.inputs for seen, _, _ in pairs for rank in seen)
+    shared = given and all(rank.inputs == seen[0].inputs for seen, _, _ in pairs for rank in seen[1:])
     parts = any(_are_parts([rank.sources for rank in seen], one[0].sources) for seen, one, _ in pairs)
-    whole = all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
+    whole = given and all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
     same = all(rows == step.by_rank[0] for _, _, step in pairs for rows in step.by_rank)
     if shared or not (parts or (same and whole)):
         return False
