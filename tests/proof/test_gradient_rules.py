@@ -180,13 +180,22 @@ def test_a_clipping_by_hand_with_the_norm_of_shards_is_known_by_their_norms(tmp_
     assert known or diagnosed.because.endswith("a clipping by hand would be in them")
 
 
-@pytest.mark.parametrize(("bits", "fault"), [(8, "Gradients are reduced in a lower precision"), (9, "")])
+@pytest.mark.parametrize(
+    ("bits", "both", "fault"),
+    [
+        (8, False, "Gradients are reduced in a lower precision"),
+        (8, True, "Gradients are reduced in a lower precision"),
+        (9, False, ""),
+        (24, False, "Gradients are reduced in a lower precision"),
+        (24, True, ""),
+    ],
+)
 def test_gradients_whose_parts_are_not_known_are_of_the_precision_of_their_numbers(
-    tmp_path: Path, bits: int, fault: str
+    tmp_path: Path, bits: int, both: bool, fault: str
 ) -> None:
     parts = [{n: RNG.normal(size=v.shape) for n, v in WIDE.items()} for _ in range(2)]
     observed = {n: predictions.round_to(sum(predictions.round_to(p[n], bits) for p in parts), bits) for n in WIDE}
-    right = {n: parts[0][n] + parts[1][n] for n in WIDE}
+    right = {n: predictions.round_to(parts[0][n] + parts[1][n], bits if both else 53) for n in WIDE}
     found = trace(tmp_path / "mine", EVEN, observed), trace(tmp_path / "one", [[8], [8]], right)
     named = name(found, failed("raw gradients", 1, size=3e-3))
     assert named == (fault or "The gradients depend on the layout")
