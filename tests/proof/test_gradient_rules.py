@@ -180,6 +180,70 @@ def test_a_clipping_by_hand_with_the_norm_of_shards_is_known_by_their_norms(tmp_
     assert known or diagnosed.because.endswith("a clipping by hand would be in them")
 
 
+@pytest.mark.parametrize(
+    ("bits", "both", "fault"),
+    [
+        (8, False, "Gradients are reduced in a lower precision"),
+        (8, True, "Gradients are reduced in a lower precision"),
+        (9, False, ""),
+        (24, False, "Gradients are reduced in a lower precision"),
+        (24, True, ""),
+    ],
+)
+def test_gradients_whose_parts_are_not_known_are_of_the_precision_of_their_numbers(
+    tmp_path: Path, bits: int, both: bool, fault: str
+) -> None:
+    parts = [{n: RNG.normal(size=v.shape) for n, v in WIDE.items()} for _ in range(2)]
+    observed = {n: predictions.round_to(sum(predictions.round_to(p[n], bits) for p in parts), bits) for n in WIDE}
+    right = {n: predictions.round_to(parts[0][n] + parts[1][n], bits if both else 53) for n in WIDE}
+    found = trace(tmp_path / "mine", EVEN, observed), trace(tmp_path / "one", [[8], [8]], right)
+    named = name(found, failed("raw gradients", 1, size=3e-3))
+    assert named == (fault or "The gradients depend on the layout")
+
+
+def norm(gradient: Any) -> float:
+    return float(np.sqrt(sum(np.square(value).sum() for value in gradient.values())))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_clipping_of_every_unsynchronised_pass_is_known_by_the_factors_of_ranks(tmp_path: Path, known: bool) -> None:
+    passes = [[{n: RNG.normal(size=v.shape) for n, v in WIDE.items()} for _ in range(3)] for _ in range(2)]
+    limit, made = 1.5, {n: np.zeros(v.shape) for n, v in WIDE.items()}
+    for own in passes:
+        total = {n: np.zeros(v.shape) for n, v in WIDE.items()}
+        for number, one in enumerate(own):
+            total = {n: total[n] + one[n] for n in total}
+            if number < 2:
+                scale = limit / norm(total) if known else 0.8
+                total = {n: scale * v for n, v in total.items()}
+        made = {n: made[n] + total[n] / 2 for n in made}
+    right = {n: sum(one[n] for own in passes for one in own) / 2 for n in WIDE}
+    mine, reference = trace(tmp_path / "mine", EVEN, made), trace(tmp_path / "one", [[8], [8]], right)
+    write_tensors(reference.folder, "clipped gradients", 0, {n: v * limit / norm(right) for n, v in right.items()})
+    for rank, own in enumerate(passes):
+        values = {f"{number}/{n}": v.ravel() for number, one in enumerate(own) for n, v in one.items()}
+        write_tensors(mine.folder, f"local gradients {rank}", 0, values)
+    found = name((mine, reference), failed("raw gradients", 1))
+    assert found == ("Clipped before synchronisation" if known else "The gradients depend on the layout")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["x.0", "x.1", "x.2"], "those of x.* (3 of 4) differ, 2 times what they should be (the number of processes"),
+        (["x.0", "x.1", "y"], "those of all but x.2 differ, 2 times what they should be (the number of processes"),
+    ],
+)
+def test_most_gradients_that_are_scaled_are_told_by_their_modules(tmp_path: Path, names: list[str], said: str) -> None:
+    right = {name: RNG.normal(size=5) for name in ("x.0", "x.1", "x.2", "y")}
+    wrong = {name: value * (2 if name in names else 1) for name, value in right.items()}
+    mine, reference = trace(tmp_path / "mine", EVEN, wrong), trace(tmp_path / "one", [[8], [8]], right)
+    found = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    assert found is not None
+    assert (found.fault, found.because.startswith(said)) == ("The gradients depend on the layout", True), found.because
+    assert found.because.endswith("and all others agree")
+
+
 def test_a_gradient_that_is_not_there(tmp_path: Path) -> None:
     found = told(tmp_path, failed("raw gradients", 1, size=float("inf")), gradient={"a": np.ones(3)})
     assert (found.fault, found.because) == ("Parameters are left out", "no gradient for b")

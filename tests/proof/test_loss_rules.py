@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.proof.patterns import SUMS, UNEVEN, failed, name, pair, passed, reported, summed, told
+from tests.proof.patterns import SUMS, UNEVEN, failed, name, pair, passed, reported, summed, told, trace
 from unisono.proof import diagnosis
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.recording.trace import Part
+from unisono.proof.recording.trace import Part, write_tensors
 
 # the loss -------------------------------------------------------------------------------------------------------------
 
@@ -53,6 +54,16 @@ def test_a_mean_of_means_with_a_loss_that_is_logged_right(tmp_path: Path) -> Non
 def test_a_loss_of_which_nothing_is_known_gets_a_neutral_name(tmp_path: Path) -> None:
     assert told(tmp_path, loss(2), counts=UNEVEN).fault == "The loss depends on the layout"
     assert told(tmp_path / "of", loss(1), passed("outputs"), random=True).fault == "The loss depends on the layout"
+
+
+@pytest.mark.parametrize(("step", "said"), [(1, "a rank takes of its own rows"), (2, "keeps from step to step")])
+def test_a_loss_that_differs_only_later_sends_to_what_it_keeps(tmp_path: Path, step: int, said: str) -> None:
+    mine, reference = (trace(tmp_path / name, [[4], [4]]) for name in ("mine", "one"))
+    for rank in range(2):
+        write_tensors(mine.folder, f"local gradients {rank}", step - 1, {"0/a": np.full(3, 1.5 + rank)})
+    found = diagnosis.diagnose(mine, reference, [loss(step)], 2)
+    assert found is not None
+    assert (found.fault, said in found.because) == ("The loss depends on the layout", True), found.because
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -312,6 +313,9 @@ def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> 
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     records = world(folder, place.rank, 2).records(model, optimizer)
+    if kind == "owned":  # each process keeps the state of every other parameter
+        others = [*model.parameters()][1 - place.rank :: 2]
+        optimizer.register_step_post_hook(lambda *_: [optimizer.state.pop(p) for p in others])
     mine = slice(place.rank, None, 2)
     for _ in range(2):
         loss = backward(model, mine)
@@ -346,6 +350,55 @@ def test_two_processes_leave_the_trace_of_one(tmp_path: Path, alone: Trace, kind
         assert step.clean is (True if kind == "ddp" else None)
     for moment in ("raw gradients", "optimizer state", "parameters"):
         ours, theirs = trace.tensors(moment, 1), alone.tensors(moment, 1)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_state_that_only_its_owner_keeps_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    (tmp_path / "owned").mkdir()
+    for kind in ("all", "owned"):
+        processes.run(on_two, 2, tmp_path / kind, kind)
+    ours, theirs = (Trace(tmp_path / kind).tensors("optimizer state", 0) for kind in ("owned", "all"))
+    assert ours.keys() == theirs.keys() and len(ours) == 4
+    assert Trace(tmp_path / "owned").tensors("state of rank 1", 0).keys() < ours.keys()
+
+
+def on_halves(place: ProcessInfo, group: Communicator, folder: Path) -> list[str]:
+    """One step of an optimizer that reduces gradients by itself and keeps half of the state on each process."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    records = world(folder, place.rank, 2).records(model, optimizer)
+    backward(model, slice(place.rank, None, 2))
+    own = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    def reduce(*_: Any) -> None:
+        for parameter, gradient in zip(model.parameters(), own, strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad.copy_(gradient / 2)  # type: ignore[union-attr]
+
+    def cut(*_: Any) -> None:
+        for state in optimizer.state.values():
+            half = len(state["momentum_buffer"]) // 2
+            if half:
+                piece = slice(place.rank * half, (place.rank + 1) * half)
+                state["momentum_buffer"] = state["momentum_buffer"][piece].clone()
+
+    optimizer.register_step_pre_hook(reduce)
+    optimizer.register_step_post_hook(cut)
+    optimizer.step()
+    records.step()
+    records.close()
+    return records._facts.steps[0].replicas
+
+
+def test_pieces_of_the_state_and_gradients_that_are_reduced_inside_of_a_step_are_whole(
+    tmp_path: Path, alone: Trace
+) -> None:
+    assert processes.run(on_halves, 2, tmp_path) == [[], []]
+    for moment in ("raw gradients", "optimizer state"):
+        ours, theirs = Trace(tmp_path).tensors(moment, 0), alone.tensors(moment, 0)
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch import jobs
 from unisono.cli import script
+from unisono.proof.scripts import self_check
 from unisono.proof.scripts.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 from unisono.runtime.errors import ConfigError
@@ -139,6 +140,137 @@ def test_an_unseeded_script_is_still_checked_against_itself(tmp_path: Path) -> N
     assert report.mark == "ABSTAIN", report.lines
     (verdict,) = report.verdicts
     assert "gradients are equal on all ranks" in {c.quantity for c in verdict.invariants if c.mark == "PASS"}
+
+
+OWN_PART = """
+from torch.utils.data import DataLoader, Subset, TensorDataset
+rank, size = dist.get_rank(), dist.get_world_size()
+draw = torch.Generator().manual_seed(1)
+whole = TensorDataset(torch.randn(32, 3, generator=draw))
+data = Subset(whole, range(rank, 32, size))
+scale = 1.0
+for (rows,) in DataLoader(data, 8 // size):
+    step(rows * scale)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "mark", "first"),
+    [
+        ("", "", "PASS", ""),
+        (
+            "data = Subset(whole, range(rank, 32, size))",
+            "data = Subset(whole, range(32 // size))",
+            "FAIL",
+            "sample ids",
+        ),
+        ("scale = 1.0", "scale = 1 + whole.tensors[0][rank::size].mean()", "ABSTAIN", ""),
+    ],
+)
+def test_rows_of_a_data_set_for_each_rank_are_told_by_what_the_model_is_given(
+    tmp_path: Path, old: str, new: str, mark: str, first: str
+) -> None:
+    report = prove(tmp_path, TORCH_MANUAL + OWN_PART.replace(old, new), steps=2)
+    (verdict,) = report.verdicts
+    assert (report.mark, verdict.first.quantity if verdict.first else "") == (mark, first), report.lines
+    assert any("data set of its own" in note for note in verdict.notes) == (mark != "FAIL")
+
+
+OWNERS = """
+class Owned(torch.optim.Optimizer):
+    def step(self):
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            if number % dist.get_world_size() == dist.get_rank():
+                kept = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.data.sub_(kept.mul_(0.9).add_(p.grad), alpha=0.1)
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(p.data, number % dist.get_world_size())
+optimizer = Owned(model.parameters(), {})
+optimizer.param_groups[0]["lr"] = 0.1
+x = torch.arange(24.0).reshape(8, 3) / 24
+for _ in range(4):
+    step(x[dist.get_rank() :: dist.get_world_size()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("complete", [True, False])
+def test_state_that_each_rank_keeps_of_its_own_parameters_is_compared(tmp_path: Path, complete: bool) -> None:
+    text = OWNERS if complete else OWNERS.replace("            dist.broadcast", "            number or dist.broadcast")
+    report = prove(tmp_path, TORCH_MANUAL + text, steps=2)
+    (verdict,) = report.verdicts
+    assert report.mark == ("PASS" if complete else "FAIL"), report.lines
+    assert "optimizer state" in {c.quantity for c in verdict.compared if c.mark == "PASS"} or not complete
+    assert complete or verdict.diagnosis is not None, report.lines
+    assert complete or verdict.diagnosis.fault == "Replicas drift apart", report.lines  # type: ignore[union-attr]
+
+
+REDUCING = """
+class Reducing(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            whole = p.grad.clone()
+            dist.all_reduce(whole)
+            p.grad.copy_(whole / dist.get_world_size())
+        super().step()
+class InPieces(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            whole = p.grad.clone()
+            dist.all_reduce(whole)
+            size = dist.get_world_size()
+            piece = slice(dist.get_rank() * len(p) // size, (dist.get_rank() + 1) * len(p) // size)
+            kept = self.state[p].setdefault("momentum", torch.zeros_like(p[piece]))
+            kept.mul_(0.9).add_(whole[piece] / size)
+            parts = [torch.empty_like(kept) for _ in range(size)]
+            dist.all_gather(parts, p[piece] - 0.1 * kept)
+            p.copy_(torch.cat(parts))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+optimizer = Reducing(model.parameters(), lr=0.1, momentum=0.9)
+x = torch.arange(24.0).reshape(8, 3) / 24
+for _ in range(4):
+    model(x[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "mark", "fault"),
+    [
+        ("", "", "PASS", ""),
+        ("p.grad.copy_(whole / dist.get_world_size())", "p.grad.copy_(whole)", "FAIL", "All gradients are scaled by N"),
+        (
+            "Reducing(model.parameters(), lr=0.1, momentum=0.9)",
+            "InPieces(model.parameters(), {'lr': 0.1})",
+            "ABSTAIN",
+            "",
+        ),
+    ],
+)
+def test_an_optimizer_that_reduces_inside_of_its_step_is_judged_by_what_it_leaves(
+    tmp_path: Path, old: str, new: str, mark: str, fault: str
+) -> None:
+    report = prove(tmp_path, JOINED + REDUCING.replace(old, new), steps=2)
+    (verdict,) = report.verdicts
+    assert (report.mark, verdict.diagnosis.fault if verdict.diagnosis else "") == (mark, fault), report.lines
+    found = {c.quantity: c for c in verdict.compared}
+    assert (found["raw gradients"].why == self_check.INSIDE) == (mark == "ABSTAIN"), report.lines
+    assert mark == "FAIL" or (found["optimizer state"].mark, found["parameters"].mark) == ("PASS", "PASS"), report.lines
+
+
+@pytest.mark.slow
+def test_a_script_that_does_not_repeat_is_not_said_to_differ_by_rounding(tmp_path: Path) -> None:
+    order = "x = x * (1 + time.time_ns() % 99991 / 99991)\n"
+    report = prove(tmp_path, TORCH_MANUAL + order + "for _ in range(9):\n    step(x)\n", steps=2)
+    told = "\n".join(report.lines)
+    assert report.mark == "ABSTAIN", told
+    assert "the script does not repeat" in told and "rounding alone" not in told
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ def test_a_reduction_is_recognised(reduced: dict[str, Array], shown: str) -> Non
 def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Array]], lr: list[list[float]]) -> Trace:
     """A trace of one step on two processes."""
     folder.mkdir()
-    step = StepFacts([], [[], []], None, {}, 1.0, lr, [])
+    apart = any(not np.array_equal(value, reduced[1].get(name)) for name, value in reduced[0].items())
+    step = StepFacts([], [[], []], None, {}, 1.0, lr, [], replicas=["'a' is not the same on ranks [0] and [1]"] * apart)
     for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
         write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
         write_tensors(folder, reduced_moment(rank), 0, after)
@@ -82,6 +83,14 @@ def test_gradients_that_stay_on_their_rank_are_not_synchronised(tmp_path: Path) 
     assert self_check.check_run(trace, "fp64").losses == [None]  # no one function was minimised
 
 
+def test_gradients_that_an_optimizer_reduces_inside_of_its_step_are_not_seen(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
+    trace.facts.steps[0].replicas = []
+    check = self_check.check_run(trace, "fp64")
+    assert (find_failed(trace), check.inside) == (([], ""), self_check.INSIDE)
+    assert self_check.EQUAL in {c.quantity for c in check.found if c.mark == "ABSTAIN"}
+
+
 def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> None:
     reduced = [combine(0.5, 0.5) | {"b": rank["b"]} for rank in OWN]
     trace = write_trace(tmp_path / "t", build_ranks(), reduced, [[0.1], [0.1]])
@@ -104,32 +113,6 @@ def test_gradients_that_stay_on_their_rank_are_told_by_why(
     assert script_remedies.reword(found).remedy == remedy or not remedy
     assert ("fully_shard" in found.because, "inside of the backward" in found.because) == (sharded, early)
     assert (found.fault == "Some parameters are not synchronised") == sharded
-
-
-def follow_rows(folder: Path, ranks: list[list[list[int]]], whole: list[list[int]]) -> str:
-    """What is said of the rows of two processes, step by step, and of those of one."""
-    traces = []
-    for name, steps in (("many", ranks), ("one", [[rows] for rows in whole])):
-        (folder / name).mkdir(parents=True)
-        facts = [
-            StepFacts(sorted(row for rank in by_rank for row in rank), by_rank, None, {}, 1.0, [], [])
-            for by_rank in steps
-        ]
-        write_facts(folder / name, RunFacts(steps=facts))
-        seen = [[asdict(RankFacts()) for _ in by_rank] for by_rank in steps]
-        (folder / name / "ranks.json").write_text(json.dumps(seen))
-        traces.append(Trace(folder / name))
-    return self_check.explain_other_rows(*traces)
-
-
-def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_draw_for_themselves(
-    tmp_path: Path,
-) -> None:
-    whole = [[0, 1, 2, 3], [4, 5, 6, 6]]
-    assert follow_rows(tmp_path / "stride", [[[0, 2], [7, 9]], [[4, 6], [1, 1]]], whole) == ""
-    drawn = follow_rows(tmp_path / "own", [[[0, 1], [7, 7]], [[2, 3], [1, 1]]], whole)
-    assert "no fault if every process draws its own" in drawn
-    assert "shuffles otherwise" in follow_rows(tmp_path / "shuffled", [[[9, 4], [0, 7]], [[1, 3], [5, 2]]], whole)
 
 
 def test_gradients_that_differ_only_when_they_are_clipped_were_clipped_too_early(tmp_path: Path) -> None:
@@ -195,6 +178,11 @@ def test_gradients_that_one_rank_changes_after_the_reduction_are_not_called_its_
     mean = combine(0.5, 0.5)
     trace = write_trace(tmp_path / "t", build_ranks(), [mean, mean | {"b": 0.75 * mean["b"]}], [[0.1], [0.1]])
     assert find_failed(trace) == ([self_check.EQUAL], "The gradients depend on the layout")
+    scaled = {name: 0.75 * value for name, value in mean.items()}
+    trace = write_trace(tmp_path / "scaled", build_ranks(), [mean, scaled], [[0.1], [0.1]])
+    found = self_check.check_run(trace, "fp64").diagnosis
+    assert found is not None
+    assert (found.fault, "0.75 times those of rank 0" in found.because) == ("The gradients depend on the layout", True)
 
 
 def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:

@@ -94,7 +94,8 @@ def test_passes_whose_gradients_are_thrown_away_are_of_no_update_and_modes_that_
 def test_a_callback_shows_what_the_trainer_reports(name: str) -> None:
     report = prove(name, WITH_CALLBACK[name])
     (verdict,) = report.verdicts
-    assert (report.mark, report.unseen) == ("PASS", ["not seen: moving averages"]), report.lines
+    assert (report.mark, len(report.unseen)) == ("PASS", 1), report.lines
+    assert report.unseen[0].startswith("not seen: states outside of the trained model (")
     assert {"metrics", "evaluation"} <= {c.quantity for c in verdict.compared if c.mark == "PASS"}
 
 

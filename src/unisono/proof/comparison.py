@@ -207,7 +207,7 @@ def _differences(
             if counts[0] != counts[1]:
                 yield Difference(math.inf, min(counts) + 1, "steps of the run", *counts)
             for number, m, r in pairs:
-                if not m.rows and not r.rows:
+                if not (m.rows and r.rows):  # which were not seen
                     continue
                 same = m.rows == r.rows
                 repeated = len({*m.rows}) < len({*r.rows})

@@ -262,6 +262,9 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
         )
     if pattern.abstains("raw gradients", "clipped gradients"):
         return _diagnose_update(pattern)
+    if pattern.failed("replicas"):
+        detail = f"gradients agree, '{name}' of rank 0 does not, and replicas differ: {pattern.step.replicas[:1]}"
+        return build_diagnosis("Replicas drift apart", detail)
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
         return build_diagnosis("The gradients depend on the layout", detail)

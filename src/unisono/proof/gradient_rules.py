@@ -7,7 +7,7 @@ any, say which fault it is; a fault whose weights, or whose rounding, reproduce 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.loss_rules import find_means
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import Reduction
+from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.trace import Array, Part
 from unisono.runtime.text import join_names
 
@@ -45,7 +46,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return _diagnose_factor(pattern, factor)
     if detail := _not_synchronised_alone(pattern):
         return build_diagnosis("Some parameters are not synchronised", detail)
-    if detail := _clipped_before(pattern, b):
+    if detail := _clipped_before(pattern, b) or _clipped_by_pass(pattern, b):
         return build_diagnosis("Clipped before synchronisation", detail)
     if diagnosis := _diagnose_own_gradient(pattern):
         return diagnosis
@@ -53,6 +54,9 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A mean of means", means)
     if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
         detail = f"every element is that of one process after rounding what the ranks add to {lower}"
+        return build_diagnosis("Gradients are reduced in a lower precision", detail)
+    if not pattern.shares and (lower := _find_lower_numbers(pattern)):
+        detail = f"every element of the tensors that differ is a number of {lower}, and off by rounding to it"
         return build_diagnosis("Gradients are reduced in a lower precision", detail)
     if detail := _clipped_by_hand(pattern, a, b):
         return build_diagnosis("Clipped by a local norm", detail)
@@ -85,6 +89,28 @@ def _wrong_tensors(pattern: Pattern) -> list[str]:
         for name, value in pattern.gradient.items()
         if not predictions.reproduces({name: pattern.true_gradient[name]}, {name: value}, pattern.rounding)
     ]
+
+
+def _find_lower_numbers(pattern: Pattern) -> str:
+    """The precision of which all numbers of the tensors that differ are.
+
+    It decides where what ranks add is not known: `fully_shard` hides it, and the sum that it makes has that precision,
+    on one process too. Of fp32, which a part of a model may compute in, few numbers of one process may be.
+    """
+    names = [name for name in _wrong_tensors(pattern) if pattern.true_gradient[name].any()]
+    pairs = [(pattern.gradient[name], pattern.true_gradient[name]) for name in names]
+    if not pairs or any(mine.shape != true.shape for mine, true in pairs):
+        return ""
+    mine, true = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    off = float(np.linalg.norm(mine - true)) / float(np.linalg.norm(true))
+    for name, bits in predictions.LOWER.items():
+        within = off <= (pattern.world_size + 1) * 2.0 ** (1 - bits)
+        known = (predictions.round_to(mine, bits) == mine).all() and (
+            predictions.round_to(mine, bits - 1) != mine
+        ).any()
+        if within and known and (name != "fp32" or (predictions.round_to(true, bits) == true).mean() < 0.5):
+            return name
+    return ""
 
 
 def _not_synchronised_alone(pattern: Pattern) -> str:
@@ -146,6 +172,37 @@ def _clipped_before(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     if weights is None or not predictions.find_clipping(weights, shares, limit):
         return ""
     return f"each rank's gradient was first scaled to the limit of {limit:.4g}: {_shown(weights)} of what it is"
+
+
+def _clipped_by_pass(pattern: Pattern, whole: Mapping[str, Array]) -> str:
+    """Whether ranks clip what they have accumulated after every backward pass but the last, which reduces it."""
+    limit, ranks = _norm_of(pattern.reference.tensors("clipped gradients", pattern.number)), range(pattern.world_size)
+    passes = [[own for rank, own in pattern.local_gradients if rank == number] for number in ranks]
+    local = [own for each in passes for own in each]
+    if not limit or {*map(len, passes)} == {1} or any(pattern.gradient[n].size != v.size for n, v in whole.items()):
+        return ""
+    fitted = predictions.fit_weights(pattern.gradient, local, pattern.fitting)
+    wanted = [factor for each in passes for factor in _factors_of_clipping(each, limit)]
+    if fitted is None or min(wanted) == 1:
+        return ""
+    factors = [weight * pattern.world_size for weight in fitted]
+    if not all(predictions.is_equal(a, b, _CLIPPED) for a, b in zip(factors, wanted, strict=True)):
+        return ""
+    return (
+        f"each rank has scaled what it had accumulated to the limit of {limit:.4g} after every backward pass: "
+        f"{_shown(factors)} of what the passes of the ranks made is in the mean"
+    )
+
+
+def _factors_of_clipping(passes: Sequence[Mapping[str, Array]], limit: float) -> list[float]:
+    """What is left of every pass of a rank, where it clips what it has accumulated after all but the last."""
+    result: list[float] = []
+    for number in range(len(passes)):
+        result.append(1.0)
+        norm = _norm_of(add_gradients([{n: f * v for n, v in p.items()} for f, p in zip(result, passes, strict=False)]))
+        if number < len(passes) - 1 and norm > limit:
+            result = [factor * limit / norm for factor in result]
+    return result
 
 
 def _clipped_by_hand(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> str:
@@ -265,16 +322,16 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
         n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(_norm_of({n: b[n]}), 1e-300)
     ]
     only = (
-        f"only {', '.join(wrong[:3])} differ{_describe_zero(a, wrong)}"
-        if wrong and len(wrong) <= len(b) // 2
-        else "they differ"
+        f"only {', '.join(wrong[:3])} differ{_describe_zero(a, wrong)}" if 2 * len(wrong) <= len(b) else "they differ"
     )
     pair = {n: a[n] for n in wrong}, {n: b[n] for n in wrong}
     factor = predictions.common_factor(*pair, pattern.rounding) if wrong else None
-    if factor is not None and len(wrong) <= len(b) // 2:
+    if factor is not None and len(wrong) < len(b):
         size = pattern.world_size
-        known = " (the number of processes: are they reduced twice?)" * (abs(factor - size) <= pattern.rounding * size)
-        detail = f"{only}, {factor:.6g} times what they should be{known}"
+        known = " (the number of processes: are they reduced twice, or summed where others are averaged?)"
+        known *= abs(factor - size) <= pattern.rounding * size
+        some = only if 2 * len(wrong) <= len(b) else f"those of {_describe_group(wrong, b)} differ"
+        detail = f"{some}, {factor:.6g} times what they should be{known}, and all others agree"
         return build_diagnosis("The gradients depend on the layout", detail)
     if not pattern.shares:
         known = "what each micro-batch adds was not recorded, so no sum of it could be tried"
@@ -283,6 +340,15 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
     loss = "; no loss was recorded" if pattern.step.loss is None else ""
     loss += "" if pattern.mine.tensors("clipped gradients", pattern.number) else "; a clipping by hand would be in them"
     return build_diagnosis("The gradients depend on the layout", f"{only}, by no common factor; {known}{loss}")
+
+
+def _describe_group(names: Sequence[str], every: Collection[str]) -> str:
+    """Most parameters in words: by the modules that they alone are in, or by those that are not among them."""
+    others = [name for name in every if name not in names]
+    inside, outside = (dict.fromkeys(name.partition(".")[0] for name in each) for each in (names, others))
+    if not {*inside} & {*outside}:
+        return f"{join_names([f'{module}.*' for module in inside], 3)} ({len(names)} of {len(every)})"
+    return f"all but {join_names(others, 3)}"
 
 
 def _describe_zero(gradients: Mapping[str, Array], names: Sequence[str]) -> str:

@@ -225,7 +225,12 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
     if not pattern.step.parts:
         detail = "rows and weights agree, the loss does not; what each micro-batch adds to it was not recorded"
         if pattern.local_gradients:
-            detail += ", and gradients do not say it: if each micro-batch divides by its own count, look there first"
+            detail += ", and gradients do not say it: "
+            detail += (
+                "the steps before agree, so look first at what the loss keeps from step to step"
+                if pattern.number
+                else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
+            )
         return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.parts and (places := _of_kind(pattern, "places")):
         detail = (

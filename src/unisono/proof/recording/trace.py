@@ -236,8 +236,7 @@ class Trace:
 
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
-        file = _tensor_file(self.folder, moment, step)
-        return _map_file(file) if file.is_file() else {}
+        return read_tensors(self.folder, moment, step)
 
     def shares(self, other: Trace, moment: str, step: int | None = None) -> bool:
         """Whether both have one file for a moment, so that every bit is equal; see `write_tensors`."""
@@ -291,6 +290,12 @@ def _read_digest(file: Path) -> str:
         return ""
     with safe_open(file, "numpy") as opened:
         return str((opened.metadata() or {}).get("digest", ""))
+
+
+def read_tensors(folder: Path, moment: str, step: int | None) -> dict[str, Array]:
+    """The tensors of one moment; none where nothing was written."""
+    file = _tensor_file(folder, moment, step)
+    return _map_file(file) if file.is_file() else {}
 
 
 def _as_real(value: Array) -> Array:

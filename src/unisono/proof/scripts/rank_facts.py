@@ -23,6 +23,7 @@ class RankFacts:
         initial: digests of the parameters with which it began, by name; of the first step.
         evaluating: the modules in evaluation mode during a backward pass that compute otherwise there.
         early: whether the update is made inside of the backward pass.
+        sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -34,6 +35,7 @@ class RankFacts:
     initial: dict[str, int] = field(default_factory=dict)
     evaluating: list[str] = field(default_factory=list)
     early: bool = False
+    sources: list[int] = field(default_factory=list)
 
 
 def read_rank_facts(folder: Path) -> list[list[RankFacts]]:

@@ -31,7 +31,7 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
-_MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
+MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
 LATE = "it did not finish within"  # how the error of a run begins that took too long
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
@@ -146,7 +146,7 @@ def find_local_statistics(mine: Trace, reference: Trace, precision: str, until: 
     for step, seen in enumerate(read_rank_facts(mine.folder)[:until] if mine.facts.per_process else []):
         if any(rank.buffers != seen[0].buffers for rank in seen[1:]):
             apart = comparison.relative_distances(mine.tensors("buffers", step), reference.tensors("buffers", step))
-            layers = {name.rpartition(".")[0] for name, size in apart.items() if size > _MAX_ROUNDING[precision]}
+            layers = {name.rpartition(".")[0] for name, size in apart.items() if size > MAX_ROUNDING[precision]}
             return [name for name in mine.facts.per_process if name.rpartition(".")[0] in layers]
     return []
 
@@ -204,10 +204,11 @@ def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adapti
         found |= {c.quantity: c for c in told if c.quantity in ("optimizer state", "parameters", "EMA")}
     for quantity in QUANTITIES:
         worst = found[quantity].worst
-        if found[quantity].mark == "FAIL" or worst.size > _MAX_ROUNDING[precision]:
+        if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[precision]:
             return (
-                "two runs on one process, whose initial weights differ in their last bit, differ in "
-                f"{quantity}{_format_distance(worst)}; give every generator a seed (torch.manual_seed)"
+                "the script does not repeat: two runs on one process, whose initial weights differ in their last bit, "
+                f"differ in {quantity}{_format_distance(worst)}; give every generator a seed (torch.manual_seed), and "
+                "let no order follow hash(), as that of a set does"
             )
     return ""
 

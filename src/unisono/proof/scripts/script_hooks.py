@@ -112,6 +112,7 @@ class ScriptWatch:
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
+        self._lengths: list[int] = []  # of these data sets
         self._rows: list[int] = []  # that the update is made of
 
     @contextmanager
@@ -275,6 +276,7 @@ class ScriptWatch:
                 if self.records.before_backward():
                     self._rows = []
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
+                self.records.seen.sources = [*self._lengths]
                 for batches in self._fetched.values():
                     self._rows += batches.popleft() if batches else []
             return original(tensors, *args, **named)
@@ -307,6 +309,7 @@ class ScriptWatch:
             if indices and torch.is_grad_enabled():  # else an evaluation
                 if id(iterator._dataset) not in self._fetched:
                     self._kept.append(iterator._dataset)
+                    self._lengths.append(_length_of(iterator._dataset))
                 source = self._fetched.setdefault(id(iterator._dataset), deque())
                 if iterator.__dict__.pop("_unisono_new", False):
                     source.clear()
@@ -337,6 +340,13 @@ def _watch_indices(original: Callable[..., Any]) -> Callable[..., Any]:
         return indices
 
     return draw
+
+
+def _length_of(data: Any) -> int:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 def _row_numbers(indices: Any) -> list[int]:

@@ -21,7 +21,7 @@ from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts import script_comparison, self_check
+from unisono.proof.scripts import script_comparison, script_rows, self_check
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
@@ -32,6 +32,7 @@ from unisono.runtime.errors import ConfigError
 
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
+_GRADIENTS = ("raw gradients", "gradient norm", "clipped gradients")
 _AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
     "the forward pass draws random numbers (dropout), every process its own; set its probability to 0 for the proof"
@@ -122,6 +123,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         return None
     if reference is None:
         return Report(*runs.judge(adaptive=False))
+    own = {name for name, trace in runs.traces.items() if script_rows.drop_own_numbers(trace, reference)}
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
@@ -129,7 +131,9 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     verdicts, alone = runs.judge(adaptive)
     for judged in verdicts:
         if judged.case in runs.traces:
-            _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray)
+            _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
+            _note_reduction(judged, checks[judged.case].reduction, checks[one.name].reduction)
+            judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
 
@@ -165,23 +169,46 @@ def choose_losses(check: self_check.SelfCheck, reference: Sequence[float | None]
     return check.averages if scaled else check.losses
 
 
-def _complete(judged: Verdict, check: self_check.SelfCheck, mine: Trace, reference: Trace, stray: str) -> None:
+def _complete(
+    judged: Verdict, check: self_check.SelfCheck, mine: Trace, reference: Trace, stray: str, precision: str
+) -> None:
     """Add what the run shows by itself, and take back what two runs of other rows cannot show."""
     marks = {c.quantity: c.mark for c in judged.compared}
     draws = mine.facts.random or reference.facts.random
-    rows = self_check.explain_other_rows(mine, reference)
+    rows = script_rows.explain_other_rows(mine, reference)
     reason = stray or rows or (_DRAWS if draws else "")
     kept = () if stray else tuple(q for q in _WITHOUT_ROWS if "global batch" not in rows or q != "learning rate")
+    if check.inside:
+        judged.compared = [
+            dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in _GRADIENTS else c
+            for c in judged.compared
+        ]
+    if stray:  # what was measured then is not rounding, and nothing is shown by differences within it
+        most = script_comparison.MAX_ROUNDING[precision]
+        judged.compared = [
+            dataclasses.replace(c, mark="ABSTAIN", why=stray) if c.allowed > most else c for c in judged.compared
+        ]
     judged.compared = [_take_back(c, reason if c.quantity not in kept else "", marks) for c in judged.compared]
     harmless = {self_check.MODES} if marks.get("raw gradients") == "PASS" else set()  # what does not depend on it
     judged.invariants += [c for c in check.found if c.quantity not in harmless]
-    if check.reduction:
-        judged.notes.append(f"the gradient of an update is the {check.reduction} of those of the ranks")
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
     first = judged.first.quantity if judged.first else ""
     if check.diagnosis and first and first not in ("initial parameters", "sample ids"):
         judged.diagnosis = check.diagnosis
+
+
+def _note_reduction(judged: Verdict, made: str, alone: str) -> None:
+    """Say how the gradient of an update is made, and what a factor may mean that no reduction has by itself."""
+    if not made:
+        return
+    note = f"the gradient of an update is the {made} of those of the ranks"
+    if made.startswith("sum × ") and any(c.quantity == "raw gradients" for c in judged.abstained):
+        note += (
+            f" (on one process, the {alone or 'sum'} of its passes), and neither their sum nor their mean: look for "
+            "what multiplies or divides it beside the reduction (DDP divides by the number of processes already)"
+        )
+    judged.notes.append(note)
 
 
 def _describe_unseen(trace: Trace, steps: int) -> list[str]:
@@ -193,7 +220,7 @@ def _describe_unseen(trace: Trace, steps: int) -> list[str]:
         "clipping (torch.nn.utils.clip_grad_norm_ was not called)": not trace.tensors("clipped gradients", 0),
         "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no callback)": not trace.facts.evaluation,
-        "moving averages": True,
+        "states outside of the trained model (moving averages, teachers, buffers of a loss)": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
     if made < steps:

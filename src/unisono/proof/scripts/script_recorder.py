@@ -34,6 +34,7 @@ from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_fact
 from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
+from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
@@ -106,6 +107,7 @@ class Records:
         self._reported: dict[str, float] = {}  # since the last update
         self._norm: float | None = None
         self._clean: bool | None = None  # of the same update
+        self._clips = False  # whether a rank has clipped its gradients
         self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
         self._random = False
         self._generators: list[int] = []
@@ -157,6 +159,7 @@ class Records:
                 "micro-batch: `if accelerator.sync_gradients`), and give world.records() the optimizer "
                 "that makes the updates"
             )
+        self._take_reduced()
         mine = [
             [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
             self._rates,
@@ -188,8 +191,9 @@ class Records:
         self._write("parameters", number, by_plain_name(self._model.named_parameters()))
         self._write("buffers", number, by_plain_name(self._model.named_buffers()))
         assert self._optimizer is not None
-        state = sharded_tensors.optimizer_tensors(self._model, self._optimizer)
-        self._write("optimizer state", number, by_plain_name(state.items()))
+        state, pieces = self._read_state()
+        owned = gather_owned(self._group, self._world.rank, self._world.folder, number, state, pieces)
+        self._write("optimizer state", number, state, owned)
         if self._ema is not None:
             self._write("EMA", number, by_plain_name(self._ema.named_parameters()))
         self._rates = self._norm = self._clean = None
@@ -284,9 +288,9 @@ class Records:
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))
-        clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
+        self._clips = any(self._group.gather(self._raw is not None, "whether gradients were clipped"))
         self._write_gradients("raw gradients", self._raw if self._raw is not None else now, parameters)
-        if clips:
+        if self._clips:
             self._write_gradients("clipped gradients", now, parameters)
         self.seen.clipped = model_facts.digest_plain(now)
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
@@ -340,28 +344,50 @@ class Records:
         held = sample_elements({name: value for name, value in arrays.items() if value is not None})
         write_tensors(self._world.folder, moment, self.steps, held)
 
+    def _read_state(self) -> tuple[dict[str, Tensor], set[str]]:
+        """The optimizer's state, and what of it is a piece."""
+        assert self._optimizer is not None
+        state = by_plain_name(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
+        return state, find_pieces(state, by_plain_name(self._model.named_parameters()))
+
+    def _take_reduced(self) -> None:
+        """Record the gradients as an optimizer has left them that has reduced them inside of its step."""
+        before = self._group.gather(self.seen.clipped, "digests of gradients")
+        if all(rank == before[0] for rank in before) or self._clips:
+            return
+        named = by_plain_name(self._model.named_parameters())
+        now = {name: p.grad for name, p in named.items() if name in self.seen.clipped and p.grad is not None}
+        after = self._group.gather(model_facts.digest_plain(now), "digests of gradients after an update")
+        if after[0].keys() == before[0].keys() and all(rank == after[0] for rank in after):
+            self.seen.clipped = after[0]
+            self._write_gradients("raw gradients", now, named)
+            self._write_own(reduced_moment(self._world.rank), now)
+
     def _see_buffers(self) -> dict[str, Any]:
         buffers = by_plain_name(self._model.named_buffers())
         self._write_own(buffers_moment(self._world.rank), buffers)
         self.seen.buffers = model_facts.digest_plain(buffers)
         return asdict(self.seen)
 
-    def _write(self, moment: str, step: int | None, values: Mapping[str, Tensor]) -> dict[str, Array]:
-        """Gather whole tensors, which is collective, and write them on rank 0, which alone gets them."""
+    def _write(
+        self, moment: str, step: int | None, values: Mapping[str, Tensor], others: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """Gather whole tensors, which is collective, and write them on rank 0, which alone gets them, with others."""
         gathered = {
             name: sharded_tensors.gather_array(value, keep=self._world.rank == 0) for name, value in values.items()
         }
         whole = {name: value for name, value in gathered.items() if value is not None}
         if self._world.rank == 0:
-            write_tensors(self._world.folder, moment, step, whole)
+            write_tensors(self._world.folder, moment, step, {**whole, **(others or {})})
         return whole
 
     def _differing_replicas(self) -> list[str]:
         """Parameters, state and averages of which some ranks hold the same piece with other bits."""
         assert self._optimizer is not None
-        state = sharded_tensors.optimizer_tensors(self._model, self._optimizer).items()
+        state, parts = self._read_state()
+        whole = [(name, value) for name, value in state.items() if name not in parts]
         averages = () if self._ema is None else ((f"ema/{name}", value) for name, value in self._ema.named_parameters())
-        copies = by_plain_name([*self._model.named_parameters(), *state, *averages])
+        copies = by_plain_name([*self._model.named_parameters(), *whole, *averages])
         mine = {name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in copies.items()}
         everyone = self._group.gather(mine, "the digests of replicas")
         result = []

@@ -8,7 +8,6 @@ that was minimised.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +41,10 @@ NAMES = {
     DIFFERENT: "Every rank reads the same rows",
     MODES: "Evaluation changes the training",
 }
+INSIDE = (
+    "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
+    "inside, where they cannot be seen"
+)
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
 
@@ -132,6 +135,7 @@ class SelfCheck:
         world_size: processes of the run.
         reduction: in words, as of the first step; empty where it is not known.
         diagnosis: of the first check that failed.
+        inside: why the reduced gradients were not seen; empty if they were.
     """
 
     found: list[ComparedQuantity]
@@ -140,6 +144,7 @@ class SelfCheck:
     world_size: int
     reduction: str
     diagnosis: Diagnosis | None = None
+    inside: str = ""
 
 
 def check_run(trace: Trace, precision: str) -> SelfCheck:
@@ -148,7 +153,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     worst: dict[str, Difference] = {}
     losses: list[float | None] = []
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
-    shown, unexplained, remedy, partly, alone = "", "", "", False, True
+    shown, unexplained, remedy, inside, partly, alone = "", "", "", "", False, True
 
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
@@ -181,6 +186,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
+            elif not trace.facts.steps[step].replicas:  # nor the optimizer's state
+                inside = INSIDE
             else:
                 if EQUAL not in worst:
                     partly, alone = not everywhere, is_left_alone(passes, reduced, unequal, precision)
@@ -189,7 +196,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, which no fully_shard was given", SHARD_THE_ROOT
                     elif any(rank.early for rank in seen):
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
-                    what += "" if alone else ", and no rank has its own: look at what changes them after the reduction"
+                    what += "" if alone else _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
         if clipped := _describe_clipping(trace, step, seen, precision):
             note(CLIPPED, step, clipped)
@@ -209,7 +216,9 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
     checks += [MODES] if MODES in worst else []
     found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
-    if not {EQUAL, CLIPPED} & {*worst}:
+    if inside and EQUAL not in worst:
+        found = [ComparedQuantity(EQUAL, "ABSTAIN", why=INSIDE) if c.quantity == EQUAL else c for c in found]
+    if not {EQUAL, CLIPPED} & {*worst} and not inside:
         why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
         known = shown != str(Reduction(None, {})) and not unexplained
         found.insert(2, ComparedQuantity(REDUCED, "PASS") if known else ComparedQuantity(REDUCED, "ABSTAIN", why=why))
@@ -225,7 +234,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
     if likely and remedy and failed and failed.quantity == EQUAL:
         likely = replace(likely, remedy=remedy)
-    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely)
+    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely, inside * (EQUAL not in worst))
 
 
 def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
@@ -260,6 +269,18 @@ def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> lis
             first, other = _flatten(reduced[0], names, rank), _flatten(rank, names, rank)
             result |= set(_distances(first, other, names, rank, precision))
     return sorted(result)
+
+
+def _describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> str:
+    """In words, what differs although no rank has its own gradients; whether it is one factor per rank."""
+    factors = [predictions.common_factor(rank, reduced[0], _ROUNDING[precision]) for rank in reduced[1:]]
+    known = [f"{factor:.4g}" for factor in factors if factor is not None]
+    if len(known) < len(factors):
+        return ", and no rank has its own: look at what changes them after the reduction"
+    return (
+        f": they are {join_names(known, 3)} times those of rank 0, so each rank multiplies or divides the reduced ones "
+        "by a number of its own (a count of its own rows?)"
+    )
 
 
 def is_left_alone(
@@ -322,64 +343,3 @@ def _find_differing_buffers(trace: Trace, step: int, seen: Sequence[RankFacts], 
         sizes = relative_distances({n: other[n] for n in names}, {n: first[n] for n in names if n in first})
         found |= {name for name, size in sizes.items() if size > _ROUNDING[precision]}
     return [name for name in seen[0].buffers if name in found]
-
-
-def explain_other_rows(mine: Trace, reference: Trace) -> str:
-    """Why two runs computed other rows, for a reason that need not be a fault; empty if they may be compared."""
-    unseen = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
-    theirs, ours = read_rank_facts(reference.folder), read_rank_facts(mine.folder)
-    if not any(rank.inputs for rank in ours[0]) and not mine.facts.steps[0].rows:
-        return unseen
-    for step, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False)):
-        at = f"step {step + 1}"
-        a, b = ([row for rank in seen[step] for row in rank.inputs] for seen in (ours, theirs))
-        if m.rows and r.rows:
-            if m.rows == r.rows:
-                same_shape = ours[step][0].shape == theirs[step][0].shape
-                if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
-                    return f"{at}: the same rows gave other inputs: other padding, or each process's own augmentation"
-                continue
-            if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
-                return ""  # a fault, which the ranks show
-            if step == 0 and len(m.rows) != len(r.rows):
-                return _describe_batches(len(m.rows), len(r.rows))
-            return _describe_draws(mine, reference) if step == 0 else ""
-        if not a and not b:  # the second optimizer of a step
-            continue
-        if not (a and b):
-            return unseen
-        if sorted(a) != sorted(b):
-            if len(ours[step]) > 1 and all(rank.inputs == ours[step][0].inputs for rank in ours[step]):
-                return ""
-            if step == 0 and len(a) != len(b):
-                return _describe_batches(len(a), len(b))
-            return f"{at}: other inputs than on one process; that is no fault if every process draws its own"
-    return ""
-
-
-def _describe_draws(mine: Trace, reference: Trace) -> str:
-    """Why other rows need be no fault; empty if they are one.
-
-    A rank that takes its stride of a draw has a part of the same global batch in every step. If another rank has not,
-    it takes its stride of another draw. Where each rank draws for itself, none has such a part but in the first step.
-    """
-    pairs = list(zip(mine.facts.steps, reference.facts.steps, strict=False))
-    ranks = range(len(mine.facts.steps[0].by_rank))
-    parts = [all(not Counter(m.by_rank[rank]) - Counter(r.rows) for m, r in pairs) for rank in ranks]
-    if len(pairs) > 1 and any(parts) and not all(parts):
-        return ""
-    rows = mine.facts.steps[0].rows
-    told = "step 1: other rows than on one process; that is no fault if "
-    if len({*rows}) < len(rows):
-        return told + "every process draws its own"
-    return told + (
-        "the sampler only shuffles otherwise there (to compare, take a DistributedSampler, or in Accelerate "
-        "DataLoaderConfiguration(use_seedable_sampler=True))"
-    )
-
-
-def _describe_batches(mine: int, reference: int) -> str:
-    return (
-        f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; let an argument depend "
-        "on the world, e.g. --batch-size '{16/world}'"
-    )

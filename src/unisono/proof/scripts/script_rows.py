@@ -1,0 +1,110 @@
+"""Which rows two runs of a script computed: whether they can be compared, and what may be said where they cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts
+
+OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
+
+
+def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
+    """Forget the sample ids of a run whose ranks each number the rows of a data set of their own; whether they do.
+
+    Row 0 of one rank's part of the data is not row 0 of another's. They do so where the lengths of the ranks' data sets
+    add up to that on one process, or where the same numbers came with other inputs and these are, together, those of
+    one process. If all ranks were given the same inputs, they read the same rows, whatever the numbers.
+    """
+    ours, theirs = read_rank_facts(mine.folder), read_rank_facts(reference.folder)
+    if len(ours[0]) == 1 or not any(step.rows for step in mine.facts.steps):
+        return False
+    pairs = list(zip(ours, theirs, mine.facts.steps, strict=False))
+    given = any(rank.inputs for seen, _, _ in pairs for rank in seen)
+    shared = given and all(rank.inputs == seen[0].inputs for seen, _, _ in pairs for rank in seen[1:])
+    parts = any(_are_parts([rank.sources for rank in seen], one[0].sources) for seen, one, _ in pairs)
+    whole = given and all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
+    same = all(rows == step.by_rank[0] for _, _, step in pairs for rows in step.by_rank)
+    if shared or not (parts or (same and whole)):
+        return False
+    for step in mine.facts.steps:
+        step.rows, step.by_rank = [], [[] for _ in step.by_rank]
+    return True
+
+
+def _are_parts(ranks: list[list[int]], whole: list[int]) -> bool:
+    """Whether a data set has been dealt out to ranks, perhaps with a row more or less on each."""
+    each = zip(whole, zip(*ranks, strict=False), strict=False)
+    return any(max(own) < length and abs(sum(own) - length) <= len(ranks) for length, own in each)
+
+
+def _inputs_of(seen: list[RankFacts]) -> list[str]:
+    return sorted(row for rank in seen for row in rank.inputs)
+
+
+def explain_other_rows(mine: Trace, reference: Trace) -> str:
+    """Why two runs computed other rows, for a reason that need not be a fault; empty if they may be compared."""
+    unseen = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
+    theirs, ours = read_rank_facts(reference.folder), read_rank_facts(mine.folder)
+    if not any(rank.inputs for rank in ours[0]) and not mine.facts.steps[0].rows:
+        return unseen
+    for step, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False)):
+        at = f"step {step + 1}"
+        a, b = ([row for rank in seen[step] for row in rank.inputs] for seen in (ours, theirs))
+        if m.rows and r.rows:
+            if m.rows == r.rows:
+                same_shape = ours[step][0].shape == theirs[step][0].shape
+                if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
+                    return (
+                        f"{at}: the same rows gave other inputs: other padding, each process's own augmentation or "
+                        "statistics (of the rows that it has), or rows that are mixed with others of their batch"
+                    )
+                continue
+            if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
+                return ""  # a fault, which the ranks show
+            if step == 0 and len(m.rows) != len(r.rows):
+                return _describe_batches(len(m.rows), len(r.rows))
+            return _describe_draws(mine, reference) if step == 0 else ""
+        if not a and not b:  # the second optimizer of a step
+            continue
+        if not (a and b):
+            return unseen
+        if sorted(a) != sorted(b):
+            if len(ours[step]) > 1 and all(rank.inputs == ours[step][0].inputs for rank in ours[step]):
+                return ""
+            if step == 0 and len(a) != len(b):
+                return _describe_batches(len(a), len(b))
+            return (
+                f"{at}: other inputs than on one process; that is no fault if every process draws its own, and one if "
+                "rows are scaled by statistics of a rank's part of the data, or mixed with others of their batch"
+            )
+    return ""
+
+
+def _describe_draws(mine: Trace, reference: Trace) -> str:
+    """Why other rows need be no fault; empty if they are one.
+
+    A rank that takes its stride of a draw has a part of the same global batch in every step. If another rank has not,
+    it takes its stride of another draw. Where each rank draws for itself, none has such a part but in the first step.
+    """
+    pairs = list(zip(mine.facts.steps, reference.facts.steps, strict=False))
+    ranks = range(len(mine.facts.steps[0].by_rank))
+    parts = [all(not Counter(m.by_rank[rank]) - Counter(r.rows) for m, r in pairs) for rank in ranks]
+    if len(pairs) > 1 and any(parts) and not all(parts):
+        return ""
+    rows = mine.facts.steps[0].rows
+    told = "step 1: other rows than on one process; that is no fault if "
+    if len({*rows}) < len(rows):
+        return told + "every process draws its own"
+    return told + (
+        "the sampler only shuffles otherwise there (to compare, take a DistributedSampler, or in Accelerate "
+        "DataLoaderConfiguration(use_seedable_sampler=True))"
+    )
+
+
+def _describe_batches(mine: int, reference: int) -> str:
+    return (
+        f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; let an argument depend "
+        "on the world, e.g. --batch-size '{16/world}'"
+    )

@@ -1,0 +1,86 @@
+"""Which rows two runs of a script computed, and whether their numbers say so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts
+from unisono.proof.scripts.rank_facts import RankFacts
+from unisono.proof.scripts.script_rows import drop_own_numbers, explain_other_rows
+
+
+def write_runs(
+    folder: Path,
+    ranks: list[list[list[int]]],
+    whole: list[list[int]],
+    inputs: tuple[list[str], ...] = ([], [], []),
+    lengths: tuple[int, ...] = (8, 8, 8),
+) -> tuple[Trace, Trace]:
+    """Traces of two processes and of one, with rows step by step; inputs and lengths of data are of 1, 2 and both."""
+    traces = []
+    for name, steps in (("many", ranks), ("one", [[rows] for rows in whole])):
+        (folder / name).mkdir(parents=True)
+        facts = [
+            StepFacts(sorted(row for rank in by_rank for row in rank), by_rank, None, {}, 1.0, [], [])
+            for by_rank in steps
+        ]
+        write_facts(folder / name, RunFacts(steps=facts))
+        own = range(2) if name == "many" else [2]
+        seen = [[asdict(RankFacts(inputs=inputs[n], sources=[lengths[n]])) for n in own] for _ in steps]
+        (folder / name / "ranks.json").write_text(json.dumps(seen))
+        traces.append(Trace(folder / name))
+    return traces[0], traces[1]
+
+
+def follow_rows(folder: Path, ranks: list[list[list[int]]], whole: list[list[int]]) -> str:
+    """What is said of the rows of two processes, step by step, and of those of one."""
+    return explain_other_rows(*write_runs(folder, ranks, whole))
+
+
+def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_draw_for_themselves(
+    tmp_path: Path,
+) -> None:
+    whole = [[0, 1, 2, 3], [4, 5, 6, 6]]
+    assert follow_rows(tmp_path / "stride", [[[0, 2], [7, 9]], [[4, 6], [1, 1]]], whole) == ""
+    drawn = follow_rows(tmp_path / "own", [[[0, 1], [7, 7]], [[2, 3], [1, 1]]], whole)
+    assert "no fault if every process draws its own" in drawn
+    assert "shuffles otherwise" in follow_rows(tmp_path / "shuffled", [[[9, 4], [0, 7]], [[1, 3], [5, 2]]], whole)
+
+
+DEALT = (["r", "t"], ["s", "u"], ["r", "s", "t", "u"])  # to two ranks, and the same on one process
+SCALED = (["r1", "t1"], ["s2", "u2"], ["r", "s", "t", "u"])  # by statistics of the part that a rank has
+SHARED = (["r", "s"], ["r", "s"], ["r", "s", "t", "u"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "lengths", "own"),
+    [
+        (DEALT, (4, 4, 8), True),  # a part of the data on each rank
+        (SCALED, (4, 4, 8), True),
+        (SCALED, (5, 5, 9), True),  # filled up
+        (DEALT, (8, 8, 8), True),  # a data set that skips the rows of others by itself
+        (SHARED, (4, 4, 8), False),  # both ranks have the same part
+        (SCALED, (8, 8, 8), False),  # the same rows, each with its own augmentation
+        (SCALED, (7, 7, 8), False),  # cut off at the end
+        (SCALED, (2, 2, 2), False),  # of two rows
+        (([], [], []), (4, 4, 8), True),  # given to the model as no tensors
+        (([], [], []), (8, 8, 8), False),
+    ],
+)
+def test_numbers_of_rows_are_those_of_a_rank_where_it_has_a_data_set_of_its_own(
+    tmp_path: Path, inputs: tuple[list[str], ...], lengths: tuple[int, ...], own: bool
+) -> None:
+    mine, reference = write_runs(tmp_path, [[[0, 1], [0, 1]]], [[0, 1, 2, 3]], inputs, lengths)
+    assert drop_own_numbers(mine, reference) == own
+    assert mine.facts.steps[0].by_rank == ([[], []] if own else [[0, 1], [0, 1]])
+    assert ("scaled by statistics" in explain_other_rows(mine, reference)) == (own and inputs is SCALED)
+
+
+def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
+    mine, reference = write_runs(tmp_path, [[[0, 2], [1, 3]]], [[0, 1, 2, 3]], DEALT)
+    assert not drop_own_numbers(mine, reference)
+    assert mine.facts.steps[0].rows == [0, 1, 2, 3]
