@@ -296,6 +296,30 @@ class Never(Rows):
         return unisono.Loss({"square": total}, metrics={"hits": (torch.zeros(()), len(outputs))})
 
 
+class Followed(nn.Module):
+    """With a copy of its weights that follows them once per step, whichever micro-batch comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("copy", self.inner.weight.detach().clone())
+        self.register_buffer("followed", torch.tensor(-1))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        if self.training and int(self.followed) != step:
+            self.copy.lerp_(self.inner.weight.detach(), 0.1)
+            self.followed.fill_(step)
+        return self.inner(x) + x @ self.copy.T
+
+
+class Following(Rows):
+    def build(self) -> nn.Module:
+        return Followed()
+
+    def outputs(self, model: Any, batch: Any, context: Any) -> Any:
+        return model(batch["x"], context.step)
+
+
 DDP, FSDP, RESUME = "layouts=[ddp:2]", "layouts=[fsdp:2]", "vary=[accumulate,resume]"
 
 
@@ -360,6 +384,10 @@ def test_parameters_that_share_memory_are_told_where_no_layout_parts_them() -> N
 
 def test_a_pass_that_derives_something_itself_is_tried_with_gradients() -> None:
     assert prove(Sloped).passed
+
+
+def test_a_buffer_that_is_changed_once_per_step_begins_as_it_was_built_after_the_task_was_tried() -> None:
+    assert prove(Following, RESUME).passed
 
 
 def test_what_is_zero_all_the_time_is_told_and_does_not_fail() -> None:

@@ -74,7 +74,9 @@ def probe_task(
         facts.by_number = found.by_number
 
     def neighbours() -> None:
-        if packed or facts.unstable_loss or facts.unstable_samples or view.draws(micro, scalars):
+        with view.without_side_effects():  # a pass may mark in a buffer that this step was made
+            draws = view.draws(micro, scalars)
+        if packed or facts.unstable_loss or facts.unstable_samples or draws:
             return
         indices = plan.samples(0, range(micro.size))
         made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices)[1]
