@@ -189,7 +189,7 @@ def _clipped_by_pass(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     if not all(predictions.is_equal(a, b, _CLIPPED) for a, b in zip(factors, wanted, strict=True)):
         return ""
     return (
-        f"each rank has scaled what it had accumulated to the limit of {limit:.4g} after every backward pass: "
+        f"each rank has scaled what it had accumulated to the limit of {limit:.4g} after every backward pass but the last: "
         f"{_shown(factors)} of what the passes of the ranks made is in the mean"
     )
 
