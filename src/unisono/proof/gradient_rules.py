@@ -189,8 +189,8 @@ def _clipped_by_pass(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     if not all(predictions.is_equal(a, b, _CLIPPED) for a, b in zip(factors, wanted, strict=True)):
         return ""
     return (
-        f"each rank has scaled what it had accumulated to the limit of {limit:.4g} after every backward pass: "
-        f"{_shown(factors)} of what the passes of the ranks made is in the mean"
+        f"each rank has scaled what it had accumulated to the limit of {limit:.4g} after every backward pass but the "
+        f"last: {_shown(factors)} of what the passes of the ranks made is in the mean"
     )
 
 
