@@ -212,8 +212,8 @@ class Step:
         totals = device.totals(kept)
         crosses = protocols.cross_sample_mode(forward.task) is not None
         compute = partial(device.across_samples if crosses else device.by_micro_batch, totals, kept)
-        on_cpus = forward.grid.devices > 1 and forward.grid.mesh.devices.flat[0].platform == "cpu"
-        computed, transposed = mesh.find_transposed_products(compute) if on_cpus else (compute(), set())
+        on_cpu = forward.grid.mesh.devices.flat[0].platform == "cpu"
+        computed, transposed = mesh.find_transposed_products(compute) if on_cpu else (compute(), set())
         gradients, reports, left, outputs = computed
         self.forward.columns = forward.columns
         if self.defer:
