@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from tests.runs import configuration
+from unisono.launch.processes.exit_report import WorkerError
 from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
-from unisono.proof.prove import plan_phases, split_lanes
+from unisono.proof.prove import plan_phases, run_lanes, split_lanes
+from unisono.proof.recording.trace import trace_folder
 from unisono.runtime.errors import ConfigError
 
 EVERY = [*get_args(Variation)]
@@ -177,6 +180,35 @@ def test_the_first_case_has_a_lane_of_its_own() -> None:
     assert sorted(len(lane) for lane in split_lanes(first, 2)) == [1, 4]
     assert [first[0]] in split_lanes(first, 2)
     assert [len(lane) for lane in split_lanes(last, 2)] == [1, 1]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_what_a_process_of_several_leaves_is_run_once_more_in_one_lane(tmp_path: Path, lanes: int) -> None:
+    first = plan_phases(list(made(layouts=["ddp:2"]).values()))[0]
+    done, other = first[0], first[-1]
+    phase = [done, other]
+    asked: list[list[list[Case]]] = []
+    started: list[int | None] = []
+
+    def start(count: int | None) -> None:
+        started.append(count)
+        if len(started) == 1:
+            for case in phase:
+                trace_folder(tmp_path, case.name).mkdir()
+            (trace_folder(tmp_path, done.name) / "facts.json").touch()
+            raise WorkerError("a process ended", 1)
+        assert trace_folder(tmp_path, done.name).exists()
+        assert not trace_folder(tmp_path, other.name).exists(), "what was begun is not taken for a case"
+
+    split = split_lanes(phase, lanes)
+    assert len(split) == lanes
+    if lanes == 1:  # it is known whose fault it is
+        with pytest.raises(WorkerError):
+            run_lanes(phase, split, tmp_path, asked.append, start)
+        assert (asked, started) == ([split], [None])
+    else:
+        run_lanes(phase, split, tmp_path, asked.append, start)
+        assert (asked, started) == ([split, [[other]]], [2, None])
 
 
 def test_no_place_for_an_interruption_is_refused() -> None:

@@ -214,12 +214,16 @@ def check_moved(before: Mapping[str, Any], after: Mapping[str, Any], with_gradie
     """
     still = [name for name in with_gradient if np.array_equal(before[name], after[name])]
     if lr > 0 and still and len(still) == len(with_gradient):
-        names = ", ".join(still[:4]) + (", …" if len(still) > 4 else "")
         raise GuardError(
-            f"the update changed none of the {len(still)} parameters that have a gradient ({names}): "
+            f"the update changed none of the {len(still)} parameters that have a gradient ({format_names(still)}): "
             "the optimizer does not reach the parameters that the model computes with",
             fault="Parameters do not train",
         )
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The first four of the names, after their number was said."""
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
 # what ranks must agree on ---------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,9 @@ def _run_cases(
         server = servers.one if one.world_size == 1 else servers.several
         beside = settled.layout.device == "cpu" and settled.layout.engine == "torch"
         lanes = split_lanes(phase, min(widest, usable_cores()) if beside else 1)
+        write = partial(case_process.write_cases, folder, proof=proof, progress=progress, digests=digests)
         try:
-            try:
-                case_process.write_cases(folder, lanes, proof, progress, digests)
-                _start_processes(settled, folder, threads, server, lanes)
-            except local_processes.WorkerError:
-                if len(lanes) == 1 or not (left := _begin_again(folder, phase)):
-                    raise
-                lanes = [left]  # one after another, which shows whose fault it is
-                case_process.write_cases(folder, lanes, proof, progress, digests)
-                _start_processes(settled, folder, threads, server, lanes)
+            run_lanes(phase, lanes, folder, write, partial(_start_processes, settled, folder, threads, server))
         except local_processes.WorkerError as error:
             missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
             case = next(missing, phase[-1])  # the first that is missing was under way
@@ -165,21 +159,34 @@ def _run_cases(
     return ended
 
 
+def run_lanes(
+    phase: list[Case],
+    lanes: list[list[Case]],
+    folder: Path,
+    write: Callable[[list[list[Case]]], None],
+    start: Callable[[int | None], None],
+) -> None:
+    """Run cases side by side; if a process ends, what is left is run in one lane, which shows whose fault it is."""
+    write(lanes)
+    try:
+        start(len(lanes) if len(lanes) > 1 else None)
+    except local_processes.WorkerError:
+        left = [case for case in phase if not case_process.is_recorded(folder, case.name)]
+        if len(lanes) == 1 or not left:
+            raise
+        for case in left:
+            shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
+        write([left])
+        start(None)
+
+
 def _start_processes(
-    settled: RunConfig, folder: Path, threads: int, server: ForkServer | None, lanes: list[list[Case]]
+    settled: RunConfig, folder: Path, threads: int, server: ForkServer | None, count: int | None
 ) -> None:
     local_processes.launch(
         settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server,
-        processes=len(lanes) if len(lanes) > 1 else None,
+        processes=count,
     )  # fmt: skip
-
-
-def _begin_again(folder: Path, phase: list[Case]) -> list[Case]:
-    """The cases that were not run to their end, without what they have left."""
-    left = [case for case in phase if not case_process.is_recorded(folder, case.name)]
-    for case in left:
-        shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
-    return left
 
 
 def _read_trace(folder: Path, case: Case) -> Trace | None:

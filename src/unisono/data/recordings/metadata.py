@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +37,7 @@ def find_metadata(path: str) -> Path | None:
     return place if next(_audio_files(place), None) is not None else None
 
 
-class RecordingTable:
+class RecordingTable(ABC):
     """Rows with a column of recordings.
 
     Attributes:
@@ -53,16 +54,17 @@ class RecordingTable:
     files: list[dict[str, Any]]
     places: Sequence[str]
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """How many there are."""
 
+    @abstractmethod
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """These columns of every row, without the recordings."""
-        raise NotImplementedError
 
     def class_names(self, column: str) -> list[str] | None:
         """Names of a column's classes; None if the data do not define them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
     """What the processes of a trace saw, step by step and rank by rank."""
     values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
     return [[RankFacts(**rank) for rank in step] for step in values]
+
+
+def all_given_the_same(seen: Sequence[RankFacts]) -> bool:
+    """Whether the model was given the same inputs on every rank of a step."""
+    return all(rank.inputs == seen[0].inputs for rank in seen[1:])
 
 
 def reduced_moment(rank: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts
+from unisono.proof.scripts.rank_facts import RankFacts, all_given_the_same, read_rank_facts
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 
@@ -22,7 +22,7 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
         return False
     pairs = list(zip(ours, theirs, mine.facts.steps, strict=False))
     given = any(rank.inputs for seen, _, _ in pairs for rank in seen)
-    shared = given and all(rank.inputs == seen[0].inputs for seen, _, _ in pairs for rank in seen[1:])
+    shared = given and all(all_given_the_same(seen) for seen, _, _ in pairs)
     parts = any(_are_parts([rank.sources for rank in seen], one[0].sources) for seen, one, _ in pairs)
     whole = given and all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
     same = all(rows == step.by_rank[0] for _, _, step in pairs for rows in step.by_rank)
@@ -71,7 +71,7 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
         if not (a and b):
             return unseen
         if sorted(a) != sorted(b):
-            if len(ours[step]) > 1 and all(rank.inputs == ours[step][0].inputs for rank in ours[step]):
+            if len(ours[step]) > 1 and all_given_the_same(ours[step]):
                 return ""
             if step == 0 and len(a) != len(b):
                 return _describe_batches(len(a), len(b))

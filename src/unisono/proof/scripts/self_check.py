@@ -20,7 +20,13 @@ from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, StepFacts, Trace
-from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, read_rank_facts, reduced_moment
+from unisono.proof.scripts.rank_facts import (
+    RankFacts,
+    all_given_the_same,
+    buffers_moment,
+    read_rank_facts,
+    reduced_moment,
+)
 from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
 from unisono.runtime.text import join_names
 
@@ -206,7 +212,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(BUFFERS, step, f"ranks differ in {join_names(buffers, 3)}")
         if modes := _describe_modes(seen):
             note(MODES, step, modes)
-        if varied and len({*seen[0].inputs}) > 1 and all(rank.inputs == seen[0].inputs for rank in seen):
+        if varied and len({*seen[0].inputs}) > 1 and all_given_the_same(seen):
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
     if len(ranks[0]) == 1:
         return SelfCheck([], losses, averages, 1, shown)

@@ -112,9 +112,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
     if lost or stale:
         raise GuardError(
-            f"the optimizer does not hold the model's parameters: {len(lost)} are missing ({_format_names(lost)}), and "
-            f"{stale} of its own are not in the model. It was built before the model was wrapped, or the model was "
-            "changed afterwards.",
+            f"the optimizer does not hold the model's parameters: {len(lost)} are missing "
+            f"({rules.format_names(lost)}), and {stale} of its own are not in the model. It was built before the model "
+            "was wrapped, or the model was changed afterwards.",
             fault="The optimizer was built before wrapping",
         )
 
@@ -133,7 +133,7 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     ]
     if wrong:
         raise GuardError(
-            f"the master weights should be {dtype}, but these are not: {_format_names(wrong)}",
+            f"the master weights should be {dtype}, but these are not: {rules.format_names(wrong)}",
             fault="The master weights have the wrong dtype",
         )
 
@@ -216,7 +216,3 @@ def _check_same(
     if differing := find_differing(communicator, tensors, replicas, waited):
         more = f"{len(differing)} of {len(tensors)} tensors differ"
         raise GuardError(f"{what} {differing[0]} ({more}). {advice}", fault=fault)
-
-
-def _format_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
