@@ -26,11 +26,6 @@ fork_server.install()
 torch.set_num_threads(1)  # the number of threads is part of the order of sums
 
 
-def pytest_collection_finish() -> None:
-    """What is compiled when tests are collected is kept; a test that lists a folder finds no `__pycache__` in it."""
-    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache for tokenised documents that all tests of a session share."""

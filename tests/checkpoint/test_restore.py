@@ -400,6 +400,7 @@ def test_a_run_that_is_killed_and_loses_its_folder_ends_as_if_it_never_stopped(
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of the task's file, which it has to import
     assert trained(tmp_path, monkeypatch, "checkpoint.upload.url=dropbox://runs") == 2
     assert "dropbox:// needs a package that is not installed" in capfd.readouterr().err
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():

@@ -391,6 +391,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """The error of a `train --proved` that may start nothing, prepare nothing and leave nothing behind."""
     for module, name in ((local_processes, "launch"), (loop, "train"), (preflight, "preflight")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of the task's file, which it has to import
 
     def run(*words: str) -> str:
         before = sorted(Path().rglob("*"))
