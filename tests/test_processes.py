@@ -61,14 +61,14 @@ def fails(place: Any, group: Any, how: str) -> None:
         ("raises", "RuntimeError: the sky fell"),
         ("dies", "rank 1: ended with code -9"),
         ("leaves", "rank 1: ended with code 0"),
-        ("hangs", "rank 1: ran for 2 s\n"),
+        ("hangs", "rank 1: ran for 10 s\n"),
     ],
     ids=["raises", "dies", "leaves", "hangs"],
 )
 def test_a_rank_that_fails_is_named_with_what_it_said(how: str, said: str) -> None:
     before = time.monotonic()
     with pytest.raises(AssertionError) as failure:
-        processes.run(fails, 2, how, timeout=2 if how == "hangs" else 60)
+        processes.run(fails, 2, how, timeout=10 if how == "hangs" else 60)
     assert said in str(failure.value)
     assert "in fails\n" in str(failure.value) or how not in ("raises", "hangs"), "no line of the test's"
     assert time.monotonic() - before < 50, "nobody waits for those that wait in vain"

@@ -434,3 +434,10 @@ def test_a_task_that_draws_from_a_shared_generator_and_not_its_own_is_refused(dr
         check_draws(task, task.data())
     own = type("Drawing", (Drawing,), {"draw": staticmethod(lambda rng: rng.random())})()
     check_draws(own, own.data())
+
+
+def test_a_client_that_draws_before_it_tries_again_is_not_taken_for_the_task(caplog: pytest.LogCaptureFixture) -> None:
+    retries = iter([True])
+    task = type("Reading", (Drawing,), {"draw": staticmethod(lambda rng: next(retries, False) and random.random())})()
+    check_draws(task, task.data())
+    assert "Python's random moved while the first samples were built, but not when they were" in caplog.text

@@ -334,32 +334,39 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
     Raises:
         DataError: naming the generator, or the held-out row.
     """
-    before = global_generator_states()
-    for row in range(min(_CHECKED_SAMPLES, len(source))):
-        rng = generator(0, "check", row)
-        unused = repr(rng.bit_generator.state)
-        try:
-            build_sample(task, source, row, SampleContext(rng, training))
-        except DataError:
-            if not mask:
-                raise
-        if not (training or task.draws_in_evaluation) and repr(rng.bit_generator.state) != unused:
-            name = type(task).__name__
-            raise DataError(
-                f"{name}.sample draws random numbers for held-out rows (row {row}), which would augment what is "
-                "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that of "
-                f"a masked language model, set draws_in_evaluation = True in {name}",
-                fault="Held-out rows are augmented",
-            )
+
+    def build() -> None:
+        for row in range(min(_CHECKED_SAMPLES, len(source))):
+            rng = generator(0, "check", row)
+            unused = repr(rng.bit_generator.state)
+            try:
+                build_sample(task, source, row, SampleContext(rng, training))
+            except DataError:
+                if not mask:
+                    raise
+            if not (training or task.draws_in_evaluation) and repr(rng.bit_generator.state) != unused:
+                raise DataError(
+                    f"{name}.sample draws random numbers for held-out rows (row {row}), which would augment what is "
+                    "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that "
+                    f"of a masked language model, set draws_in_evaluation = True in {name}",
+                    fault="Held-out rows are augmented",
+                )
+
+    name, before = type(task).__name__, global_generator_states()
+    build()
     if moved := moved_generators(before):
-
-        def build() -> None:
-            for row in range(min(_CHECKED_SAMPLES, len(source))):
-                task.sample(source[row], SampleContext(generator(0, "check", row), training))
-
+        before = global_generator_states()
+        where = describe_draws(moved, build)
+        if not moved_generators(before):
+            log.warning(
+                "%s moved while the first samples were built, but not when they were built again. Other threads draw "
+                "from it, too, as a client of a remote store does before it tries again; if %s draws from it just "
+                "once, its samples cannot be repeated",
+                " and ".join(moved), name,
+            )  # fmt: skip
+            return
         raise DataError(
-            f"{type(task).__name__}: data() or sample() drew from {describe_draws(moved, build)}, which all threads "
-            "share, so a run could not be repeated. Draw from context.rng of sample() (a torch.Generator can be seeded "
-            "from it).",
+            f"{name}: data() or sample() drew from {where}, which all threads share, so a run could not be repeated. "
+            "Draw from context.rng of sample() (a torch.Generator can be seeded from it).",
             fault="The samples depend on the call",
         )
