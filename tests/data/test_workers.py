@@ -218,16 +218,16 @@ def test_a_task_that_cannot_be_sent_is_named() -> None:
         loader.start()
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "timeout"), [("threads", 3), ("processes", 10)])  # processes have to start first
+def test_a_sample_that_never_ends_is_an_error_that_names_it(kind: str, timeout: int) -> None:
     class Stuck(Augmented):
         def sample(self, record: Any, context: SampleContext) -> Any:
-            return release.wait(20) and None if int(record) == 17 else super().sample(record, context)
+            return release.wait(60) and None if int(record) == 17 else super().sample(record, context)
 
     release = threading.Event()
     task: Task = Ending("hang") if kind == "processes" else Stuck()
-    with made.loader(task, worker_kind=kind, timeout=3.0) as loader:
-        with pytest.raises(DataError, match=r"no micro-batch was ready within 3 s .*rows 17 of the source"):
+    with made.loader(task, worker_kind=kind, timeout=float(timeout)) as loader:
+        with pytest.raises(DataError, match=rf"no micro-batch was ready within {timeout} s .*rows 17 of the source"):
             list(loader.steps())
         release.set()
 
