@@ -133,6 +133,12 @@ def test_a_rate_is_stepped_too_often_only_if_it_is_that_of_later_updates(
     assert name(found, first) == fault
 
 
+def test_a_rate_that_has_not_changed_yet_is_not_called_stepped_too_often(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    first = rates(found, [0.3] * 4, [0.3, 0.3, 0.3, 0.03])
+    assert name(found, first) == "The learning rate depends on the world size"
+
+
 SQUARE = {"a": np.arange(1.0, 9.0), "b": np.arange(12.0).reshape(4, 3)}
 
 

@@ -24,6 +24,22 @@ class UnequalUpdatesError(UnisonoError):
     fault = "Ranks make different numbers of updates"
 
 
+def describe_waiting(folder: Path, size: int) -> str:
+    """In words, a process that is at an update which another one has not begun; empty where all are at the same.
+
+    The first may wait because updates are recorded on all ranks together, and not because the script does.
+    """
+    files = [folder / f"progress-{number}.json" for number in range(size)]
+    made = [json.loads(file.read_text("utf-8"))["updates"] if file.exists() else 0 for file in files]
+    if not made or min(made) == max(made):
+        return ""
+    first, last = made.index(max(made)), made.index(min(made))
+    return (
+        f"; rank {first} is at update {made[first]}, which is recorded on all ranks together, and rank {last} has "
+        f"begun {made[last]}: does every rank make each update?"
+    )
+
+
 class RankProgress:
     """What this process has done so far.
 

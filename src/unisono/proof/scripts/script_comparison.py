@@ -24,6 +24,7 @@ from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
 from unisono.proof.scripts.rank_facts import read_rank_facts
+from unisono.proof.scripts.rank_progress import describe_waiting
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
@@ -158,6 +159,8 @@ def name_local_statistics(
     for found in verdicts:
         if found.first is None or found.case not in traces or found.first.quantity not in ("loss", "raw gradients"):
             continue
+        if any(c.mark == "FAIL" and c.worst.step == found.first.worst.step for c in found.invariants):
+            continue  # a fault that the run shows by itself, whatever its layers normalise by
         if names := find_local_statistics(traces[found.case], reference, precision, found.first.worst.step):
             told = f"{names[0]} and others are of the rows of one process, which normalises by them"
             found.diagnosis = build_diagnosis("Buffers are those of one process", told)
@@ -185,8 +188,9 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
         if late := read_stacks(root, world):
             lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
             told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-            if case.world_size == 1:
-                raise local_processes.WorkerError(told, code) from None
+            waiting = describe_waiting(trace, world)
+            if world == 1 or waiting:
+                raise local_processes.WorkerError(told + waiting, code) from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
         if run.precision == "fp64" and _MIXED_PRECISION.search(str(error)):
             raise local_processes.WorkerError(str(error), code, fault="Single precision meets double") from None
