@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,14 @@ def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
     """What the processes of a trace saw, step by step and rank by rank."""
     values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
     return [[RankFacts(**rank) for rank in step] for step in values]
+
+
+def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """What ranks report; what only some of them do (`rank_zero_only`) is taken of the first of these."""
+    known: dict[str, float] = {}
+    for values in everyone:
+        known = {**values, **known}
+    return [{**known, **values} for values in everyone if values]
 
 
 def all_given_the_same(seen: Sequence[RankFacts]) -> bool:

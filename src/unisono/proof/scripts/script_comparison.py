@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, judgement, verdict
+from unisono.proof import comparison, judgement, predictions, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
@@ -196,6 +196,35 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
             raise local_processes.WorkerError(str(error), code, fault="Single precision meets double") from None
         raise
     return Trace(trace)
+
+
+def drop_unrepeatable_reports(traces: Mapping[str, Trace], again: Trace, reference: Trace, precision: str) -> list[str]:
+    """Forget reported numbers in which two runs on one process differ: a time or a throughput, which nothing follows.
+
+    Args:
+        traces: of all runs.
+        again: of the second run on one process.
+        reference: of the first.
+        precision: of both.
+
+    Returns:
+        Their names.
+    """
+
+    def reports(trace: Trace) -> list[list[dict[str, float]]]:
+        return [*(step.metrics for step in trace.facts.steps), trace.facts.evaluation]
+
+    pairs = [(a[0], b[0]) for a, b in zip(reports(again), reports(reference), strict=False) if a and b]
+    names = {
+        name
+        for ours, theirs in pairs
+        for name in {*ours} & {*theirs}
+        if not predictions.is_equal(ours[name], theirs[name], MAX_ROUNDING[precision])
+    }
+    for values in (values for trace in traces.values() for each in reports(trace) for values in each):
+        for name in names & {*values}:
+            del values[name]
+    return sorted(names)
 
 
 def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adaptive: bool) -> str:

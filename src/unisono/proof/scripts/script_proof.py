@@ -130,15 +130,20 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
+    again = runs.traces.get(others[0].name, reference)
+    dropped = script_comparison.drop_unrepeatable_reports(runs.traces, again, reference, runs.run.precision)
     stray = runs.explain_stray(adaptive)
     verdicts, alone = runs.judge(adaptive)
     for judged in verdicts:
         if judged.case in runs.traces:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
-            _note_reduction(judged, checks[judged.case], checks[one.name])
+            note_reduction(judged, checks[judged.case], checks[one.name])
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
-    return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
+    unseen = _describe_unseen(reference, runs.run.steps)
+    if dropped:
+        unseen.append(f"not compared: {', '.join(dropped)}, in which two runs on one process differ")
+    return Report(verdicts, alone, unseen=unseen)
 
 
 def _may_be_of_fp64(error: WorkerError) -> bool:
@@ -207,7 +212,7 @@ def _complete(
         judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
 
 
-def _note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:
+def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:
     """Say how the gradient of an update is made, and what a factor may mean that no reduction has by itself.
 
     A factor that one process has, too, is that of a loss: a sum that is divided later, or a `GradScaler`.

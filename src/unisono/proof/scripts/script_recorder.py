@@ -36,7 +36,7 @@ from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.parameter_changes import ParameterChanges
-from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
+from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, fill_reports, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -225,14 +225,14 @@ class Records:
         """Add what was reported since the last update to its metrics."""
         everyone = self._group.gather(self._reported, "what was reported of a step")
         if any(everyone):
-            self._facts.steps[-1].metrics = [values for values in everyone if values]
+            self._facts.steps[-1].metrics = fill_reports(everyone)
         self._reported = {}
 
     def evaluation(self, values: Mapping[str, float | Tensor]) -> None:
         """Record what an evaluation after the last step came to; a second call checks that evaluation repeats."""
         if self._facts.evaluation_again:
             raise ConfigError("records.evaluation() may be called at most twice (twice checks that evaluation repeats)")
-        told = self._group.gather({name: float(value) for name, value in values.items()}, "the evaluation")
+        told = fill_reports(self._group.gather({n: float(v) for n, v in values.items()}, "the evaluation"))
         if self._facts.evaluation:
             self._facts.evaluation_again = told
         else:
