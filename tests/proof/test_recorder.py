@@ -20,6 +20,7 @@ from tests import processes
 from unisono.proof import Records, World, comparison, diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts import script_hooks
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
@@ -450,6 +451,13 @@ def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer
     marks = {c.quantity: c.mark for c in comparison.check_invariants(trace)}
     assert marks["frozen parameters did not move"] == "PASS"
     assert marks["trained parameters moved"] == "ABSTAIN"
+
+
+def test_models_are_found_in_the_order_of_their_optimizers() -> None:
+    first, second = nn.Linear(3, 4), nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (second, first)]
+    found = script_hooks._find_model(optimizers)
+    assert [tuple(p.shape) for p in found.parameters() if p.dim() == 2] == [(3, 4), (4, 3)]
 
 
 def test_gradients_by_autograd_grad_are_added_to_nothing(tmp_path: Path) -> None:

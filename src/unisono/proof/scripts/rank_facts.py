@@ -20,8 +20,8 @@ class RankFacts:
         shape: of the inputs, without their number of rows.
         clipped: digests of the gradients of the update, by parameter.
         buffers: digests, by buffer.
-        initial: digests of the parameters with which it began, by name; of the first step.
-        begun: the same as the update found them.
+        initial: digests of the parameters and buffers with which it began, by name; of the first step.
+        begun: of the parameters as the update found them.
         cleared: whether gradients of backward passes before its own were cleared without an update.
         evaluating: the modules in evaluation mode during a backward pass that compute otherwise there.
         early: whether the update is made inside of the backward pass.

@@ -245,9 +245,9 @@ def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adapti
         worst = found[quantity].worst
         if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[precision]:
             return (
-                "the script does not repeat: two runs on one process, whose initial weights differ in their last bit, "
-                f"differ in {quantity}{_format_distance(worst)}; give every generator a seed (torch.manual_seed), and "
-                "let no order follow hash(), as that of a set does"
+                "the script does not repeat, or amplifies rounding: two runs on one process, whose initial weights "
+                f"differ in their last bit, differ in {quantity}{_format_distance(worst)}; give every generator a seed "
+                "(torch.manual_seed), and let no order follow hash(), as that of a set does"
             )
     return ""
 

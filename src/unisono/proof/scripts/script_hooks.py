@@ -388,15 +388,16 @@ def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
     """The modules that hold what the optimizers train, wrapped as they are: one, or a list of several."""
     wanted = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     left = {id(parameter): parameter for parameter in wanted}
+    place = {key: number for number, key in enumerate(left)}  # the same in every run, as the order of objects is not
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     holders = [
-        (len(held), not isinstance(module, DistributedDataParallel), module)
+        (len(held), not isinstance(module, DistributedDataParallel), -min(place[key] for key in held), module)
         for module in modules
         if id(module) not in inner and (held := {id(p) for p in module.parameters()} & set(left))
     ]
     chosen: list[nn.Module] = []
-    for _, _, module in sorted(holders, key=lambda holder: holder[:2], reverse=True):
+    for *_, module in sorted(holders, key=lambda holder: (*holder[:3], type(holder[3]).__qualname__), reverse=True):
         held = {id(p) for p in module.parameters()} & set(left)
         if held:
             chosen.append(module)

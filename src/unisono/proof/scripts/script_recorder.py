@@ -274,7 +274,9 @@ class Records:
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
             self._facts.per_process = sorted(model_facts.local_statistics(self._model))
-        self.seen.initial = model_facts.digest_plain(parameters)
+        buffers = by_plain_name(self._model.named_buffers())
+        shared = {name: value for name, value in buffers.items() if name not in self._facts.per_process}
+        self.seen.initial = model_facts.digest_plain({**parameters, **shared})
 
     # what torch calls --------------------------------------------------------------------------------------------
 

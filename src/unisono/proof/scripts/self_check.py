@@ -30,7 +30,7 @@ from unisono.proof.scripts.rank_facts import (
 from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
 from unisono.runtime.text import join_names
 
-BEGIN = "ranks begin with equal parameters"
+BEGIN = "ranks begin with equal parameters and buffers"
 EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
 CLIPPED = "gradients are equal on all ranks when they are clipped"
