@@ -90,6 +90,11 @@ def test_gradients_that_an_optimizer_reduces_inside_of_its_step_are_not_seen(tmp
     assert self_check.EQUAL in {c.quantity for c in check.found if c.mark == "ABSTAIN"}
 
 
+def test_a_gradient_that_is_rounding_is_not_called_synchronised(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [own | {"c": np.full(3, 1e-18)} for own in OWN], [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "Gradients are not synchronised")
+
+
 def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> None:
     reduced = [combine(0.5, 0.5) | {"b": rank["b"]} for rank in OWN]
     trace = write_trace(tmp_path / "t", build_ranks(), reduced, [[0.1], [0.1]])

@@ -198,7 +198,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(BEGIN, step, f"ranks differ in {join_names(begun, 3)}")
         if unequal:
             sharded = {*trace.tensors("raw gradients", step)}  # with those of which every rank has a piece
-            everywhere = len(unequal) == len(sharded.union(*reduced))
+            everywhere = sharded.union(*reduced) <= {*unequal, *_find_negligible(reduced, precision)}
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
@@ -293,6 +293,14 @@ def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> lis
             first, other = _flatten(reduced[0], names, rank), _flatten(rank, names, rank)
             result |= set(_distances(first, other, names, rank, precision))
     return sorted(result)
+
+
+def _find_negligible(reduced: Sequence[Mapping[str, Array]], precision: str) -> set[str]:
+    """Parameters whose gradient is rounding on every rank (a bias before a normalisation): none could differ."""
+    whole = math.sqrt(sum(float(np.square(value).sum()) for value in reduced[0].values()))
+    limit = _ROUNDING[precision] * _SMALL * whole
+    every = {name for rank in reduced for name in rank}
+    return {n for n in every if all(n not in rank or float(np.linalg.norm(rank[n])) <= limit for rank in reduced)}
 
 
 def _describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> str:
