@@ -97,6 +97,18 @@ def test_an_update_that_differs_first(tmp_path: Path, quantity: str, starts: Any
     assert told(tmp_path, failed(quantity, 2), starts=starts).fault == fault
 
 
+@pytest.mark.parametrize(
+    ("by_script", "fault"),
+    [([], "The update is computed otherwise"), (["a"], "The update is not that of the gradients")],
+)
+def test_parameters_of_a_script_that_only_its_optimizer_changes_are_told(
+    tmp_path: Path, by_script: list[str], fault: str
+) -> None:
+    found = pair(tmp_path, None, optimizer="AdamW")
+    found[1].facts.optimizer, found[0].facts.by_script = "AdamW", by_script
+    assert name(found, failed("parameters", 1)) == fault
+
+
 def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
     assert told(tmp_path, failed("EMA", 2)).fault == "The moving average drifts"
 

@@ -270,6 +270,12 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
         return build_diagnosis("The gradients depend on the layout", detail)
+    if pattern.mine.facts.optimizer and not {name} & {
+        *pattern.mine.facts.by_script,
+        *pattern.reference.facts.by_script,
+    }:
+        detail = f"'{name}' differs after the optimizer's step, gradients and rate agree: compare its other settings"
+        return build_diagnosis("The update is computed otherwise", detail)
     return build_diagnosis("The update is not that of the gradients", f"'{name}' differs, and all gradients agree")
 
 

@@ -165,6 +165,8 @@ class RunFacts:
         evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
         kernels: which the task has chosen, by setting.
         optimizer: the name of its class, where a script has made it.
+        by_script: parameters that a script has changed itself, between updates.
+        promoted: lower precisions than float64 that a script asked for, and did not get.
         rate_by_loss: whether a script has a schedule that goes by its losses.
         replaced: that other parameters than those of the optimizer got gradients, and seem to stand in their place.
         fault: the error that ended the run, if one did.
@@ -216,6 +218,8 @@ class RunFacts:
     evaluation_left: list[str] | None = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     optimizer: str = ""
+    by_script: list[str] = field(default_factory=list)
+    promoted: list[str] = field(default_factory=list)
     rate_by_loss: bool = False
     replaced: str = ""
     fault: str = ""

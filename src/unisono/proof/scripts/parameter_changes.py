@@ -11,33 +11,34 @@ from unisono.engines.torch.guards import replicas
 
 
 class ParameterChanges:
-    """Watches frozen parameters between updates, and at which rates optimizers hold the others.
+    """Watches parameters between updates, and at which rates optimizers hold them.
 
     Args:
-        frozen: parameters without a gradient, by name.
+        parameters: by name, before the first pass.
     """
 
-    def __init__(self, frozen: Mapping[str, Tensor]) -> None:
-        self._held: set[int] = set()  # parameters that an optimizer has updated at a rate other than 0, by `id`
-        self._after = replicas.digests(frozen)  # the last update
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._held: set[int] = set()  # that an optimizer has updated at a rate other than 0, by `id`
+        self._after = replicas.digests(parameters)  # the last update
         self._by_script: set[str] = set()
 
-    def begin_update(self, optimizer: torch.optim.Optimizer, frozen: Mapping[str, Tensor]) -> None:
+    def begin_update(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
         """An update begins."""
         moving = [group for group in optimizer.param_groups if group.get("lr", 1.0) != 0]
         self._held |= {id(parameter) for group in moving for parameter in group["params"]}
-        now = replicas.digests({name: value for name, value in frozen.items() if name in self._after})
-        self._by_script |= {name for name, digest in now.items() if digest != self._after[name]}
+        now = replicas.digests(parameters)
+        self._by_script |= {name for name, digest in now.items() if digest != self._after.get(name, digest)}
 
-    def end_update(self, frozen: Mapping[str, Tensor]) -> None:
+    def end_update(self, parameters: Mapping[str, Tensor]) -> None:
         """It is made."""
-        self._after = replicas.digests(frozen)
+        self._after = replicas.digests(parameters)
 
-    def without_own(self, frozen: Sequence[str]) -> list[str]:
-        """The frozen parameters that the script does not change itself."""
-        return [name for name in frozen if name not in self._by_script]
+    @property
+    def by_script(self) -> list[str]:
+        """The parameters that were changed between updates."""
+        return sorted(self._by_script)
 
-    def find_untrained(self, trainable: Mapping[str, Tensor]) -> list[str]:
-        """The names of those that no optimizer changes; none where none is changed, since then something is wrong."""
-        result = [name for name, parameter in trainable.items() if id(parameter) not in self._held]
+    def find_untrained(self, trainable: Sequence[str], parameters: Mapping[str, Tensor]) -> list[str]:
+        """Of those to be trained, the ones that no optimizer changes; none where none is changed, which is a fault."""
+        result = [name for name in trainable if name in parameters and id(parameters[name]) not in self._held]
         return result if len(result) < len(trainable) else []

@@ -241,6 +241,9 @@ def _describe_unseen(trace: Trace, steps: int) -> list[str]:
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
             "clipped gradients", 0
         ),
+        f"rounding to {' and '.join(trace.facts.promoted)} (computed in float64; precision=fp32 rounds)": bool(
+            trace.facts.promoted
+        ),
         "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no callback)": not trace.facts.evaluation,
         "states outside of the trained model (moving averages, teachers, buffers of a loss)": True,

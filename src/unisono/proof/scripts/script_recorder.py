@@ -121,7 +121,7 @@ class Records:
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(by_plain_name(model.named_parameters()))
         self._left = LeftGradients(model.parameters())
-        self._changes = ParameterChanges(self._named(self._facts.frozen))
+        self._changes = ParameterChanges(by_plain_name(model.named_parameters()))
 
     def follow(self, model: nn.Module) -> None:
         """Record another model as well, from now on, which may begin with what was trained before."""
@@ -175,7 +175,7 @@ class Records:
                 "that makes the updates"
             )
         self._take_reduced()
-        self._changes.end_update(self._named(self._facts.frozen))
+        self._changes.end_update(by_plain_name(self._model.named_parameters()))
         given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
         known = [] if self.seen.parted else torch.as_tensor(given).flatten().tolist()
         mine = [
@@ -238,8 +238,8 @@ class Records:
         else:
             self._facts.evaluation = told
 
-    def close(self) -> None:
-        """Write the facts; called when the script has returned.
+    def close(self, lower: Sequence[str] = ()) -> None:
+        """Write the facts; called when the script has returned, with what it asked for below float64 and did not get.
 
         Raises:
             ConfigError: if nothing was recorded.
@@ -247,9 +247,12 @@ class Records:
         if not self._facts.steps:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
         self._gather_reported()
+        self._facts.promoted = [*lower]
         self._facts.rate_by_loss = model_facts.has_rate_by_loss()
-        self._facts.frozen = self._changes.without_own(self._facts.frozen)
-        self._facts.untrained = self._changes.find_untrained(self._named(self._facts.trainable))
+        named = by_plain_name(self._model.named_parameters())
+        self._facts.untrained = self._changes.find_untrained(self._facts.trainable, named)
+        self._facts.by_script = own = self._changes.by_script
+        self._facts.frozen = [name for name in self._facts.frozen if name not in own]
         if self._world.rank == 0:
             (self._world.folder / RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
@@ -258,10 +261,6 @@ class Records:
     def steps(self) -> int:
         """Updates that are recorded, which is also the number of the one under way, from 0."""
         return len(self._facts.steps)
-
-    def _named(self, names: Sequence[str]) -> dict[str, Tensor]:
-        named = by_plain_name(self._model.named_parameters())
-        return {name: named[name] for name in names if name in named}
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
         if self._world.perturbed:
@@ -307,7 +306,7 @@ class Records:
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
         self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
         self._facts.trainable += thawed  # from now on
-        self._changes.begin_update(optimizer, self._named(self._facts.frozen))
+        self._changes.begin_update(optimizer, named)
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))
