@@ -189,9 +189,10 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
         if late := read_stacks(root, world):
             lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
             told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-            waiting = describe_waiting(trace, world)
-            if world == 1 or waiting:
-                raise local_processes.WorkerError(told + waiting, code) from None
+            if world == 1:
+                raise local_processes.WorkerError(told, code) from None
+            if waiting := describe_waiting(trace, world):
+                raise ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded") from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
         if not error.fault and _GONE.search(str(error)):
             ended = describe_ended(trace, world)
