@@ -295,6 +295,15 @@ def test_what_must_hold_of_a_single_run(tmp_path: Path, change: Change, name: st
     assert [one.quantity for one in bad if one.mark == "FAIL"] == [name]
 
 
+def test_a_surrogate_of_constant_value_that_has_a_gradient_abstains_in_a_script(tmp_path: Path) -> None:
+    def surrogate(facts: RunFacts, tensors: Any) -> None:
+        flat_loss(facts, tensors)
+        facts.optimizer = "SGD"
+
+    marks = {one.quantity: one.mark for one in check_invariants(trace(tmp_path / "bad", 2, surrogate))}
+    assert marks["the loss moved"] == "ABSTAIN"
+
+
 def test_a_step_without_a_gradient_is_said_and_does_not_fail(tmp_path: Path) -> None:
     def skipped(facts: RunFacts, tensors: Any) -> None:
         facts.steps[1].grad_norm = 0.0

@@ -97,6 +97,18 @@ def test_an_update_that_differs_first(tmp_path: Path, quantity: str, starts: Any
     assert told(tmp_path, failed(quantity, 2), starts=starts).fault == fault
 
 
+@pytest.mark.parametrize(
+    ("by_script", "fault"),
+    [([], "The update is computed otherwise"), (["a"], "The update is not that of the gradients")],
+)
+def test_parameters_of_a_script_that_only_its_optimizer_changes_are_told(
+    tmp_path: Path, by_script: list[str], fault: str
+) -> None:
+    found = pair(tmp_path, None, optimizer="AdamW")
+    found[1].facts.optimizer, found[0].facts.by_script = "AdamW", by_script
+    assert name(found, failed("parameters", 1)) == fault
+
+
 def test_an_average_of_weights_that_differs_first(tmp_path: Path) -> None:
     assert told(tmp_path, failed("EMA", 2)).fault == "The moving average drifts"
 
@@ -131,6 +143,12 @@ def test_a_rate_is_stepped_too_often_only_if_it_is_that_of_later_updates(
     found = pair(tmp_path, None)
     first = rates(found, ours, [0.0, 1.0, 0.75])
     assert name(found, first) == fault
+
+
+def test_a_rate_that_has_not_changed_yet_is_not_called_stepped_too_often(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    first = rates(found, [0.3] * 4, [0.3, 0.3, 0.3, 0.03])
+    assert name(found, first) == "The learning rate depends on the world size"
 
 
 SQUARE = {"a": np.arange(1.0, 9.0), "b": np.arange(12.0).reshape(4, 3)}

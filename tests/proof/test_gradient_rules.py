@@ -287,3 +287,16 @@ def test_tensors_of_one_rank_were_reduced_where_replicas_agree(tmp_path: Path, r
     replicas = passed("replicas") if reduced else failed("replicas", 1)
     named = name(found, failed("raw gradients", 1, "b"), replicas)
     assert named == ("The gradients depend on the layout" if reduced else "Some parameters are not synchronised")
+
+
+def test_a_factor_that_the_number_of_passes_explains_too_has_a_neutral_name(tmp_path: Path) -> None:
+    gradients = {"a.B": np.ones(3), "b.B": np.arange(3.0)}
+    mine = trace(tmp_path / "mine", [[4, 4]], gradients)
+    reference = trace(tmp_path / "one", [[8]], {name: 2 * value for name, value in gradients.items()})
+    for rank in range(2):
+        write_tensors(mine.folder, f"local gradients {rank}", 0, {"0/a.B": np.ones(3)})
+    write_tensors(reference.folder, "local gradients 0", 0, {"0/a.B": np.ones(3), "1/a.B": np.ones(3)})
+    found = diagnosis.diagnose(mine, reference, [failed("raw gradients", 1)], 2)
+    assert found is not None
+    assert found.fault == "The gradients depend on the layout"
+    assert "1 backward passes per update instead of 2" in found.because

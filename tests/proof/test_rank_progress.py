@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.proof.scripts.rank_progress import RankProgress, UnequalUpdatesError
+from unisono.proof.scripts.rank_progress import RankProgress, UnequalUpdatesError, describe_ended, describe_waiting
 
 
 def build(folder: Path, timeout: float = 2.0) -> tuple[RankProgress, RankProgress]:
@@ -65,3 +65,17 @@ def test_a_rank_that_waits_for_one_that_has_ended_learns_so(tmp_path: Path) -> N
     with pytest.raises(UnequalUpdatesError, match="rank 1 has made 0 updates and ended after backward pass 0"):
         first.begin_update()
     thread.join()
+
+
+def test_a_rank_that_waits_for_an_update_of_another_one_is_told_from_ranks_that_wait_elsewhere(tmp_path: Path) -> None:
+    first, second = build(tmp_path)
+    first.begin_pass()
+    second.begin_pass()
+    assert describe_waiting(tmp_path, 2) == ""
+    first.begin_pass()
+    assert describe_ended(tmp_path, 2) == ""
+    later(second.end)
+    with pytest.raises(UnequalUpdatesError):
+        first.begin_update()
+    assert "rank 0 is at update 1" in describe_waiting(tmp_path, 2)
+    assert describe_ended(tmp_path, 2).startswith("rank 1 has ended after 0 updates and 1 backward passes, and rank 0")

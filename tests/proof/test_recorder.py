@@ -20,6 +20,7 @@ from tests import processes
 from unisono.proof import Records, World, comparison, diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts import script_hooks
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
@@ -185,8 +186,9 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_
     tmp_path: Path, same: bool
 ) -> None:
     old, model = made(), made() if same else nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    gc.collect()  # models of other tests
     _, optimizer, records = begun(tmp_path, nn.ParameterList(old.parameters()))
+    del old
+    gc.collect()  # models of other tests, too
     backward(model)
     optimizer.step()
     records.step()
@@ -412,6 +414,76 @@ def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> N
 
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:
     assert processes.run(on_two, 2, tmp_path, "fsdp1") == ["refused", "refused"]
+
+
+def test_a_clipping_that_changes_nothing_is_none_and_of_two_the_first_counts(tmp_path: Path) -> None:
+    model, optimizer, records = begun(tmp_path)
+    backward(model)
+    before = records.copy_gradients()
+    records.keep_unclipped(before)  # the norm alone was measured
+    assert records._raw is None
+    for first in (True, False):
+        nn.utils.clip_grad_norm_(list(model.parameters())[: 2 if first else 4], 1e-3)
+        records.keep_unclipped(before if first else records.copy_gradients())
+    optimizer.step()
+    records.step()
+    records.close()
+    trace = Trace(tmp_path)
+    np.testing.assert_array_equal(trace.tensors("raw gradients", 0)["0.weight"], before["0.weight"].numpy())
+    assert np.linalg.norm(trace.tensors("clipped gradients", 0)["0.weight"]) < 2e-3
+
+
+def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer_holds_is_told(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, 1), "teacher": nn.Linear(3, 4)})
+    model["teacher"].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model["head"].parameters(), *model["teacher"].parameters()], lr=0.5)
+    records = world(tmp_path).records(model, optimizer)
+    for _ in range(2):
+        model["head"](model["body"](DATA)).square().mean().backward()
+        optimizer.step()
+        records.step()
+        with torch.no_grad():
+            model["teacher"].weight.lerp_(model["body"].weight, 0.1)
+    records.close()
+    trace = Trace(tmp_path)
+    assert trace.facts.frozen == ["teacher.bias"]
+    assert trace.facts.untrained == ["body.weight", "body.bias"]
+    marks = {c.quantity: c.mark for c in comparison.check_invariants(trace)}
+    assert marks["frozen parameters did not move"] == "PASS"
+    assert marks["trained parameters moved"] == "ABSTAIN"
+
+
+def test_models_are_found_in_the_order_of_their_optimizers() -> None:
+    first, second = nn.Linear(3, 4), nn.Linear(4, 3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (second, first)]
+    found = script_hooks._find_model(optimizers)
+    assert [tuple(p.shape) for p in found.parameters() if p.dim() == 2] == [(3, 4), (4, 3)]
+
+
+def test_gradients_by_autograd_grad_are_added_to_nothing(tmp_path: Path) -> None:
+    model, optimizer, records = begun(tmp_path)
+    parameters = list(model.parameters())
+    for _ in range(2):
+        gradients = torch.autograd.grad(model(DATA).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        records.step()
+    assert [step.clean for step in records._facts.steps] == [None, None]
+
+
+def test_random_numbers_of_a_loss_are_seen(tmp_path: Path) -> None:
+    for draws in (False, True):
+        (tmp_path / str(draws)).mkdir()
+        model, optimizer, records = begun(tmp_path / str(draws))
+        records.before_forward()
+        loss = model(DATA).square().flatten()
+        records.after_forward()
+        (loss[torch.randperm(8)[:4]] if draws else loss).mean().backward()
+        records.before_backward()
+        optimizer.step()
+        records.step()
+        assert records._facts.random == draws
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.recording.trace import RunFacts, Trace, write_facts, write_tensors
-from unisono.proof.scripts.rank_facts import RankFacts
-from unisono.proof.scripts.script_comparison import find_local_statistics, name_local_statistics
-from unisono.proof.scripts.script_proof import choose_losses
+from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.scripts.rank_facts import RankFacts, fill_reports
+from unisono.proof.scripts.script_comparison import (
+    drop_unrepeatable_reports,
+    find_local_statistics,
+    name_local_statistics,
+)
+from unisono.proof.scripts.script_proof import choose_losses, note_reduction
 from unisono.proof.scripts.self_check import SelfCheck
 from unisono.proof.verdict import Verdict
 
@@ -76,3 +80,38 @@ def test_losses_are_those_of_ranks_where_only_the_gradients_are_scaled(
 ) -> None:
     check = SelfCheck([], [minimised, 9.0], [average, 4.5], 2, "sum")
     assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
+
+
+def test_reports_that_do_not_repeat_are_left_out(tmp_path: Path) -> None:
+    traces = {}
+    for name, rate in (("one", 5.0), ("again", 5.1), ("many", 9.0)):
+        (tmp_path / name).mkdir()
+        step = StepFacts([], [[]], None, {}, 1.0, [], [{"rows per second": rate, "loss": 1.0}])
+        write_facts(tmp_path / name, RunFacts(steps=[step]))
+        traces[name] = Trace(tmp_path / name)
+    assert drop_unrepeatable_reports(traces, traces["again"], traces["one"], "fp64") == ["rows per second"]
+    assert traces["many"].facts.steps[0].metrics == [{"loss": 1.0}]
+
+
+def test_a_number_that_one_rank_reports_is_that_of_all() -> None:
+    everyone = [{"loss": 1.0, "shown": 7.0}, {"loss": 2.0}, {}]
+    assert fill_reports(everyone) == [everyone[0], {"loss": 2.0, "shown": 7.0}]
+
+
+@pytest.mark.parametrize(("factor", "alone", "told"), [(0.25, 1 / 4, False), (0.125, 1 / 4, False), (0.3, 0.25, True)])
+def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: float, alone: float, told: bool) -> None:
+    judged = Verdict("2 processes", "1 process", False, [ComparedQuantity("raw gradients", "ABSTAIN", why="drawn")])
+    many, one = (SelfCheck([], [], [], n, f"sum × {f}", f) for n, f in ((2, factor), (1, alone)))
+    note_reduction(judged, many, one)
+    assert ("look for what multiplies" in judged.notes[0]) == told
+
+
+def test_a_fault_that_a_run_shows_by_itself_is_told_before_batch_statistics(tmp_path: Path) -> None:
+    reference = build_trace(tmp_path / "one", [[1.0]])
+    mine = build_trace(tmp_path / "many", [[0.7, 1.3]])
+    failed = [
+        ComparedQuantity(name, "FAIL", Difference(0.5, 1, "w")) for name in ("raw gradients", "gradients are equal")
+    ]
+    judged = Verdict("2 processes", "1 process", False, failed[:1], failed[1:])
+    name_local_statistics([judged], {"2 processes": mine}, reference, "fp64")
+    assert judged.diagnosis is None

@@ -38,7 +38,7 @@ def write_runs(
 
 def follow_rows(folder: Path, ranks: list[list[list[int]]], whole: list[list[int]]) -> str:
     """What is said of the rows of two processes, step by step, and of those of one."""
-    return explain_other_rows(*write_runs(folder, ranks, whole))
+    return explain_other_rows(*write_runs(folder, ranks, whole))[0]
 
 
 def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_draw_for_themselves(
@@ -77,10 +77,20 @@ def test_numbers_of_rows_are_those_of_a_rank_where_it_has_a_data_set_of_its_own(
     mine, reference = write_runs(tmp_path, [[[0, 1], [0, 1]]], [[0, 1, 2, 3]], inputs, lengths)
     assert drop_own_numbers(mine, reference) == own
     assert mine.facts.steps[0].by_rank == ([[], []] if own else [[0, 1], [0, 1]])
-    assert ("scaled by statistics" in explain_other_rows(mine, reference)) == (own and inputs is SCALED)
+    assert ("scaled by statistics" in explain_other_rows(mine, reference)[0]) == (own and inputs is SCALED)
 
 
 def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
     mine, reference = write_runs(tmp_path, [[[0, 2], [1, 3]]], [[0, 1, 2, 3]], DEALT)
     assert not drop_own_numbers(mine, reference)
     assert mine.facts.steps[0].rows == [0, 1, 2, 3]
+
+
+def test_other_inputs_explain_nothing_of_the_steps_before(tmp_path: Path) -> None:
+    mine, reference = write_runs(tmp_path, [[[0], [1]], [[2], [3]]], [[0, 1], [2, 3]], DEALT)
+    for trace, changed in ((mine, ["x", "u"]), (reference, ["r", "s", "t", "u"])):
+        seen = json.loads((trace.folder / "ranks.json").read_text())
+        seen[1][-1]["inputs"] = changed
+        (trace.folder / "ranks.json").write_text(json.dumps(seen))
+    why, since = explain_other_rows(mine, reference)
+    assert ("the same rows gave other inputs" in why, since) == (True, 2)

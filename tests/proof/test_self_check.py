@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +56,7 @@ def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Ar
 def build_ranks(change: Callable[[RankFacts], None] = lambda rank: None) -> list[RankFacts]:
     """Two processes; the second is changed."""
     ranks = [
-        RankFacts([loss], [row, f"{row}2"], "x", [], {"a": 1}, {"n": 3}, {"a": 5})
-        for loss, row in ((1.0, "r"), (4.0, "s"))
+        RankFacts([loss], [row, f"{row}2"], "x", {"a": 1}, {"n": 3}, {"a": 5}) for loss, row in ((1.0, "r"), (4.0, "s"))
     ]
     change(ranks[1])
     return ranks
@@ -91,6 +90,11 @@ def test_gradients_that_an_optimizer_reduces_inside_of_its_step_are_not_seen(tmp
     assert self_check.EQUAL in {c.quantity for c in check.found if c.mark == "ABSTAIN"}
 
 
+def test_a_gradient_that_is_rounding_is_not_called_synchronised(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), [own | {"c": np.full(3, 1e-18)} for own in OWN], [[0.1], [0.1]])
+    assert find_failed(trace) == ([self_check.EQUAL], "Gradients are not synchronised")
+
+
 def test_one_parameter_that_stays_on_its_rank_is_named_so(tmp_path: Path) -> None:
     reduced = [combine(0.5, 0.5) | {"b": rank["b"]} for rank in OWN]
     trace = write_trace(tmp_path / "t", build_ranks(), reduced, [[0.1], [0.1]])
@@ -121,13 +125,16 @@ def test_gradients_that_differ_only_when_they_are_clipped_were_clipped_too_early
     assert find_failed(trace) == ([self_check.CLIPPED], "Clipped before synchronisation")
 
 
-def test_a_gradient_beyond_its_limit_fails(tmp_path: Path) -> None:
-    ranks = build_ranks()
-    for rank in ranks:
-        rank.limits.append(1e-3)
+def test_the_check_that_fails_in_the_earliest_step_gives_the_name(tmp_path: Path) -> None:
+    ranks = build_ranks(lambda rank: rank.buffers.update(n=4))
     trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
-    write_tensors(trace.folder, "clipped gradients", 0, combine(0.5, 0.5))
-    assert find_failed(trace)[0] == [self_check.CLIPPED]
+    second = replace(trace.facts.steps[0], lr=[[0.1], [0.2]])
+    (trace.folder / "ranks.json").write_text(json.dumps([[asdict(r) for r in each] for each in (ranks, build_ranks())]))
+    trace.facts.steps.append(second)
+    check = self_check.check_run(trace, "fp64")
+    assert [c.quantity for c in check.found if c.mark == "FAIL"] == [self_check.RATES, self_check.BUFFERS]
+    assert check.failed is not None and check.diagnosis is not None
+    assert (check.failed.quantity, check.diagnosis.fault) == (self_check.BUFFERS, "Buffers are those of one process")
 
 
 @pytest.mark.parametrize(
@@ -206,4 +213,25 @@ def test_buffers_that_differ_by_rounding_are_equal(tmp_path: Path) -> None:
     ranks = build_ranks(lambda rank: rank.buffers.update(n=4))
     trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
     write_tensors(trace.folder, buffers_moment(1), 0, {"n": np.array([3 + 1e-15])})
+    assert find_failed(trace) == ([], "")
+
+
+def test_parameters_that_come_together_before_the_next_update_leave_the_question_open(tmp_path: Path) -> None:
+    ranks = build_ranks()
+    trace = write_trace(tmp_path / "t", ranks, OWN, [[0.1], [0.1]])
+    trace.facts.steps.append(trace.facts.steps[0])
+    for begun, inside in ((1, self_check.TOGETHER), (2, "")):
+        after = build_ranks()
+        after[0].begun["a"], after[1].begun["a"] = 1, begun
+        (trace.folder / "ranks.json").write_text(json.dumps([[asdict(r) for r in each] for each in (ranks, after)]))
+        check = self_check.check_run(trace, "fp64")
+        assert check.inside == inside
+        assert (self_check.EQUAL in {c.quantity for c in check.found if c.mark == "FAIL"}) == (not inside)
+
+
+def test_ranks_that_compute_a_row_together_are_given_the_same_rows(tmp_path: Path) -> None:
+    ranks = build_ranks(lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]))
+    for rank in ranks:
+        rank.parted = True
+    trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
     assert find_failed(trace) == ([], "")

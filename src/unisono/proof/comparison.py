@@ -340,7 +340,7 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     )
     result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
-        result.append(_build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}"))
+        result.append(_check_loss(facts, losses))
     result += _check_gradient(facts)
     if any(step.clean is not None for step in steps):
         clean = all(step.clean is not False for step in steps)
@@ -363,6 +363,14 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         shown = f"{shared.by_rank}" if shared else ""
         result.append(_build_invariant("ranks computed different rows", shared is None, shown))
     return [*result, *_check_movement(trace)]
+
+
+def _check_loss(facts: RunFacts, losses: Sequence[float]) -> ComparedQuantity:
+    """A surrogate whose gradient alone is meant (a ratio of probabilities) may have the same value in every step."""
+    if len(set(losses)) == 1 and facts.optimizer and all(step.grad_norm for step in facts.steps):
+        why = f"the loss is {losses[0]:.6g} in every step, and has a gradient; layouts cannot differ in its value"
+        return ComparedQuantity("the loss moved", "ABSTAIN", why=why)
+    return _build_invariant("the loss moved", len(set(losses)) > 1, f"losses {losses}")
 
 
 def _check_gradient(facts: RunFacts) -> list[ComparedQuantity]:
@@ -401,7 +409,11 @@ def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
         yield ComparedQuantity(name, "PASS")
     moved = {n for n in begun if n in last and not np.array_equal(begun[n], last[n])}
     still = [n for n in facts.trainable if n in with_gradient and n in begun and n not in moved]
-    yield _build_invariant("trained parameters moved", not still, f"did not: {join_names(still)}")
+    if (meant := [n for n in still if n in facts.untrained]) and meant == still:
+        why = f"no optimizer changes {join_names(meant)}; if that is meant, they need no gradient (requires_grad=False)"
+        yield ComparedQuantity("trained parameters moved", "ABSTAIN", why=why)
+    else:
+        yield _build_invariant("trained parameters moved", not still, f"did not: {join_names(still)}")
     thawed = [n for n in facts.frozen if n in moved]
     yield _build_invariant("frozen parameters did not move", not thawed, f"did: {join_names(thawed)}")
 

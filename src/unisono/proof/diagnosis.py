@@ -218,7 +218,9 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
         [step.lr[0] for step in trace.facts.steps if step.lr] for trace in (pattern.mine, pattern.reference)
     )
     groups = range(min(map(len, (*ours, *theirs))))
-    if groups and all(stepped_per_process([r[g] for r in ours], [r[g] for r in theirs], size) for g in groups):
+    known = [pair for k, pair in enumerate(zip(ours, theirs, strict=False)) if size * k < len(theirs)]
+    moved = any(not predictions.is_equal(mine[g], true[g]) for mine, true in known for g in groups)
+    if moved and all(stepped_per_process([r[g] for r in ours], [r[g] for r in theirs], size) for g in groups):
         because = f"{detail}: the rate of update k is that of update {size} * k on one process"
         return build_diagnosis("The schedule is stepped once per process", because)
     begins = "; a schedule that is stepped too often agrees at step 1" if worst.step == 1 else ""
@@ -268,6 +270,12 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
         return build_diagnosis("The gradients depend on the layout", detail)
+    if pattern.mine.facts.optimizer and not {name} & {
+        *pattern.mine.facts.by_script,
+        *pattern.reference.facts.by_script,
+    }:
+        detail = f"'{name}' differs after the optimizer's step, gradients and rate agree: compare its other settings"
+        return build_diagnosis("The update is computed otherwise", detail)
     return build_diagnosis("The update is not that of the gradients", f"'{name}' differs, and all gradients agree")
 
 

@@ -77,6 +77,8 @@ def _diagnose_factor(pattern: Pattern, factor: float) -> Diagnosis:
     known |= {n: ": by the number of micro-batches" for n in (passes, passes * size) if n not in known}
     found = predictions.find_number(factor, known, pattern.rounding)
     shown = f"every tensor is {factor:.6g} times what it should be"
+    if found is not None and (told := pattern.explain_factor_by_passes(factor)):
+        return build_diagnosis("The gradients depend on the layout", f"every tensor is {told}")
     if found is None:
         detail = f"{shown}, which is neither the number of processes nor that of micro-batches"
         return build_diagnosis("The gradients depend on the layout", detail)

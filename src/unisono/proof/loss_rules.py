@@ -37,6 +37,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
             "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
         )
     if (number := _scaled_by(pattern)) is not None:
+        if passes := pattern.explain_factor_by_passes(worst.mine / worst.reference):
+            return build_diagnosis("The loss depends on the layout", passes)
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
         return build_diagnosis("The loss is scaled by N", detail)
     if scaled := _scaled_terms(pattern):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.predictions import ROUNDING, PartGradients, fit_weights
+from unisono.proof.predictions import ROUNDING, PartGradients, fit_weights, is_equal
 from unisono.proof.recording.gradient_sample import add_gradients, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, Part, RunFacts, StepFacts, Trace
@@ -149,6 +149,20 @@ class Pattern:
         """What each backward pass of a rank made before any reduction, where that was recorded."""
         ranks = range(self.world_size)
         return [(rank, one) for rank in ranks for one in read_local_gradients(self.mine, rank, self.number)]
+
+    def explain_factor_by_passes(self, factor: float) -> str:
+        """In words, that a script's backward passes are as many times as many; empty where they are not.
+
+        A factor that is the number of processes is then also what a sum over passes comes to that should be a mean.
+        """
+        theirs = len(read_local_gradients(self.reference, 0, self.number))
+        ours = len(self.local_gradients) / self.world_size
+        if not ours or not theirs or ours == theirs or not is_equal(factor, ours / theirs, self.rounding):
+            return ""
+        return (
+            f"{factor:.6g} times what it should be, and a rank makes {ours:g} backward passes per update instead of "
+            f"{theirs}: is the loss of a pass divided by the number of passes, or is it the number of processes?"
+        )
 
     @property
     def rank_shares(self) -> list[dict[str, Array]]:

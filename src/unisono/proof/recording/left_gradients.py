@@ -25,6 +25,7 @@ class LeftGradients:
         self._used: set[int] = set()  # whose gradient made an update, and was not seen cleared since
         self._added: set[int] = set()  # of those, the ones that a backward pass has added to
         self._reached: set[int] = set()  # that a backward pass has reached since the update
+        self._left: dict[int, bool] = {}  # whether a gradient is there to which one may be added
         self.add(parameters)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
@@ -32,6 +33,7 @@ class LeftGradients:
         for parameter in parameters:
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.register_hook(partial(self._before_accumulation, parameter))
+                parameter.register_post_accumulate_grad_hook(self._after_accumulation)
 
     def close_update(self, own: set[int]) -> bool | None:
         """Called with the parameters of an optimizer, by `id`, whose gradients are those of an update.
@@ -47,10 +49,14 @@ class LeftGradients:
 
     def _before_accumulation(self, parameter: Tensor, gradient: Tensor) -> None:
         key, before = id(parameter), parameter.grad
+        self._left[key] = key in self._used and before is not None and bool(local(before).any())
+
+    def _after_accumulation(self, parameter: Tensor) -> None:
+        """Called where a gradient was added or set, which `torch.autograd.grad` does not do."""
+        key = id(parameter)
         self._reached.add(key)
-        if key in self._used:
-            if before is not None and bool(local(before).any()):
-                self._added.add(key)
-            else:
-                self._used.discard(key)
-                self._added.discard(key)
+        if self._left.pop(key, False):
+            self._added.add(key)
+        else:
+            self._used.discard(key)
+            self._added.discard(key)

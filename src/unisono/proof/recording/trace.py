@@ -118,6 +118,8 @@ class RunFacts:
     Attributes:
         trainable: names of the parameters that are to be trained.
         frozen: names of the others.
+        untrained: of the parameters to be trained, those that no optimizer of a script changes: it holds them at no
+            rate, or not at all.
         random: whether a forward pass draws random numbers.
         per_process: names of layers whose statistics are those of one process.
         lower: what computes in a lower precision inside than the run has: `module: dtype`.
@@ -163,6 +165,9 @@ class RunFacts:
         evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
         kernels: which the task has chosen, by setting.
         optimizer: the name of its class, where a script has made it.
+        by_script: parameters that a script has changed itself, between updates.
+        promoted: lower precisions than float64 that a script asked for, and did not get.
+        rate_by_loss: whether a script has a schedule that goes by its losses.
         replaced: that other parameters than those of the optimizer got gradients, and seem to stand in their place.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.
@@ -172,6 +177,7 @@ class RunFacts:
 
     trainable: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
     random: bool = False
     per_process: list[str] = field(default_factory=list)
     lower: list[str] = field(default_factory=list)
@@ -212,6 +218,9 @@ class RunFacts:
     evaluation_left: list[str] | None = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     optimizer: str = ""
+    by_script: list[str] = field(default_factory=list)
+    promoted: list[str] = field(default_factory=list)
+    rate_by_loss: bool = False
     replaced: str = ""
     fault: str = ""
     called: str = ""

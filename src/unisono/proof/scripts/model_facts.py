@@ -1,14 +1,18 @@
-"""What is read of a model as a script has wrapped it, by the names that its parts have without any wrapper."""
+"""What is read of a model and an optimizer as a script has wrapped them, by names as without any wrapper."""
 
 from __future__ import annotations
 
 import gc
 import inspect
+import random
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch.guards import replicas
@@ -21,14 +25,26 @@ _WRAPPERS = re.compile(
 
 
 def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
-    """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds."""
+    """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds.
+
+    Those that it holds are in no module then; else they are those of another model.
+    """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    models = [module for module in modules if not isinstance(module, nn.ParameterList)]  # which a recorder has made
+    if {id(parameter) for parameter in held} & {id(one) for module in models for one in module.parameters()}:
+        return ""
     reached = {id(p): p for module in modules for p in module.parameters() if p.grad is not None}
     shapes = [sorted(tuple(parameter.shape) for parameter in each) for each in (held, reached.values())]
     if shapes[0] != shapes[1]:
         return ""
     return f"none of its {len(held)} parameters got a gradient, and as many others, of the same shapes, did"
+
+
+def has_rate_by_loss() -> bool:
+    """Whether there is a schedule that is told what to go by."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return any(issubclass(type(found), plateau) for found in gc.get_objects())
 
 
 def by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -49,6 +65,13 @@ def by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def digest_plain(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Digests of the tensors that every rank holds whole."""
     return {name: replicas.digest(value) for name, value in tensors.items() if not isinstance(value, DTensor)}
+
+
+def computes_in_pieces(model: nn.Module) -> bool:
+    """Whether ranks share the work on each row: parameters are in pieces that no `fully_shard` puts together."""
+    whole = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    sharded = {id(p): sum(one.is_shard() for one in p.placements) for p in model.parameters() if isinstance(p, DTensor)}
+    return any(count > (key in whole) for key, count in sharded.items())
 
 
 def local_statistics(model: nn.Module) -> list[str]:
@@ -75,3 +98,28 @@ def _depends_on_mode(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     idle = getattr(module, "p", getattr(module, "dropout", None)) == 0
     return code is not None and "training" in code.co_names and not idle
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of the wrappers of Accelerate and Fabric, which keep it as `optimizer`."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer and cannot be recorded")
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError("ZeroRedundancyOptimizer keeps its state in pieces that cannot be recorded; use fully_shard")
+    return optimizer
+
+
+def generator_digests(host: bool) -> list[int]:
+    """Digests of the states of torch's generators, and of Python's and NumPy's."""
+    states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
+    return [*(replicas.digest(state) for state in states), *(host_generators() if host else [])]
+
+
+def host_generators() -> list[int]:
+    """The same of Python's and NumPy's global generators alone."""
+    state: Any = np.random.get_state()
+    return [hash(random.getstate()[1]), hash((*state[1].tolist(), state[2]))]

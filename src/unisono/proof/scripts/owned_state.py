@@ -10,18 +10,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch.guards import replicas
 from unisono.proof.recording.trace import Array, read_tensors, write_tensors
 from unisono.runtime.communicator import Communicator
 
 
-def find_pieces(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> set[str]:
-    """The state that is shorter than its parameter: a piece along the first axis, where other ranks have the rest."""
+def find_pieces(group: Communicator, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> set[str]:
+    """The state that is a piece of its parameter along the first axis, where other ranks have the rest; collective.
+
+    The pieces of all ranks are as long as the parameter. What every rank holds alike is no piece, however short it is:
+    an optimizer of low rank keeps less than a parameter has.
+    """
     owners = {name: parameters.get(name.removeprefix("optimizer/").rpartition("/")[0]) for name in state}
-    return {
-        name
+    shorter = {
+        name: owner
         for name, owner in owners.items()
         if owner is not None and not isinstance(state[name], DTensor) and state[name].dim() == owner.dim()
         if owner.dim() and state[name].shape[1:] == owner.shape[1:] and len(state[name]) < len(owner)
+    }
+    mine = {name: [len(state[name]), replicas.digest(state[name])] for name in shorter}
+    everyone = group.gather(mine, "lengths of the optimizer's state")
+    held = {name: [rank[name] for rank in everyone if name in rank] for name in shorter}
+    return {
+        name
+        for name, each in held.items()
+        if sum(length for length, _ in each) == len(shorter[name])
+        if len({digest for _, digest in each}) > 1 or not state[name].any()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,24 +18,28 @@ class RankFacts:
         losses: the scalars that it called `backward` on, in order.
         inputs: a digest of every row that its model was given.
         shape: of the inputs, without their number of rows.
-        limits: to which it clipped the gradients.
         clipped: digests of the gradients of the update, by parameter.
         buffers: digests, by buffer.
-        initial: digests of the parameters with which it began, by name; of the first step.
+        initial: digests of the parameters and buffers with which it began, by name; of the first step.
+        begun: of the parameters as the update found them.
+        cleared: whether gradients of backward passes before its own were cleared without an update.
         evaluating: the modules in evaluation mode during a backward pass that compute otherwise there.
         early: whether the update is made inside of the backward pass.
+        parted: whether its model computes with pieces of parameters (tensor parallel), so that ranks share their rows.
         sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
     """
 
     losses: list[float] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     shape: str = ""
-    limits: list[float] = field(default_factory=list)
     clipped: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    cleared: bool = False
     evaluating: list[str] = field(default_factory=list)
     early: bool = False
+    parted: bool = False
     sources: list[int] = field(default_factory=list)
 
 
@@ -43,6 +47,14 @@ def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
     """What the processes of a trace saw, step by step and rank by rank."""
     values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
     return [[RankFacts(**rank) for rank in step] for step in values]
+
+
+def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """What ranks report; what only some of them do (`rank_zero_only`) is taken of the first of these."""
+    known: dict[str, float] = {}
+    for values in everyone:
+        known = {**values, **known}
+    return [{**known, **values} for values in everyone if values]
 
 
 def all_given_the_same(seen: Sequence[RankFacts]) -> bool:

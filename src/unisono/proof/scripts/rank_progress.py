@@ -24,6 +24,40 @@ class UnequalUpdatesError(UnisonoError):
     fault = "Ranks make different numbers of updates"
 
 
+def describe_waiting(folder: Path, size: int) -> str:
+    """In words, a process that is at an update which another one has not begun; empty where all are at the same.
+
+    The first may wait because updates are recorded on all ranks together, and not because the script does.
+    """
+    made = [one["updates"] for one in _read_all(folder, size)]
+    if min(made) == max(made):
+        return ""
+    first, last = made.index(max(made)), made.index(min(made))
+    return (
+        f"; rank {first} is at update {made[first]}, which is recorded on all ranks together, and rank {last} has "
+        f"begun {made[last]}: does every rank make each update?"
+    )
+
+
+def describe_ended(folder: Path, size: int) -> str:
+    """In words, a process that has returned while another one was in a later backward pass; empty if there is none."""
+    every = _read_all(folder, size)
+    ended = [rank for rank, one in enumerate(every) if one["ended"]]
+    later = [rank for rank, one in enumerate(every) if ended and one["passes"] > every[ended[0]]["passes"]]
+    if not later:
+        return ""
+    gone, other = every[ended[0]], every[later[0]]
+    return (
+        f"rank {ended[0]} has ended after {gone['updates']} updates and {gone['passes']} backward passes, and rank "
+        f"{later[0]} is in backward pass {other['passes']}"
+    )
+
+
+def _read_all(folder: Path, size: int) -> list[dict[str, Any]]:
+    files = [folder / f"progress-{number}.json" for number in range(size)]
+    return [json.loads(file.read_text("utf-8")) if file.exists() else _BEGIN for file in files]
+
+
 class RankProgress:
     """What this process has done so far.
 

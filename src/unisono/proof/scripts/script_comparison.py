@@ -17,13 +17,14 @@ from pathlib import Path
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, judgement, verdict
+from unisono.proof import comparison, judgement, predictions, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
 from unisono.proof.scripts.rank_facts import read_rank_facts
+from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
@@ -33,6 +34,7 @@ from unisono.runtime.errors import ConfigError
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
 LATE = "it did not finish within"  # how the error of a run begins that took too long
+_GONE = re.compile("Connection (closed|reset) by peer")  # says gloo of a process that has ended or died
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
 
@@ -158,6 +160,8 @@ def name_local_statistics(
     for found in verdicts:
         if found.first is None or found.case not in traces or found.first.quantity not in ("loss", "raw gradients"):
             continue
+        if any(c.mark == "FAIL" and c.worst.step == found.first.worst.step for c in found.invariants):
+            continue  # a fault that the run shows by itself, whatever its layers normalise by
         if names := find_local_statistics(traces[found.case], reference, precision, found.first.worst.step):
             told = f"{names[0]} and others are of the rows of one process, which normalises by them"
             found.diagnosis = build_diagnosis("Buffers are those of one process", told)
@@ -185,13 +189,49 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
         if late := read_stacks(root, world):
             lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
             told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-            if case.world_size == 1:
+            if world == 1:
                 raise local_processes.WorkerError(told, code) from None
+            if waiting := describe_waiting(trace, world):
+                raise ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded") from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
+        if not error.fault and _GONE.search(str(error)):
+            ended = describe_ended(trace, world)
+            told = f"{error}; {ended or 'another process is gone'}"
+            fault = UnequalUpdatesError.fault if ended else "The run ended with an error"
+            raise local_processes.WorkerError(told, code, fault=fault) from None
         if run.precision == "fp64" and _MIXED_PRECISION.search(str(error)):
             raise local_processes.WorkerError(str(error), code, fault="Single precision meets double") from None
         raise
     return Trace(trace)
+
+
+def drop_unrepeatable_reports(traces: Mapping[str, Trace], again: Trace, reference: Trace, precision: str) -> list[str]:
+    """Forget reported numbers in which two runs on one process differ: a time or a throughput, which nothing follows.
+
+    Args:
+        traces: of all runs.
+        again: of the second run on one process.
+        reference: of the first.
+        precision: of both.
+
+    Returns:
+        Their names.
+    """
+
+    def reports(trace: Trace) -> list[list[dict[str, float]]]:
+        return [*(step.metrics for step in trace.facts.steps), trace.facts.evaluation]
+
+    pairs = [(a[0], b[0]) for a, b in zip(reports(again), reports(reference), strict=False) if a and b]
+    names = {
+        name
+        for ours, theirs in pairs
+        for name in {*ours} & {*theirs}
+        if not predictions.is_equal(ours[name], theirs[name], MAX_ROUNDING[precision])
+    }
+    for values in (values for trace in traces.values() for each in reports(trace) for values in each):
+        for name in names & {*values}:
+            del values[name]
+    return sorted(names)
 
 
 def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adaptive: bool) -> str:
@@ -206,9 +246,9 @@ def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adapti
         worst = found[quantity].worst
         if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[precision]:
             return (
-                "the script does not repeat: two runs on one process, whose initial weights differ in their last bit, "
-                f"differ in {quantity}{_format_distance(worst)}; give every generator a seed (torch.manual_seed), and "
-                "let no order follow hash(), as that of a set does"
+                "the script does not repeat, or amplifies rounding: two runs on one process, whose initial weights "
+                f"differ in their last bit, differ in {quantity}{_format_distance(worst)}; give every generator a seed "
+                "(torch.manual_seed), and let no order follow hash(), as that of a set does"
             )
     return ""
 

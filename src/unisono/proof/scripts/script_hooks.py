@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-import inspect
 import re
 import runpy
 import sys
@@ -108,11 +107,13 @@ class ScriptWatch:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._members: set[int] = set()  # modules that hold trained parameters, by `id`, and these parameters
         self._trained: set[int] = set()
-        self._kept: list[Any] = []  # models and data sets whose ids are held, which must not be given to others
+        self._kept: list[Any] = []  # models whose ids are held, which must not be given to others
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
-        self._lengths: list[int] = []  # of these data sets
+        self._lengths: dict[int, int] = {}  # of those that passes were made of
+        self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
+        self._latest: deque[list[int]] | None = None  # which the last batch since a backward pass went to
         self._rows: list[int] = []  # that the update is made of
 
     @contextmanager
@@ -223,7 +224,7 @@ class ScriptWatch:
     def _follow_new(self, module: nn.Module) -> None:
         """Record the models of optimizers that came later, if a module that is in none of the known ones is theirs."""
         own = {id(parameter) for parameter in module.parameters()} - self._trained
-        optimizers = [one for reference in self._optimizers if own and (one := reference()) is not None]
+        optimizers = self._living_optimizers() if own else []
         later = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
         if later and self.records is not None:
             model = _find_model(later)
@@ -240,13 +241,15 @@ class ScriptWatch:
     def _watch_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside or not (module.training and torch.is_grad_enabled()):
+            if torch.compiler.is_compiling() or self._inside:
+                return original(module, *args, **named)
+            if not (module.training and torch.is_grad_enabled()):
+                if self._latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
+                    self._latest.pop()  # an evaluation
                 return original(module, *args, **named)
             if self.records is None:
-                optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-                trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-                if any(id(parameter) in trained for parameter in module.parameters()):
-                    self._begin(optimizers)
+                if self._is_trained(module):
+                    self._begin(self._living_optimizers())
             elif id(module) not in self._members:
                 self._follow_new(module)
             records = self.records
@@ -265,37 +268,45 @@ class ScriptWatch:
 
         return call
 
+    def _living_optimizers(self) -> list[Optimizer]:
+        return [one for reference in self._optimizers if (one := reference()) is not None]
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        """Whether an optimizer holds one of its parameters."""
+        every = (p for one in self._living_optimizers() for group in one.param_groups for p in group["params"])
+        held = self._trained or {id(parameter) for parameter in every}
+        return any(id(parameter) in held for parameter in module.parameters())
+
     def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **named: Any) -> Any:
             inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
             if not inside:
+                self._latest = None
                 self.progress.begin_pass()
             if not inside and self.records is not None:
                 given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 if self.records.before_backward():
                     self._rows = []
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
-                self.records.seen.sources = [*self._lengths]
-                for batches in self._fetched.values():
-                    self._rows += batches.popleft() if batches else []
+                for key in [key for key, batches in self._fetched.items() if batches]:
+                    number = [*self._lengths].index(key) if key in self._lengths else len(self._lengths)
+                    self._lengths.setdefault(key, _length_of(self._data[key]))
+                    self._rows += [(number << _SOURCE_BITS) + row for row in self._fetched[key].popleft()]
+                self.records.seen.sources = [*self._lengths.values()]
             return original(tensors, *args, **named)
 
         return backward
 
     def _watch_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **named: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if self.records is not None:
-                self.records.gradients()
-                bound = signature.bind(given, *args, **named).arguments
-                limit, kind = bound.get("max_norm"), bound.get("norm_type", 2.0)
-                if limit is not None and kind == 2.0 and self.records.with_gradient <= {id(one) for one in given}:
-                    self.records.seen.limits.append(float(limit))
-            return original(given, *args, **named)
+            before = None if self.records is None else self.records.copy_gradients()
+            result = original(given, *args, **named)
+            if self.records is not None and before is not None:
+                self.records.keep_unclipped(before)
+            return result
 
         return clip
 
@@ -307,14 +318,13 @@ class ScriptWatch:
             batch = original(iterator)
             indices = iterator.__dict__.get("_unisono_indices")
             if indices and torch.is_grad_enabled():  # else an evaluation
-                if id(iterator._dataset) not in self._fetched:
-                    self._kept.append(iterator._dataset)
-                    self._lengths.append(_length_of(iterator._dataset))
-                source = self._fetched.setdefault(id(iterator._dataset), deque())
+                key = id(iterator._dataset)
+                self._data[key] = iterator._dataset
+                source = self._fetched.setdefault(key, deque())
                 if iterator.__dict__.pop("_unisono_new", False):
                     source.clear()
-                number = list(self._fetched).index(id(iterator._dataset))
-                source.append([(number << _SOURCE_BITS) + row for row in _row_numbers(indices.popleft())])
+                self._latest = source
+                source.append(_row_numbers(indices.popleft()))
             elif indices:
                 indices.popleft()
             return batch
@@ -356,14 +366,19 @@ def _row_numbers(indices: Any) -> list[int]:
 
 
 def _row_digests(inputs: Any) -> tuple[list[str], str]:
-    """A digest of every row of the tensors among a model's inputs, and the shape of one row."""
+    """A digest of every row of the tensors among a model's inputs, and the shape of one row.
+
+    Double precision is rounded to single: what another model has made (a generator) differs by rounding between runs.
+    """
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
     tensors = [tensor for tensor in given if tensor.dim() and tensor.numel()]
     if not tensors:
         return [], ""
     count = len(tensors[0])
     arrays = [t.detach().cpu() for t in tensors if len(t) == count]
-    plain = [(a.float() if a.dtype == torch.bfloat16 else a).reshape(count, -1).numpy() for a in arrays]
+    plain = [
+        (a.float() if a.dtype in (torch.bfloat16, torch.float64) else a).reshape(count, -1).numpy() for a in arrays
+    ]
     rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
     shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
     return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
@@ -373,15 +388,16 @@ def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
     """The modules that hold what the optimizers train, wrapped as they are: one, or a list of several."""
     wanted = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     left = {id(parameter): parameter for parameter in wanted}
+    place = {key: number for number, key in enumerate(left)}  # the same in every run, as the order of objects is not
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     holders = [
-        (len(held), not isinstance(module, DistributedDataParallel), module)
+        (len(held), not isinstance(module, DistributedDataParallel), -min(place[key] for key in held), module)
         for module in modules
         if id(module) not in inner and (held := {id(p) for p in module.parameters()} & set(left))
     ]
     chosen: list[nn.Module] = []
-    for _, _, module in sorted(holders, key=lambda holder: holder[:2], reverse=True):
+    for *_, module in sorted(holders, key=lambda holder: (*holder[:3], type(holder[3]).__qualname__), reverse=True):
         held = {id(p) for p in module.parameters()} & set(left)
         if held:
             chosen.append(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from unisono.proof.scripts import script_hooks
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
+
+_CASTS: dict[Any, Any] = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16}
 
 
 class ScriptError(UnisonoError):
@@ -53,6 +55,22 @@ class ScriptRun:
     steps: int = 0
 
 
+class LowerPrecisions(precision.PromoteToDouble):
+    """Promotes, and finds the precisions that were asked for, whose rounding is not seen then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every function while the mode is on."""
+        asked = {_CASTS.get(func), *(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.dtype))}
+        self.found |= {str(dtype).removeprefix("torch.") for dtype in asked & {*_CASTS.values()}}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def user_line(stack: traceback.StackSummary) -> str:
     """The innermost line of a stack that is the user's: not Python's, not of an installed package, not ours."""
     frame = ([frame for frame in stack if is_user_file(frame.filename)] or list(stack))[-1]
@@ -71,7 +89,8 @@ def main(folder: Path) -> NoReturn:
     def work() -> None:
         torch.set_default_dtype(precision.MASTER[run.precision])
         files = precision.loaded_as_double() if run.precision == "fp64" else nullcontext()
-        with HangWatch(folder, place.rank).limit(run.timeout), files, precision.promotion(run.precision):
+        mode = LowerPrecisions() if run.precision == "fp64" else nullcontext()
+        with HangWatch(folder, place.rank).limit(run.timeout), files, mode as seen:
             train = _load_watched(run) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)
@@ -79,7 +98,7 @@ def main(folder: Path) -> NoReturn:
                 raise ConfigError(
                     f"{train.__name__} returned {type(records).__name__}; return the object from world.records()"
                 )
-            records.close()
+            records.close(sorted(seen.found) if seen is not None else [])
 
     rank_process.run_and_exit(work, place, report)
 

@@ -7,6 +7,7 @@ the rest abstains with the reason.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,9 +34,11 @@ from unisono.runtime.errors import ConfigError
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
 _GRADIENTS = ("raw gradients", "gradient norm", "clipped gradients")
+_UPDATES = (*_GRADIENTS, "optimizer state", "parameters", "replicas", "buffers")
 _AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
-    "the forward pass draws random numbers (dropout), every process its own; set its probability to 0 for the proof"
+    "the forward pass or the loss draws random numbers (dropout, noise, a choice of rows), every process its own; set "
+    "the probability to 0 for the proof, or draw alike for a row on whatever rank it is"
 )
 
 
@@ -127,15 +130,20 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
+    again = runs.traces.get(others[0].name, reference)
+    dropped = script_comparison.drop_unrepeatable_reports(runs.traces, again, reference, runs.run.precision)
     stray = runs.explain_stray(adaptive)
     verdicts, alone = runs.judge(adaptive)
     for judged in verdicts:
         if judged.case in runs.traces:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
-            _note_reduction(judged, checks[judged.case].reduction, checks[one.name].reduction)
+            note_reduction(judged, checks[judged.case], checks[one.name])
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
-    return Report(verdicts, alone, unseen=_describe_unseen(reference, runs.run.steps))
+    unseen = _describe_unseen(reference, runs.run.steps)
+    if dropped:
+        unseen.append(f"not compared: {', '.join(dropped)}, in which two runs on one process differ")
+    return Report(verdicts, alone, unseen=unseen)
 
 
 def _may_be_of_fp64(error: WorkerError) -> bool:
@@ -175,12 +183,15 @@ def _complete(
     """Add what the run shows by itself, and take back what two runs of other rows cannot show."""
     marks = {c.quantity: c.mark for c in judged.compared}
     draws = mine.facts.random or reference.facts.random
-    rows = script_rows.explain_other_rows(mine, reference)
-    reason = stray or rows or (_DRAWS if draws else "")
-    kept = () if stray else tuple(q for q in _WITHOUT_ROWS if "global batch" not in rows or q != "learning rate")
+    rows, since = script_rows.explain_other_rows(mine, reference)
+    general = stray or (_DRAWS if draws else "")
+    reason = stray or rows or general
+    rates = "global batch" not in rows and not reference.facts.rate_by_loss  # do not depend on rows
+    kept = () if stray else tuple(q for q in _WITHOUT_ROWS if rates or q != "learning rate")
     if check.inside:
+        unseen = _UPDATES if check.inside == self_check.TOGETHER else _GRADIENTS
         judged.compared = [
-            dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in _GRADIENTS else c
+            dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in unseen else c
             for c in judged.compared
         ]
     if stray:  # what was measured then is not rounding, and nothing is shown by differences within it
@@ -188,25 +199,35 @@ def _complete(
         judged.compared = [
             dataclasses.replace(c, mark="ABSTAIN", why=stray) if c.allowed > most else c for c in judged.compared
         ]
-    judged.compared = [_take_back(c, reason if c.quantity not in kept else "", marks) for c in judged.compared]
+    for number, one in enumerate(judged.compared):
+        explained = general or not 0 < one.worst.step < since
+        judged.compared[number] = _take_back(one, reason if explained and one.quantity not in kept else "", marks)
     harmless = {self_check.MODES} if marks.get("raw gradients") == "PASS" else set()  # what does not depend on it
     judged.invariants += [c for c in check.found if c.quantity not in harmless]
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
-    first = judged.first.quantity if judged.first else ""
-    if check.diagnosis and first and first not in ("initial parameters", "sample ids"):
-        judged.diagnosis = check.diagnosis
+    first = judged.first
+    if first and check.failed in judged.invariants and first.quantity not in ("initial parameters", "sample ids"):
+        same_step = check.failed is not None and check.failed.worst.step == first.worst.step
+        judged.diagnosis = check.diagnosis if same_step else judged.diagnosis
 
 
-def _note_reduction(judged: Verdict, made: str, alone: str) -> None:
-    """Say how the gradient of an update is made, and what a factor may mean that no reduction has by itself."""
-    if not made:
+def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_check.SelfCheck) -> None:
+    """Say how the gradient of an update is made, and what a factor may mean that no reduction has by itself.
+
+    A factor that one process has, too, is that of a loss: a sum that is divided later, or a `GradScaler`.
+    """
+    if not check.reduction:
         return
-    note = f"the gradient of an update is the {made} of those of the ranks"
-    if made.startswith("sum × ") and any(c.quantity == "raw gradients" for c in judged.abstained):
+    note = f"the gradient of an update is the {check.reduction} of those of the ranks"
+    ratio = check.factor / (alone.factor or 1.0)
+    usual = any(math.isclose(ratio, one, rel_tol=1e-6) for one in (1.0, 1 / check.world_size))
+    abstains = any(c.quantity == "raw gradients" for c in judged.abstained)
+    if check.reduction.startswith("sum × ") and abstains and not usual:
         note += (
-            f" (on one process, the {alone or 'sum'} of its passes), and neither their sum nor their mean: look for "
-            "what multiplies or divides it beside the reduction (DDP divides by the number of processes already)"
+            f" (on one process, the {alone.reduction or 'sum'} of its passes), and neither their sum nor their mean: "
+            "look for what multiplies or divides it beside the reduction (DDP divides by the number of processes "
+            "already)"
         )
     judged.notes.append(note)
 
@@ -217,7 +238,12 @@ def _describe_unseen(trace: Trace, steps: int) -> list[str]:
     missing = {
         "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in trace.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
-        "clipping (torch.nn.utils.clip_grad_norm_ was not called)": not trace.tensors("clipped gradients", 0),
+        "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
+            "clipped gradients", 0
+        ),
+        f"rounding to {' and '.join(trace.facts.promoted)} (computed in float64; precision=fp32 rounds)": bool(
+            trace.facts.promoted
+        ),
         "metrics (no callback)": not any(step.metrics for step in trace.facts.steps),
         "evaluations (no callback)": not trace.facts.evaluation,
         "states outside of the trained model (moving averages, teachers, buffers of a loss)": True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,8 @@ from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
-from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, reduced_moment
+from unisono.proof.scripts.parameter_changes import ParameterChanges
+from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, fill_reports, reduced_moment
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -92,7 +93,7 @@ class Records:
         self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: nn.Module | None = None
     ) -> None:
         self._world, self._model, self._ema = world, model, ema
-        self._optimizer = None if optimizer is None else _unwrap_optimizer(optimizer)
+        self._optimizer = None if optimizer is None else model_facts.unwrap_optimizer(optimizer)
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
                 "FullyShardedDataParallel keeps parameters in flat pieces that cannot be recorded; shard the model "
@@ -103,15 +104,15 @@ class Records:
         self._ranks: list[list[dict[str, Any]]] = []  # `RankFacts` of every step and rank
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
         self.seen = RankFacts()
-        self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
         self._reported: dict[str, float] = {}  # since the last update
+        self._rates: list[float] | None = None  # of the update that no call of `step` has recorded yet
         self._norm: float | None = None
         self._clean: bool | None = None  # of the same update
         self._clips = False  # whether a rank has clipped its gradients
         self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
-        self._random = False
-        self._generators: list[int] = []
-        self._inputs = 0  # of passes that are through
+        self._random, self._generators, self._inputs = False, list[int](), 0  # inputs of passes that are through
+        host = self._group.gather(model_facts.host_generators(), "the states of generators")
+        self._own_host = any(states != host[0] for states in host)  # else ranks draw alike from them
         self._begin(by_plain_name(model.named_parameters()))
         self._write("initial parameters", None, by_plain_name(model.named_parameters()))
         if self._optimizer is not None:
@@ -120,6 +121,7 @@ class Records:
             model.register_forward_hook(lambda *_: self.after_forward())
         self._local = LocalGradients(by_plain_name(model.named_parameters()))
         self._left = LeftGradients(model.parameters())
+        self._changes = ParameterChanges(by_plain_name(model.named_parameters()))
 
     def follow(self, model: nn.Module) -> None:
         """Record another model as well, from now on, which may begin with what was trained before."""
@@ -133,8 +135,21 @@ class Records:
 
     def gradients(self) -> None:
         """Record the gradients as they are; to be called before they are clipped, in a script that clips them."""
+        self._raw = self.copy_gradients()
+
+    def copy_gradients(self) -> dict[str, Tensor]:
+        """The gradients as they are now, by parameter."""
         parameters = by_plain_name(self._model.named_parameters())
-        self._raw = {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+        return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+
+    def keep_unclipped(self, before: dict[str, Tensor]) -> None:
+        """Keep gradients as they were before they were clipped; of several times since a backward pass, the first.
+
+        A clipping that has changed nothing is none: some scripts measure the norm with it, of what is not reduced yet.
+        """
+        now = self.copy_gradients()
+        changed = any(not torch.equal(local(value), local(now[name])) for name, value in before.items())
+        self._raw = before if self._raw is None and changed else self._raw
 
     def step(
         self,
@@ -160,8 +175,11 @@ class Records:
                 "that makes the updates"
             )
         self._take_reduced()
+        self._changes.end_update(by_plain_name(self._model.named_parameters()))
+        given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
+        known = [] if self.seen.parted else torch.as_tensor(given).flatten().tolist()
         mine = [
-            [] if rows is None else [int(row) for row in torch.as_tensor(_as_list(rows)).flatten().tolist()],
+            [int(row) for row in known],
             self._rates,
             None if loss is None else float(loss),
             None if metrics is None else {name: float(value) for name, value in metrics.items()},
@@ -207,21 +225,21 @@ class Records:
         """Add what was reported since the last update to its metrics."""
         everyone = self._group.gather(self._reported, "what was reported of a step")
         if any(everyone):
-            self._facts.steps[-1].metrics = [values for values in everyone if values]
+            self._facts.steps[-1].metrics = fill_reports(everyone)
         self._reported = {}
 
     def evaluation(self, values: Mapping[str, float | Tensor]) -> None:
         """Record what an evaluation after the last step came to; a second call checks that evaluation repeats."""
         if self._facts.evaluation_again:
             raise ConfigError("records.evaluation() may be called at most twice (twice checks that evaluation repeats)")
-        told = self._group.gather({name: float(value) for name, value in values.items()}, "the evaluation")
+        told = fill_reports(self._group.gather({n: float(v) for n, v in values.items()}, "the evaluation"))
         if self._facts.evaluation:
             self._facts.evaluation_again = told
         else:
             self._facts.evaluation = told
 
-    def close(self) -> None:
-        """Write the facts; called when the script has returned.
+    def close(self, lower: Sequence[str] = ()) -> None:
+        """Write the facts; called when the script has returned, with what it asked for below float64 and did not get.
 
         Raises:
             ConfigError: if nothing was recorded.
@@ -229,6 +247,12 @@ class Records:
         if not self._facts.steps:
             raise ConfigError("no update was recorded: call records.step() after every optimizer.step()")
         self._gather_reported()
+        self._facts.promoted = [*lower]
+        self._facts.rate_by_loss = model_facts.has_rate_by_loss()
+        named = by_plain_name(self._model.named_parameters())
+        self._facts.untrained = self._changes.find_untrained(self._facts.trainable, named)
+        self._facts.by_script = own = self._changes.by_script
+        self._facts.frozen = [name for name in self._facts.frozen if name not in own]
         if self._world.rank == 0:
             (self._world.folder / RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
             write_facts(self._world.folder, self._facts)
@@ -237,11 +261,6 @@ class Records:
     def steps(self) -> int:
         """Updates that are recorded, which is also the number of the one under way, from 0."""
         return len(self._facts.steps)
-
-    @property
-    def with_gradient(self) -> set[int]:
-        """The parameters that have a gradient now, by `id`."""
-        return {id(parameter) for parameter in self._model.parameters() if parameter.grad is not None}
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
         if self._world.perturbed:
@@ -254,7 +273,9 @@ class Records:
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
             self._facts.per_process = sorted(model_facts.local_statistics(self._model))
-        self.seen.initial = model_facts.digest_plain(parameters)
+        buffers = by_plain_name(self._model.named_buffers())
+        shared = {name: value for name, value in buffers.items() if name not in self._facts.per_process}
+        self.seen.initial = model_facts.digest_plain({**parameters, **shared})
 
     # what torch calls --------------------------------------------------------------------------------------------
 
@@ -275,7 +296,7 @@ class Records:
             )
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
@@ -285,6 +306,7 @@ class Records:
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
         self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
         self._facts.trainable += thawed  # from now on
+        self._changes.begin_update(optimizer, named)
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))
@@ -293,6 +315,8 @@ class Records:
         if self._clips:
             self._write_gradients("clipped gradients", now, parameters)
         self.seen.clipped = model_facts.digest_plain(now)
+        self.seen.begun = model_facts.digest_plain(named)
+        self.seen.parted = model_facts.computes_in_pieces(self._model)
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)
         self._raw = None
@@ -303,24 +327,26 @@ class Records:
         for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
             if torch.is_autocast_enabled(device):
                 self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        if self._model.training:
-            self._generators = _generator_digests()
+        self._generators = model_facts.generator_digests(self._own_host) if self._model.training else []
 
     def after_forward(self) -> None:
-        """Called after it: what it drew is seen by the generators."""
-        self._random |= self._model.training and self._generators != _generator_digests()
+        """Called after it: what it drew, and later the loss, is seen by the generators."""
+        before, self._generators = self._generators, self._generators and model_facts.generator_digests(self._own_host)
+        self._random |= before != self._generators
 
     def before_backward(self) -> bool:
         """Called before a backward pass; whether the passes before it were of no update, as the script has cleared."""
+        self.after_forward()
+        self._generators = []
         self.seen.evaluating = sorted({*self.seen.evaluating, *model_facts.evaluating_modules(self._model)})
         plain = [p.grad for p in self._model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
         cleared = self._local.has_gradient and not any(gradient.any() for gradient in plain)
         if cleared:
             self._local.clear()
-            self._raw = None
-            self.seen.losses = []
+            self.seen.losses, self.seen.cleared = [], True
             del self.seen.inputs[: self._inputs]
         self._inputs = len(self.seen.inputs)
+        self._raw = None
         return cleared
 
     # tensors -----------------------------------------------------------------------------------------------------
@@ -348,7 +374,7 @@ class Records:
         """The optimizer's state, and what of it is a piece."""
         assert self._optimizer is not None
         state = by_plain_name(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
-        return state, find_pieces(state, by_plain_name(self._model.named_parameters()))
+        return state, find_pieces(self._group, state, by_plain_name(self._model.named_parameters()))
 
     def _take_reduced(self) -> None:
         """Record the gradients as an optimizer has left them that has reduced them inside of its step."""
@@ -420,26 +446,3 @@ def _build_group(world: World) -> Communicator:
     place = ProcessInfo(world.rank, world.size, world.local_rank, world.size, "unisono")
     channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
     return TorchCommunicator(place, world.timeout, channel)
-
-
-def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of the wrappers of Accelerate and Fabric, which keep it as `optimizer`."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer and cannot be recorded")
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise ConfigError("ZeroRedundancyOptimizer keeps its state in pieces that cannot be recorded; use fully_shard")
-    return optimizer
-
-
-def _generator_digests() -> list[int]:
-    """Digests of the states of torch's generators."""
-    states = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
-    return [replicas.digest(state) for state in states]
-
-
-def _as_list(rows: Iterable[int] | Tensor) -> Any:
-    return rows.detach().cpu() if isinstance(rows, Tensor) else list(rows)

@@ -43,12 +43,15 @@ def _inputs_of(seen: list[RankFacts]) -> list[str]:
     return sorted(row for rank in seen for row in rank.inputs)
 
 
-def explain_other_rows(mine: Trace, reference: Trace) -> str:
-    """Why two runs computed other rows, for a reason that need not be a fault; empty if they may be compared."""
+def explain_other_rows(mine: Trace, reference: Trace) -> tuple[str, int]:
+    """Why two runs computed other rows, for a reason that need not be a fault, and from which step on.
+
+    The reason is empty if they may be compared. What differs in a step before does so for another reason.
+    """
     unseen = "which rows were computed could not be seen (no DataLoader, no tensors among the model's inputs)"
     theirs, ours = read_rank_facts(reference.folder), read_rank_facts(mine.folder)
     if not any(rank.inputs for rank in ours[0]) and not mine.facts.steps[0].rows:
-        return unseen
+        return unseen, 0
     for step, (m, r) in enumerate(zip(mine.facts.steps, reference.facts.steps, strict=False)):
         at = f"step {step + 1}"
         a, b = ([row for rank in seen[step] for row in rank.inputs] for seen in (ours, theirs))
@@ -59,27 +62,27 @@ def explain_other_rows(mine: Trace, reference: Trace) -> str:
                     return (
                         f"{at}: the same rows gave other inputs: other padding, each process's own augmentation or "
                         "statistics (of the rows that it has), or rows that are mixed with others of their batch"
-                    )
+                    ), step + 1
                 continue
             if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):
-                return ""  # a fault, which the ranks show
+                return "", 0  # a fault, which the ranks show
             if step == 0 and len(m.rows) != len(r.rows):
-                return _describe_batches(len(m.rows), len(r.rows))
-            return _describe_draws(mine, reference) if step == 0 else ""
+                return _describe_batches(len(m.rows), len(r.rows), ours[0]), 1
+            return (_describe_draws(mine, reference) if step == 0 else ""), 1
         if not a and not b:  # the second optimizer of a step
             continue
         if not (a and b):
-            return unseen
+            return unseen, step + 1
         if sorted(a) != sorted(b):
             if len(ours[step]) > 1 and all_given_the_same(ours[step]):
-                return ""
+                return "", 0
             if step == 0 and len(a) != len(b):
-                return _describe_batches(len(a), len(b))
+                return _describe_batches(len(a), len(b), ours[0]), 1
             return (
                 f"{at}: other inputs than on one process; that is no fault if every process draws its own, and one if "
                 "rows are scaled by statistics of a rank's part of the data, or mixed with others of their batch"
-            )
-    return ""
+            ), step + 1
+    return "", 0
 
 
 def _describe_draws(mine: Trace, reference: Trace) -> str:
@@ -103,8 +106,8 @@ def _describe_draws(mine: Trace, reference: Trace) -> str:
     )
 
 
-def _describe_batches(mine: int, reference: int) -> str:
-    return (
-        f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; let an argument depend "
-        "on the world, e.g. --batch-size '{16/world}'"
-    )
+def _describe_batches(mine: int, reference: int, seen: list[RankFacts]) -> str:
+    told = f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; "
+    if any(rank.cleared for rank in seen):
+        return told + "gradients of other passes were cleared before the update (zero_grad between micro-batches?)"
+    return told + "let an argument depend on the world, e.g. --batch-size '{16/world}'"

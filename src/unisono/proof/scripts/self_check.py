@@ -30,10 +30,10 @@ from unisono.proof.scripts.rank_facts import (
 from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
 from unisono.runtime.text import join_names
 
-BEGIN = "ranks begin with equal parameters"
+BEGIN = "ranks begin with equal parameters and buffers"
 EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
-CLIPPED = "clipped gradients are within their limit"
+CLIPPED = "gradients are equal on all ranks when they are clipped"
 RATES = "learning rates are equal on all ranks"
 BUFFERS = "buffers are equal on all ranks"
 DIFFERENT = "ranks were given different rows"
@@ -50,6 +50,10 @@ NAMES = {
 INSIDE = (
     "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
     "inside, where they cannot be seen"
+)
+TOGETHER = (
+    "gradients differ between ranks, and so do parameters after the update, but not before the next one: the script "
+    "brings them together by itself (averages them, sends those of one rank), which cannot be seen"
 )
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
@@ -140,8 +144,10 @@ class SelfCheck:
         averages: of every step, the mean of the ranks' own losses, weighted by their rows.
         world_size: processes of the run.
         reduction: in words, as of the first step; empty where it is not known.
-        diagnosis: of the first check that failed.
-        inside: why the reduced gradients were not seen; empty if they were.
+        factor: the weight of rank 0 in it, then.
+        failed: the first check that did.
+        diagnosis: of it.
+        inside: why a reduction was not seen, of gradients or of parameters; empty if it was.
     """
 
     found: list[ComparedQuantity]
@@ -149,6 +155,8 @@ class SelfCheck:
     averages: list[float | None]
     world_size: int
     reduction: str
+    factor: float = 0.0
+    failed: ComparedQuantity | None = None
     diagnosis: Diagnosis | None = None
     inside: str = ""
 
@@ -159,8 +167,9 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     worst: dict[str, Difference] = {}
     losses: list[float | None] = []
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
-    shown, unexplained, remedy, inside, partly, alone = "", "", "", "", False, True
+    shown, unexplained, remedy, inside, partly, alone, factor = "", "", "", "", False, True, 0.0
 
+    parted = any(rank.parted for seen in ranks for rank in seen)
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
     def note(check: str, step: int, what: str) -> None:
@@ -172,7 +181,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         reduced = [trace.tensors(reduced_moment(rank), step) for rank in range(len(seen))]
         made = explain_reduction(own, reduced[0], precision)
         clean = trace.facts.steps[step].clean is not False
-        shown = shown or str(made)
+        if not shown:
+            shown, factor = str(made), made.weights[0] if made.weights else 0.0
         unequal = _find_unequal(reduced, precision)
         losses.append(_minimised(made, seen) if clean and not unequal else None)
         if clean and made.off and not unexplained:
@@ -188,12 +198,14 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(BEGIN, step, f"ranks differ in {join_names(begun, 3)}")
         if unequal:
             sharded = {*trace.tensors("raw gradients", step)}  # with those of which every rank has a piece
-            everywhere = len(unequal) == len(sharded.union(*reduced))
+            everywhere = sharded.union(*reduced) <= {*unequal, *_find_negligible(reduced, precision)}
             what = f"those of {'all parameters' if everywhere else join_names(unequal, 3)} differ"
             if trace.tensors("clipped gradients", step) and all(rank.clipped == seen[0].clipped for rank in seen):
                 note(CLIPPED, step, f"when they were clipped, {what}")
             elif not trace.facts.steps[step].replicas:  # nor the optimizer's state
-                inside = INSIDE
+                inside = inside or INSIDE
+            elif _comes_together(ranks, step) or (inside == TOGETHER and step == len(ranks) - 1):
+                inside = TOGETHER
             else:
                 if EQUAL not in worst:
                     partly, alone = not everywhere, is_left_alone(passes, reduced, unequal, precision)
@@ -204,26 +216,24 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
                     what += "" if alone else _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
-        if clipped := _describe_clipping(trace, step, seen, precision):
-            note(CLIPPED, step, clipped)
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
         if buffers := _find_differing_buffers(trace, step, seen, precision):
             note(BUFFERS, step, f"ranks differ in {join_names(buffers, 3)}")
         if modes := _describe_modes(seen):
             note(MODES, step, modes)
-        if varied and len({*seen[0].inputs}) > 1 and all_given_the_same(seen):
+        if varied and len({*seen[0].inputs}) > 1 and all_given_the_same(seen) and not parted:
             note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
     if len(ranks[0]) == 1:
-        return SelfCheck([], losses, averages, 1, shown)
+        return SelfCheck([], losses, averages, 1, shown, factor)
     checks = [BEGIN, EQUAL, RATES]
-    checks += [CLIPPED] if CLIPPED in worst or any(rank.limits for seen in ranks for rank in seen) else []
+    checks += [CLIPPED] if any(trace.tensors("clipped gradients", step) for step in range(len(ranks))) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
-    checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) else []
+    checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) and not parted else []
     checks += [MODES] if MODES in worst else []
     found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
     if inside and EQUAL not in worst:
-        found = [ComparedQuantity(EQUAL, "ABSTAIN", why=INSIDE) if c.quantity == EQUAL else c for c in found]
+        found = [ComparedQuantity(EQUAL, "ABSTAIN", why=inside) if c.quantity == EQUAL else c for c in found]
     if not {EQUAL, CLIPPED} & {*worst} and not inside:
         why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
         known = shown != str(Reduction(None, {})) and not unexplained
@@ -231,7 +241,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         shown = shown if known else ""
     else:
         shown = ""
-    failed = next((c for c in found if c.mark == "FAIL"), None)
+    failed = min((c for c in found if c.mark == "FAIL"), key=lambda check: check.worst.step, default=None)
     name = NAMES[failed.quantity] if failed else ""
     if failed and failed.quantity == EQUAL and not alone:
         name = "The gradients depend on the layout"
@@ -240,7 +250,15 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     likely = build_diagnosis(name, f"step {failed.worst.step}: {failed.worst.name}") if failed else None
     if likely and remedy and failed and failed.quantity == EQUAL:
         likely = replace(likely, remedy=remedy)
-    return SelfCheck(found, losses, averages, len(ranks[0]), shown, likely, inside * (EQUAL not in worst))
+    return SelfCheck(
+        found, losses, averages, len(ranks[0]), shown, factor, failed, likely, inside * (EQUAL not in worst)
+    )
+
+
+def _comes_together(ranks: Sequence[Sequence[RankFacts]], step: int) -> bool:
+    """Whether ranks have the same parameters when the update after this one begins."""
+    after = ranks[step + 1] if step + 1 < len(ranks) else []
+    return bool(after and after[0].begun) and all(rank.begun == after[0].begun for rank in after)
 
 
 def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
@@ -275,6 +293,14 @@ def _find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> lis
             first, other = _flatten(reduced[0], names, rank), _flatten(rank, names, rank)
             result |= set(_distances(first, other, names, rank, precision))
     return sorted(result)
+
+
+def _find_negligible(reduced: Sequence[Mapping[str, Array]], precision: str) -> set[str]:
+    """Parameters whose gradient is rounding on every rank (a bias before a normalisation): none could differ."""
+    whole = math.sqrt(sum(float(np.square(value).sum()) for value in reduced[0].values()))
+    limit = _ROUNDING[precision] * _SMALL * whole
+    every = {name for rank in reduced for name in rank}
+    return {n for n in every if all(n not in rank or float(np.linalg.norm(rank[n])) <= limit for rank in reduced)}
 
 
 def _describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> str:
@@ -325,18 +351,6 @@ def _describe_modes(seen: Sequence[RankFacts]) -> str:
     ranks = [number for number, rank in enumerate(seen) if apart & {*rank.evaluating}]
     names = [repr(name) for name in sorted(apart)]
     return f"{join_names(names, 3)} in evaluation mode on ranks {ranks} only" if apart else ""
-
-
-def _describe_clipping(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> str:
-    """How the gradient of an update exceeds the limit to which it was clipped; empty where it does not."""
-    limits = {limit for rank in seen for limit in rank.limits}
-    clipped = trace.tensors("clipped gradients", step)
-    if len(limits) != 1 or not clipped:
-        return ""
-    norm = math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in clipped.values()))
-    (limit,) = limits
-    allowed = limit * (1 + _ROUNDING[precision])
-    return f"norm {norm:.6g} with a limit of {limit:.6g}" if norm > allowed else ""
 
 
 def _find_differing_buffers(trace: Trace, step: int, seen: Sequence[RankFacts], precision: str) -> list[str]:
