@@ -41,6 +41,17 @@ def test_outputs_that_differ_first(tmp_path: Path, random: bool, starts: Any, fa
     assert told(tmp_path, failed("outputs", 2), random=random, starts=starts).fault == fault
 
 
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [([0.3, -0.2], "Tied weights were untied"), ([1.0, 1.0], "Initialisation depends on the layout")],
+)
+def test_a_parameter_of_ones_is_no_copy_of_another(tmp_path: Path, values: list[float], fault: str) -> None:
+    found = pair(tmp_path, None)
+    for one, names in zip(found, (("norm", "extra"), ("norm",)), strict=True):
+        write_tensors(one.folder, "initial parameters", None, {n: np.array(values) for n in names})
+    assert name(found, failed("initial parameters", 0, "extra")) == fault
+
+
 # what passes leave behind ---------------------------------------------------------------------------------------------
 
 

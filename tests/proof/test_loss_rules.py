@@ -186,6 +186,18 @@ def test_a_term_that_is_off_by_the_number_of_processes_where_another_agrees(tmp_
     assert name(found, loss(1, 1.5), failed("raw gradients", 1)) != "The loss is scaled by N"
 
 
+def test_a_loss_whose_counts_are_those_of_micro_batches_is_not_scaled_by_processes(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    for one, count in zip(found, (2.0, 1.0), strict=True):
+        step = one.facts.steps[0]
+        step.parts = [
+            Part(n, n, int(8 / count), {"next": 1.0}, {"next": 1.0}, {"next": 1.0}) for n in range(int(count))
+        ]
+        step.loss = step.terms["next"] = 8 / count
+    first = failed("loss", 1, "loss", mine=4.0, reference=8.0)
+    assert name(found, first, failed("raw gradients", 1)) == "The loss depends on the micro-batch"
+
+
 @pytest.mark.parametrize(("off", "said"), [(1e-8, "in single precision"), (0.5, "where others are together")])
 def test_counts_that_depend_on_which_rows_are_together(tmp_path: Path, off: float, said: str) -> None:
     found = pair(tmp_path, None)

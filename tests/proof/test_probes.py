@@ -66,6 +66,8 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),
         (lambda x: x.sum() * len(x), len, {"term": "statistic"}),
+        (np.max, len, {"term": "statistic"}),
+        (lambda x: np.square(x).sum() / x.max(), len, {"term": "largest"}),  # as padding to the longest, too
         (np.sum, lambda x: 0.0, {}),
         (lambda x: x @ np.arange(len(x)), len, {"term": "places"}),
     ],
@@ -228,12 +230,17 @@ def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with
         buffers["codes"][0] += 1
         return x * 2
 
+    def iterate(x: Any, buffers: dict[str, Any]) -> Any:  # has nearly converged, as a power iteration
+        buffers["codes"][0] = 1 - (1 - buffers["codes"][0]) / 2 if buffers["codes"][0] else 1 - 1e-11
+        return x * buffers["codes"][0]
+
     def use_first(x: Any, buffers: dict[str, Any]) -> Any:
         buffers["codes"][0] += x.sum()
         return x + buffers["codes"][0]
 
     assert kept(add_up) == ModelProbe(carried=("codes",))
     assert kept(count) == ModelProbe()
+    assert kept(iterate) == ModelProbe(carried=("codes",))
     assert kept(use_first) == ModelProbe(carried=("codes",), neighbours=True)
 
 
@@ -389,6 +396,17 @@ def test_padding_that_is_masked_is_no_neighbour() -> None:
 
 def test_padding_that_a_mean_counts_changes_the_loss() -> None:
     found = near(lambda x: x.mean(axis=1).sum())
+    assert "pads 'x' to the longest" in found.padding and not found.collated
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_padding_on_the_left_and_of_sorted_rows_is_padding_too(is_sorted: bool) -> None:
+    def collate(samples: Any) -> Any:
+        rows = sorted((one["x"] for one in samples), key=len, reverse=True) if is_sorted else [s["x"] for s in samples]
+        longest = max(map(len, rows))
+        return {"x": np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])}
+
+    found = near(lambda x: x.mean(axis=1).sum(), collate)
     assert "pads 'x' to the longest" in found.padding and not found.collated
 
 

@@ -180,6 +180,8 @@ def _diagnose_samples(pattern: Pattern) -> Diagnosis:
 def _diagnose_initial(pattern: Pattern) -> Diagnosis:
     a, b = (trace.tensors("initial parameters") for trace in (pattern.mine, pattern.reference))
     for name in sorted({*a} - {*b}):
+        if not np.ptp(a[name]):
+            continue  # ones or zeros, which two parameters begin with that were never one
         twin = next((n for n in b if n in a and np.array_equal(a[n], a[name])), None)
         if twin is not None:
             return build_diagnosis("Tied weights were untied", f"'{name}' is a copy of '{twin}' now")

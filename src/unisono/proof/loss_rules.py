@@ -36,6 +36,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
         )
+    if uneven := _uneven_counts(pattern):  # a factor between other micro-batches may be that of their counts
+        return build_diagnosis("The loss depends on the micro-batch", uneven)
     if (number := _scaled_by(pattern)) is not None:
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
         return build_diagnosis("The loss is scaled by N", detail)
@@ -58,8 +60,6 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A sample depends on its neighbours", why)
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis("Padding changes the loss", why)
-    if uneven := _uneven_counts(pattern):
-        return build_diagnosis("The loss depends on the micro-batch", uneven)
     if constants := _of_kind(pattern, "constant"):
         detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
         return build_diagnosis("A term is added once per micro-batch", detail)
@@ -236,6 +236,12 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         detail = (
             f"{places} of the same rows in another order is another: rows count by their places in a micro-batch, by "
             "weights, or by noise from a key or seed that is always the same"
+        )
+        return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and (largest := _of_kind(pattern, "largest")):
+        detail = (
+            f"{largest} is a sum over rows, each of which depends on one row of the micro-batch: are they cut or "
+            "padded to the longest without a mask, or divided by the largest?"
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and pattern.world_size > 1:

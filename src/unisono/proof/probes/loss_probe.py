@@ -30,8 +30,8 @@ class LossProbe:
         overwritten: the input that is changed in place, empty if none is.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `statistic` for anything
-            else.
+            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
+            a sum beside one of the rows, such as the longest, `statistic` for anything else.
         by_number: an output of the model that is another for the same rows beside others, where there is a statistic.
     """
 
@@ -96,7 +96,28 @@ def _kind(found: Subsets, floor: float) -> str:
         return ""  # rows that count nothing leave open which of the two it is
     if own_mean_weights(found, floor):
         return "mean"
-    return "averaged" if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor) else "statistic"
+    if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor):
+        return "averaged"
+    return "largest" if is_additive_beside_one(found.sums, floor) else "statistic"
+
+
+def is_additive_beside_one(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
+    """Whether, beside some one row, all others add up: what they are given depends on that row alone.
+
+    So it is where rows are cut or padded to the longest, or divided by the largest. Where no two others add something,
+    as to a maximum, that says nothing.
+    """
+    largest = max(map(abs, values.values()), default=0.0)
+    for one in {row for rows in values for row in rows}:
+        added = {
+            tuple(row for row in rows if row != one): value - values[(one,)]
+            for rows, value in values.items()
+            if one in rows and len(rows) > 1
+        }
+        some = [rows for rows, value in added.items() if len(rows) == 1 and abs(value) > 1e3 * limit * largest]
+        if len(some) > 1 and is_additive(added, limit):
+            return True
+    return False
 
 
 def _find_by_number(

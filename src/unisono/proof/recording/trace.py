@@ -151,8 +151,8 @@ class RunFacts:
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `statistic` for anything
-            else.
+            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
+            a sum beside one of the rows, such as the longest, `statistic` for anything else.
         by_number: an output that is another for the same rows where more rows are in the batch, if the loss is, too.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
