@@ -208,3 +208,21 @@ def test_counts_that_depend_on_which_rows_are_together(tmp_path: Path, off: floa
     assert diagnosed is not None
     assert diagnosed.fault == "The loss depends on the micro-batch"
     assert diagnosed.because.endswith(said)
+
+
+@pytest.mark.parametrize("quantity", ["evaluation", "evaluation repeats"])
+@pytest.mark.parametrize(
+    ("why", "fault"),
+    [
+        ("it draws from numpy's global generator (a.py:3), which no key seeds", "Evaluation draws at random"),
+        ("it changes self.predictions", "The evaluation depends on the call"),
+        ("no known generator moves, and no attribute of the task: a clock", "The evaluation depends on the call"),
+    ],
+)
+def test_an_evaluation_that_does_not_repeat_draws_only_where_it_has_drawn(
+    tmp_path: Path, quantity: str, why: str, fault: str
+) -> None:
+    found = pair(tmp_path, None)
+    found[0].facts.evaluation = [{"loss": 1.0}, {"loss": 2.0}]  # by rank
+    found[1].facts.probed, found[1].facts.unstable_evaluation = True, why
+    assert name(found, failed(quantity, 0, "loss")) == fault

@@ -333,6 +333,7 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "EMA": _diagnose_average,
     "metrics": loss_rules.diagnose_metrics,
     "evaluation": loss_rules.diagnose_evaluation,
+    "evaluation repeats": loss_rules.diagnose_repeated_evaluation,
 }
 
 # What a loss that is another with every call makes differ, whatever else is right.
@@ -374,7 +375,6 @@ _INVARIANTS = {
     "the forward pass repeats": "The forward pass depends on the call",
     "the loss repeats": "The loss depends on the call",
     "the gradient repeats": "The gradients depend on the call",
-    "evaluation repeats": "Evaluation draws at random",
     "evaluation leaves things as they were": "Evaluation changes the training",
     SWITCHED: "The evaluation depends on the layout",
     "rows keep their places": "Rows of a micro-batch are mixed",

@@ -265,10 +265,11 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         agree = sorted({part.rank for part in pattern.parts} - {*ranks})
         return build_diagnosis(
             "The loss depends on the process",
-            f"{where} have other sums than the same rows have on one process; all those of ranks {agree} agree",
+            f"{where} have other sums or counts than the same rows have on one process; ranks {agree} agree",
         )
     return build_diagnosis(
-        "The loss depends on the layout", f"{where} have other sums than the same rows have on one process; {excluded}"
+        "The loss depends on the layout",
+        f"{where} have other sums or counts than the same rows have on one process; {excluded}",
     )
 
 
@@ -325,8 +326,19 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
     )
 
 
+def diagnose_repeated_evaluation(pattern: Pattern) -> Diagnosis:
+    """Of an evaluation that another one of the same weights and rows does not equal."""
+    facts = pattern.root
+    why = facts.evaluation_draws or facts.unstable_evaluation
+    because = f"made twice of the same weights and rows, it gives two results; {why}".removesuffix("; ")
+    drawn = facts.evaluation_draws or why.startswith("it draws from ")
+    return build_diagnosis("Evaluation draws at random" if drawn else "The evaluation depends on the call", because)
+
+
 def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
     """Of an evaluation, where the training agrees."""
+    if pattern.root.unstable_evaluation:
+        return diagnose_repeated_evaluation(pattern)
     ours = pattern.mine.facts.evaluation
     if any(values != ours[0] for values in ours):
         return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")

@@ -142,6 +142,8 @@ class RunFacts:
         collated: how `collate` gives a row other numbers beside others, empty if it does not.
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
         evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
+        unstable_evaluation: why a second evaluation of the same weights and rows gives something else, empty if it does
+            not.
         evaluation_switched: which modules compute in an evaluation as in training, in words; empty for none.
         evaluation_remembered: how an evaluation changes the training pass that follows, in words; empty if not.
         first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
@@ -195,6 +197,7 @@ class RunFacts:
     collated: str = ""
     overwritten: str = ""
     evaluation_draws: str = ""
+    unstable_evaluation: str = ""
     evaluation_switched: str = ""
     evaluation_remembered: str = ""
     first_samples: list[list[list[int]]] = field(default_factory=list)
