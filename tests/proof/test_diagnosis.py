@@ -198,6 +198,19 @@ def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp
     assert "'The state of the optimizer was lost'" in found.because
 
 
+def test_buffers_that_ranks_have_without_a_resume_too_are_no_second_resume_that_drifts(tmp_path: Path) -> None:
+    mine, reference = (trace(tmp_path / side, THREE) for side in ("mine", "whole"))
+    for one in (mine, reference):
+        one.facts.steps[2].buffers = ["'n' is not the same on ranks [0] and [1]"]
+    found = diagnosis.diagnose(mine, reference, [failed("buffers", 3, "n")], 2, [1, 2])
+    assert found is not None
+    assert found.fault == "Buffers are those of one process"
+    reference.facts.steps[2].buffers = []
+    found = diagnosis.diagnose(mine, reference, [failed("buffers", 3, "n")], 2, [1, 2])
+    assert found is not None
+    assert found.fault == "A second resume drifts"
+
+
 def test_a_lost_average_that_equals_its_beginning_for_a_step_is_no_second_resume_that_drifts(tmp_path: Path) -> None:
     found = told(tmp_path, failed("outputs", 3), counts=THREE, starts=[1, 2])
     assert found.fault == NOT_CARRIED

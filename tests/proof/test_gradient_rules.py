@@ -65,6 +65,7 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
         ("", "The loss depends on the micro-batch"),
         ("places", "The loss depends on the micro-batch"),
         ("largest", "The loss depends on the micro-batch"),
+        ("number", "The loss depends on the micro-batch"),
     ],
 )
 def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path, kind: str, fault: str) -> None:
@@ -322,3 +323,13 @@ def test_tensors_of_one_rank_were_reduced_where_replicas_agree(tmp_path: Path, r
     replicas = passed("replicas") if reduced else failed("replicas", 1)
     named = name(found, failed("raw gradients", 1, "b"), replicas)
     assert named == ("The gradients depend on the layout" if reduced else "Some parameters are not synchronised")
+
+
+def test_a_hook_that_adds_the_same_with_every_backward_pass_is_no_term_of_the_loss(tmp_path: Path) -> None:
+    found = pair(tmp_path, {n: v + 0.02 for n, v in summed(EIGHTH).items()})
+    hooked = {n: v + 0.01 for n, v in summed(EIGHTH).items()}
+    write_tensors(found[1].folder, "raw gradients", 0, hooked)
+    found[0].facts.steps[0].parts = [Part(n, 0, 2, {}, {}, {}) for n in range(4)]
+    diagnosed = diagnosis.diagnose(*found, [failed("raw gradients", 1)], 1)
+    assert diagnosed is not None
+    assert diagnosed.fault == "The gradients depend on the layout" and "a hook" in diagnosed.because

@@ -65,7 +65,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (np.mean, len, {"term": "averaged"}),
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),
-        (lambda x: x.sum() * len(x), len, {"term": "statistic"}),
+        (lambda x: x.sum() * len(x), len, {"term": "number"}),
         (np.max, len, {"term": "statistic"}),
         (lambda x: np.square(x).sum() / x.max(), len, {"term": "largest"}),  # as padding to the longest, too
         (np.sum, lambda x: 0.0, {}),
@@ -91,7 +91,7 @@ def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_doe
     view: Any = Dividing(lambda x: np.square(x / len(x)).sum())
     task: Any = Counting(len)
     found = probe_loss(view, task, micro, {}, 1e-9)
-    assert (found.additivity, found.by_number) == ({"term": "statistic"}, "out" if divided else "")
+    assert (found.additivity, found.by_number) == ({"term": "number"}, "out" if divided else "")
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:

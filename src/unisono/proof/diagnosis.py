@@ -71,7 +71,9 @@ def diagnose(
         detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
     if kept and detail.fault == "The state was not carried on":
         return build_diagnosis(detail.fault, f"{detail.because}; every pass changes {kept}, which no checkpoint has")
-    if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
+    # What ranks of the uninterrupted run show, too, is no matter of a resume.
+    is_older = first.quantity == "buffers" and bool(pattern.reference_step.buffers)
+    if len(starts) > 1 and first.worst.step > starts[1] and not (is_older or detail.fault.endswith("on the call")):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
         if first.quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
             late = "either the second start lost it, or the first one, whose loss shows a step late"

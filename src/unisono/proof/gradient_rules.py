@@ -36,7 +36,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The gradients depend on the layout", detail)
     if missing := sorted({*b} - {*a}):
         return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
-    if (parts := pattern.part_gradients) is not None and not predictions.reproduces(
+    if (parts := pattern.reference_gradients) is not None and not predictions.reproduces(
         parts.predict(Reduction("", predictions.of_all)), pattern.true_gradient, pattern.fitting
     ):
         detail = (

@@ -238,6 +238,11 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             "weights, or by noise from a key or seed that is always the same"
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and (scaled := _of_kind(pattern, "number")):
+        detail = f"{scaled} of several rows is the sum of what they have alone, times what the number of rows decides"
+        if name := pattern.root.by_number:
+            detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
+        return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and (largest := _of_kind(pattern, "largest")):
         detail = (
             f"{largest} is a sum over rows, each of which depends on one row of the micro-batch: are they cut or "

@@ -154,7 +154,8 @@ class RunFacts:
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
             to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
-            a sum beside one of the rows, such as the longest, `statistic` for anything else.
+            a sum beside one of the rows, such as the longest, `number` for one that is a sum times a number that
+            depends on how many rows there are, `statistic` for anything else.
         by_number: an output that is another for the same rows where more rows are in the batch, if the loss is, too.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
