@@ -71,11 +71,11 @@ def probe_neighbours(
 
 def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
     """Every row alone with the same row beside others, which `collate` may have sorted; in order where it is not so."""
-    left, pairs = list(cut), []
+    left, pairs = list(cut), list[tuple[dict[str, Any], ...]]()
     for one in sorted(alone, key=lambda arrays: -sum(np.size(value) for value in arrays.values())):
         place = next((place for place, other in enumerate(left) if _is_padded(one, other)), None)
         if place is None:
-            return list(zip(alone, cut, strict=True))
+            return [*zip(alone, cut, strict=True)]
         pairs.append((one, left.pop(place)))
     return pairs
 
