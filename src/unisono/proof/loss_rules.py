@@ -36,9 +36,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
         )
-    if uneven := _uneven_counts(pattern):  # a factor between other micro-batches may be that of their counts
-        return build_diagnosis("The loss depends on the micro-batch", uneven)
-    if (number := _scaled_by(pattern)) is not None:
+    uneven = _uneven_counts(pattern)  # a factor between other micro-batches may be that of their counts
+    if not uneven and (number := _scaled_by(pattern)) is not None:
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
         return build_diagnosis("The loss is scaled by N", detail)
     if scaled := _scaled_terms(pattern):
@@ -60,6 +59,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A sample depends on its neighbours", why)
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis("Padding changes the loss", why)
+    if uneven:
+        return build_diagnosis("The loss depends on the micro-batch", uneven)
     if constants := _of_kind(pattern, "constant"):
         detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
         return build_diagnosis("A term is added once per micro-batch", detail)
