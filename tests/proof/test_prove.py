@@ -80,10 +80,10 @@ class SetOrder(Good):
         return [rows[name] for name in set(rows)]
 
 class HashedSplit(Good):
-    """Keeps four fifths of its rows, by the hash of their names."""
+    """Keeps half of its rows or more, as a hash says: two starts keep as many once in a thousand times."""
 
     def data(self):
-        return [row for number, row in enumerate(super().data() * 5) if hash(f"row {number}") % 5]
+        return (super().data() * 50)[: 1000 + hash("rows") % 997]
 
 class HashedStart(Good):
     def build(self):
