@@ -80,7 +80,10 @@ class SetOrder(Good):
         return [rows[name] for name in set(rows)]
 
 class HashedSplit(Good):
-    """Keeps half of its rows or more, as a hash says: two starts keep as many once in a thousand times."""
+    """Keeps half of its rows or more, as a hash says: two starts keep as many once in a thousand times.
+
+    The first steps may have the same rows of both.
+    """
 
     def data(self):
         return (super().data() * 50)[: 1000 + hash("rows") % 997]
