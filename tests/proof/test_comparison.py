@@ -412,3 +412,10 @@ def test_tensors_are_read_as_they_were_written_and_changes_to_them_are_not(tmp_p
         }
         found["wide"][0] = 7
         assert one.tensors("buffers", 0)["wide"][0, 1] == 1
+
+
+def test_data_of_another_length_differ_though_the_first_steps_have_the_same_rows(tmp_path: Path) -> None:
+    one, other = trace(tmp_path / "one", 2), trace(tmp_path / "other", 2)
+    one.facts.source_rows, other.facts.source_rows = [40, 40], [41]
+    found = {c.quantity: c for c in compare_traces(one, other, dict.fromkeys(QUANTITIES, 0.0), adaptive=False)}
+    assert (found["sample ids"].mark, found["sample ids"].worst.name) == ("FAIL", "rows of data()")

@@ -41,6 +41,17 @@ def test_outputs_that_differ_first(tmp_path: Path, random: bool, starts: Any, fa
     assert told(tmp_path, failed("outputs", 2), random=random, starts=starts).fault == fault
 
 
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [([0.3, -0.2], "Tied weights were untied"), ([1.0, 1.0], "Initialisation depends on the layout")],
+)
+def test_a_parameter_of_ones_is_no_copy_of_another(tmp_path: Path, values: list[float], fault: str) -> None:
+    found = pair(tmp_path, None)
+    for one, names in zip(found, (("norm", "extra"), ("norm",)), strict=True):
+        write_tensors(one.folder, "initial parameters", None, {n: np.array(values) for n in names})
+    assert name(found, failed("initial parameters", 0, "extra")) == fault
+
+
 # what passes leave behind ---------------------------------------------------------------------------------------------
 
 
@@ -203,6 +214,19 @@ def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp
     found = told(tmp_path, failed("optimizer state", 3), counts=THREE, starts=[1, 2])
     assert found.fault == "A second resume drifts"
     assert "'The state of the optimizer was lost'" in found.because
+
+
+def test_buffers_that_ranks_have_without_a_resume_too_are_no_second_resume_that_drifts(tmp_path: Path) -> None:
+    mine, reference = (trace(tmp_path / side, THREE) for side in ("mine", "whole"))
+    for one in (mine, reference):
+        one.facts.steps[2].buffers = ["'n' is not the same on ranks [0] and [1]"]
+    found = diagnosis.diagnose(mine, reference, [failed("buffers", 3, "n")], 2, [1, 2])
+    assert found is not None
+    assert found.fault == "Buffers are those of one process"
+    reference.facts.steps[2].buffers = []
+    found = diagnosis.diagnose(mine, reference, [failed("buffers", 3, "n")], 2, [1, 2])
+    assert found is not None
+    assert found.fault == "A second resume drifts"
 
 
 def test_a_lost_average_that_equals_its_beginning_for_a_step_is_no_second_resume_that_drifts(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
         ("mean", "A mean of means"),
         ("", "The loss depends on the micro-batch"),
         ("places", "The loss depends on the micro-batch"),
+        ("largest", "The loss depends on the micro-batch"),
+        ("number", "The loss depends on the micro-batch"),
     ],
 )
 def test_a_term_of_other_micro_batches_is_what_it_is_on_some_rows(tmp_path: Path, kind: str, fault: str) -> None:
@@ -109,6 +111,40 @@ EIGHTH = [1 / 8, 1 / 8]
 )
 def test_gradients_are_what_reproduces_them(tmp_path: Path, observed: Any, fault: str) -> None:
     assert name(pair(tmp_path, observed), failed("raw gradients", 1)) == fault
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1, "those of the other ranks were zero"), (2, "all ranks have the")])
+def test_a_gradient_of_one_rank_that_all_have_says_how(tmp_path: Path, factor: int, said: str) -> None:
+    found = pair(tmp_path, summed([factor / 8, 0]))
+    diagnosed = diagnosis.diagnose(*found, [failed("raw gradients", 1), passed("replicas")], 2)
+    assert diagnosed is not None
+    assert diagnosed.fault == "Gradients are those of a part of the batch" and said in diagnosed.because
+
+
+def test_a_parameter_that_is_frozen_on_several_processes_only_is_not_left_out_by_a_pass(tmp_path: Path) -> None:
+    found = pair(tmp_path, {"a": summed(EIGHTH)["a"]})
+    assert name(found, failed("raw gradients", 1, "b")) == "Parameters are left out"
+    found[0].facts.frozen.append("b")
+    assert name(found, failed("raw gradients", 1, "b")) == "The gradients depend on the layout"
+
+
+def test_gradients_that_differ_by_little_are_not_said_to_be_scaled_by_one(tmp_path: Path) -> None:
+    for number, observed in enumerate([{n: (1 + 3e-9) * v for n, v in summed(EIGHTH).items()}, summed([0.125, 0.125])]):
+        found = pair(tmp_path / str(number), observed)
+        diagnosed = diagnosis.diagnose(*found, [failed("raw gradients", 1, size=3e-9)], 2)
+        assert diagnosed is not None
+        assert diagnosed.fault == "The gradients depend on the layout" and "1 times" not in diagnosed.because
+
+
+def test_a_factor_that_may_be_several_numbers_names_them_all(tmp_path: Path) -> None:
+    found = told(tmp_path, failed("raw gradients", 1), gradient={"a": 4 * np.ones(3), "b": 4 * np.arange(3.0)})
+    assert found.because.endswith("by the number of processes, twice")
+    parts = [Part(n, n // 2, 2, {}, {}, {}) for n in range(4)]
+    found_pair = pair(tmp_path / "more", {n: 4 * v for n, v in summed(EIGHTH).items()})
+    found_pair[0].facts.steps[0].parts = parts
+    diagnosed = diagnosis.diagnose(*found_pair, [failed("raw gradients", 1)], 2)
+    assert diagnosed is not None
+    assert diagnosed.because.endswith("by the number of processes, twice or the number of micro-batches")
 
 
 def test_gradients_of_rounded_parts_are_of_a_lower_precision_and_others_are_not(tmp_path: Path) -> None:
@@ -300,3 +336,13 @@ def test_a_factor_that_the_number_of_passes_explains_too_has_a_neutral_name(tmp_
     assert found is not None
     assert found.fault == "The gradients depend on the layout"
     assert "1 backward passes per update instead of 2" in found.because
+
+
+def test_a_hook_that_adds_the_same_with_every_backward_pass_is_no_term_of_the_loss(tmp_path: Path) -> None:
+    found = pair(tmp_path, {n: v + 0.02 for n, v in summed(EIGHTH).items()})
+    hooked = {n: v + 0.01 for n, v in summed(EIGHTH).items()}
+    write_tensors(found[1].folder, "raw gradients", 0, hooked)
+    found[0].facts.steps[0].parts = [Part(n, 0, 2, {}, {}, {}) for n in range(4)]
+    diagnosed = diagnosis.diagnose(*found, [failed("raw gradients", 1)], 1)
+    assert diagnosed is not None
+    assert diagnosed.fault == "The gradients depend on the layout" and "a hook" in diagnosed.because

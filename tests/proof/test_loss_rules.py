@@ -186,6 +186,18 @@ def test_a_term_that_is_off_by_the_number_of_processes_where_another_agrees(tmp_
     assert name(found, loss(1, 1.5), failed("raw gradients", 1)) != "The loss is scaled by N"
 
 
+def test_a_loss_whose_counts_are_those_of_micro_batches_is_not_scaled_by_processes(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    for one, count in zip(found, (2.0, 1.0), strict=True):
+        step = one.facts.steps[0]
+        step.parts = [
+            Part(n, n, int(8 / count), {"next": 1.0}, {"next": 1.0}, {"next": 1.0}) for n in range(int(count))
+        ]
+        step.loss = step.terms["next"] = 8 / count
+    first = failed("loss", 1, "loss", mine=4.0, reference=8.0)
+    assert name(found, first, failed("raw gradients", 1)) == "The loss depends on the micro-batch"
+
+
 @pytest.mark.parametrize(("off", "said"), [(1e-8, "in single precision"), (0.5, "where others are together")])
 def test_counts_that_depend_on_which_rows_are_together(tmp_path: Path, off: float, said: str) -> None:
     found = pair(tmp_path, None)
@@ -196,3 +208,21 @@ def test_counts_that_depend_on_which_rows_are_together(tmp_path: Path, off: floa
     assert diagnosed is not None
     assert diagnosed.fault == "The loss depends on the micro-batch"
     assert diagnosed.because.endswith(said)
+
+
+@pytest.mark.parametrize("quantity", ["evaluation", "evaluation repeats"])
+@pytest.mark.parametrize(
+    ("why", "fault"),
+    [
+        ("it draws from numpy's global generator (a.py:3), which no key seeds", "Evaluation draws at random"),
+        ("it changes self.predictions", "The evaluation depends on the call"),
+        ("no known generator moves, and no attribute of the task: a clock", "The evaluation depends on the call"),
+    ],
+)
+def test_an_evaluation_that_does_not_repeat_draws_only_where_it_has_drawn(
+    tmp_path: Path, quantity: str, why: str, fault: str
+) -> None:
+    found = pair(tmp_path, None)
+    found[0].facts.evaluation = [{"loss": 1.0}, {"loss": 2.0}]  # by rank
+    found[1].facts.probed, found[1].facts.unstable_evaluation = True, why
+    assert name(found, failed(quantity, 0, "loss")) == fault

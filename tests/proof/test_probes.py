@@ -65,7 +65,9 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
         (np.mean, len, {"term": "averaged"}),
         (lambda x: x.sum() + 0.5, len, {"term": "constant"}),
         (np.var, len, {"term": "statistic"}),
-        (lambda x: x.sum() * len(x), len, {"term": "statistic"}),
+        (lambda x: x.sum() * len(x), len, {"term": "number"}),
+        (np.max, len, {"term": "statistic"}),
+        (lambda x: np.square(x).sum() / x.max(), len, {"term": "largest"}),  # as padding to the longest, too
         (np.sum, lambda x: 0.0, {}),
         (lambda x: x @ np.arange(len(x)), len, {"term": "places"}),
     ],
@@ -89,7 +91,7 @@ def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_doe
     view: Any = Dividing(lambda x: np.square(x / len(x)).sum())
     task: Any = Counting(len)
     found = probe_loss(view, task, micro, {}, 1e-9)
-    assert (found.additivity, found.by_number) == ({"term": "statistic"}, "out" if divided else "")
+    assert (found.additivity, found.by_number) == ({"term": "number"}, "out" if divided else "")
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:
@@ -228,12 +230,17 @@ def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with
         buffers["codes"][0] += 1
         return x * 2
 
+    def iterate(x: Any, buffers: dict[str, Any]) -> Any:  # has nearly converged, as a power iteration
+        buffers["codes"][0] = 1 - (1 - buffers["codes"][0]) / 2 if buffers["codes"][0] else 1 - 1e-11
+        return x * buffers["codes"][0]
+
     def use_first(x: Any, buffers: dict[str, Any]) -> Any:
         buffers["codes"][0] += x.sum()
         return x + buffers["codes"][0]
 
     assert kept(add_up) == ModelProbe(carried=("codes",))
     assert kept(count) == ModelProbe()
+    assert kept(iterate) == ModelProbe(carried=("codes",))
     assert kept(use_first) == ModelProbe(carried=("codes",), neighbours=True)
 
 
@@ -389,6 +396,17 @@ def test_padding_that_is_masked_is_no_neighbour() -> None:
 
 def test_padding_that_a_mean_counts_changes_the_loss() -> None:
     found = near(lambda x: x.mean(axis=1).sum())
+    assert "pads 'x' to the longest" in found.padding and not found.collated
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_padding_on_the_left_and_of_sorted_rows_is_padding_too(is_sorted: bool) -> None:
+    def collate(samples: Any) -> Any:
+        rows = sorted((one["x"] for one in samples), key=len, reverse=True) if is_sorted else [s["x"] for s in samples]
+        longest = max(map(len, rows))
+        return {"x": np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])}
+
+    found = near(lambda x: x.mean(axis=1).sum(), collate)
     assert "pads 'x' to the longest" in found.padding and not found.collated
 
 

@@ -204,6 +204,9 @@ def _differences(
             yield from _rank_differences(0, mine.facts.evaluation, reference.facts.evaluation)
         case "sample ids":
             counts = len(mine.facts.steps), len(reference.facts.steps)
+            known = mine.facts.source_rows and reference.facts.source_rows
+            if known and {*mine.facts.source_rows} != {*reference.facts.source_rows}:  # the first steps may be equal
+                yield Difference(math.inf, 1, "rows of data()", mine.facts.source_rows, reference.facts.source_rows)
             if counts[0] != counts[1]:
                 yield Difference(math.inf, min(counts) + 1, "steps of the run", *counts)
             for number, m, r in pairs:

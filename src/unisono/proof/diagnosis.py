@@ -71,7 +71,9 @@ def diagnose(
         detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
     if kept and detail.fault == "The state was not carried on":
         return build_diagnosis(detail.fault, f"{detail.because}; every pass changes {kept}, which no checkpoint has")
-    if len(starts) > 1 and first.worst.step > starts[1] and not detail.fault.endswith("on the call"):
+    # What ranks of the uninterrupted run show, too, is no matter of a resume.
+    is_older = first.quantity == "buffers" and bool(pattern.reference_step.buffers)
+    if len(starts) > 1 and first.worst.step > starts[1] and not (is_older or detail.fault.endswith("on the call")):
         agree = f"all steps up to {starts[1]}, after the first resume too, agree"
         if first.quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
             late = "either the second start lost it, or the first one, whose loss shows a step late"
@@ -180,6 +182,8 @@ def _diagnose_samples(pattern: Pattern) -> Diagnosis:
 def _diagnose_initial(pattern: Pattern) -> Diagnosis:
     a, b = (trace.tensors("initial parameters") for trace in (pattern.mine, pattern.reference))
     for name in sorted({*a} - {*b}):
+        if not np.ptp(a[name]):
+            continue  # ones or zeros, which two parameters begin with that were never one
         twin = next((n for n in b if n in a and np.array_equal(a[n], a[name])), None)
         if twin is not None:
             return build_diagnosis("Tied weights were untied", f"'{name}' is a copy of '{twin}' now")
@@ -339,6 +343,7 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "EMA": _diagnose_average,
     "metrics": loss_rules.diagnose_metrics,
     "evaluation": loss_rules.diagnose_evaluation,
+    "evaluation repeats": loss_rules.diagnose_repeated_evaluation,
 }
 
 # What a loss that is another with every call makes differ, whatever else is right.
@@ -380,7 +385,6 @@ _INVARIANTS = {
     "the forward pass repeats": "The forward pass depends on the call",
     "the loss repeats": "The loss depends on the call",
     "the gradient repeats": "The gradients depend on the call",
-    "evaluation repeats": "Evaluation draws at random",
     "evaluation leaves things as they were": "Evaluation changes the training",
     SWITCHED: "The evaluation depends on the layout",
     "rows keep their places": "Rows of a micro-batch are mixed",

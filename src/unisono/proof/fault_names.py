@@ -88,6 +88,7 @@ REMEDIES = {
     "A metric is not summed over ranks": "report sums and counts, reduced over ranks",
     "A metric depends on the layout": "look at what the metric is divided by, and at what it reads beside its rows",
     "The evaluation depends on the layout": "look for batch statistics, padding, draws and state in the evaluation",
+    "The evaluation depends on the call": "keep no state between evaluations: clear what they collect, read no clock",
     "Evaluation changes the training": "restore modes, buffers and generators",
     "Evaluation draws at random": "switch to evaluation mode, and key what it draws",
     # of a run alone

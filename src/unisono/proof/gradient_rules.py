@@ -31,9 +31,12 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     if pattern.step.clean is False:
         return build_diagnosis("Gradients of the step before are added", f"step {step} began with gradients")
     a, b = (trace.tensors("raw gradients", number) for trace in (pattern.mine, pattern.reference))
+    if frozen := sorted(({*b} - {*a}) & {*pattern.mine.facts.frozen}):
+        detail = f"{join_names(frozen)} {'are' if len(frozen) > 1 else 'is'} frozen here, and trained on one process"
+        return build_diagnosis("The gradients depend on the layout", detail)
     if missing := sorted({*b} - {*a}):
         return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
-    if (parts := pattern.part_gradients) is not None and not predictions.reproduces(
+    if (parts := pattern.reference_gradients) is not None and not predictions.reproduces(
         parts.predict(Reduction("", predictions.of_all)), pattern.true_gradient, pattern.fitting
     ):
         detail = (
@@ -42,7 +45,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         )
         return build_diagnosis("The gradients depend on the layout", detail)
     factor = predictions.common_factor(a, b, pattern.rounding)
-    if factor is not None:
+    if factor is not None and not predictions.is_equal(factor, 1.0, _FITTED):
         return _diagnose_factor(pattern, factor)
     if detail := _not_synchronised_alone(pattern):
         return build_diagnosis("Some parameters are not synchronised", detail)
@@ -73,8 +76,9 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
 
 def _diagnose_factor(pattern: Pattern, factor: float) -> Diagnosis:
     size, passes = pattern.world_size, len(pattern.step.parts) // pattern.world_size
-    known = {size: ": by the number of processes", size * size: ": by the number of processes, twice"}
-    known |= {n: ": by the number of micro-batches" for n in (passes, passes * size) if n not in known}
+    meanings = [(size, "number of processes"), (size * size, "number of processes, twice")]
+    meanings += [(passes, "number of micro-batches of a process"), (passes * size, "number of micro-batches")]
+    known = {n: f": by the {' or the '.join(what for m, what in meanings if m == n)}" for n, _ in meanings}
     found = predictions.find_number(factor, known, pattern.rounding)
     shown = f"every tensor is {factor:.6g} times what it should be"
     if found is not None and (told := pattern.explain_factor_by_passes(factor)):
@@ -120,8 +124,8 @@ def _not_synchronised_alone(pattern: Pattern) -> str:
     wrong = _wrong_tensors(pattern)
     if not wrong or len(wrong) == len(pattern.gradient) or pattern.agrees("replicas"):
         return ""  # where replicas agree, gradients were reduced
-    rank = _rank_whose_gradient(pattern, {name: pattern.gradient[name] for name in wrong})
-    return "" if rank is None else f"{', '.join(wrong[:3])} are those of rank {rank} alone, all others agree"
+    found = _rank_whose_gradient(pattern, {name: pattern.gradient[name] for name in wrong})
+    return "" if found is None else f"{', '.join(wrong[:3])} are those of rank {found[0]} alone, all others agree"
 
 
 def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
@@ -130,16 +134,18 @@ def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
     Gradients that were not reduced leave replicas with other parameters. Where replicas agree, they were reduced, and
     other ranks had nothing to add.
     """
-    rank = _rank_whose_gradient(pattern, pattern.gradient)
-    if rank is not None and pattern.agrees("replicas"):
-        detail = (
-            f"every tensor is what the rows of rank {rank} alone come to, and replicas agree: gradients were reduced, "
-            "and those of the other ranks were zero; look for the rank in outputs(), loss() and hooks"
-        )
-        return build_diagnosis("Gradients are those of a part of the batch", detail)
-    if rank is not None:
+    found = _rank_whose_gradient(pattern, pattern.gradient)
+    if found is not None:
+        rank, factor = found
         detail = f"every tensor is what the rows of rank {rank} alone come to"
-        return build_diagnosis("Gradients are not synchronised", detail)
+        if not pattern.agrees("replicas"):
+            return build_diagnosis("Gradients are not synchronised", detail)
+        if factor == 1:
+            detail += ", and replicas agree: gradients were reduced, and those of the other ranks were zero"
+        else:
+            detail += f", {factor} times, and replicas agree: all ranks have the gradient of one"
+        detail += "; look for the rank, and for a broadcast, in outputs(), loss() and hooks"
+        return build_diagnosis("Gradients are those of a part of the batch", detail)
     weights = _weights(pattern)
     if weights is None or not pattern.failed("replicas"):
         return None
@@ -152,13 +158,14 @@ def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
     return build_diagnosis("Gradients are not synchronised", detail)
 
 
-def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> int | None:
+def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> tuple[int, int] | None:
+    """The rank, and how many times the gradient is what it adds to that of all: N times, where nothing was averaged."""
     shares = pattern.rank_shares
     for rank, share in enumerate(shares if len(shares) > 1 else []):
         for factor in (1, pattern.world_size):
             own = {name: factor * value for name, value in share.items()}
             if predictions.reproduces(own, observed, pattern.fitting):
-                return rank
+                return rank, factor
     return None
 
 
@@ -232,6 +239,11 @@ def _weights(pattern: Pattern) -> list[float] | None:
 
 def _diagnose_weights(pattern: Pattern, weights: list[float]) -> Diagnosis:
     largest = max(map(abs, weights))
+    if max(abs(weight - 1) for weight in weights) < _FITTED:
+        detail = (
+            f"they differ by {pattern.worst.size:.1g}: more than rounding was measured to be, and no part is missing"
+        )
+        return build_diagnosis("The gradients depend on the layout", detail)
     absent = [i for i, weight in enumerate(weights) if abs(weight) < _FITTED * largest]
     rest = [weight for weight in weights if abs(weight) >= _FITTED * largest]
     if absent and max(rest) - min(rest) < _FITTED * largest:

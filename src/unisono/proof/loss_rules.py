@@ -36,7 +36,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis(
             "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
         )
-    if (number := _scaled_by(pattern)) is not None:
+    uneven = _uneven_counts(pattern)  # a factor between other micro-batches may be that of their counts
+    if not uneven and (number := _scaled_by(pattern)) is not None:
         if passes := pattern.explain_factor_by_passes(worst.mine / worst.reference):
             return build_diagnosis("The loss depends on the layout", passes)
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
@@ -60,7 +61,7 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("A sample depends on its neighbours", why)
     if not pattern.parts and (why := pattern.root.padding):
         return build_diagnosis("Padding changes the loss", why)
-    if uneven := _uneven_counts(pattern):
+    if uneven:
         return build_diagnosis("The loss depends on the micro-batch", uneven)
     if constants := _of_kind(pattern, "constant"):
         detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
@@ -240,6 +241,17 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             "weights, or by noise from a key or seed that is always the same"
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and (scaled := _of_kind(pattern, "number")):
+        detail = f"{scaled} of several rows is the sum of what they have alone, times what the number of rows decides"
+        if name := pattern.root.by_number:
+            detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
+        return build_diagnosis("The loss depends on the micro-batch", detail)
+    if not pattern.parts and (largest := _of_kind(pattern, "largest")):
+        detail = (
+            f"{largest} is a sum over rows, each of which depends on one row of the micro-batch: are they cut or "
+            "padded to the longest without a mask, or divided by the largest?"
+        )
+        return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and pattern.world_size > 1:
         detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"
         return build_diagnosis("The loss depends on the layout", detail)
@@ -261,10 +273,11 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         agree = sorted({part.rank for part in pattern.parts} - {*ranks})
         return build_diagnosis(
             "The loss depends on the process",
-            f"{where} have other sums than the same rows have on one process; all those of ranks {agree} agree",
+            f"{where} have other sums or counts than the same rows have on one process; ranks {agree} agree",
         )
     return build_diagnosis(
-        "The loss depends on the layout", f"{where} have other sums than the same rows have on one process; {excluded}"
+        "The loss depends on the layout",
+        f"{where} have other sums or counts than the same rows have on one process; {excluded}",
     )
 
 
@@ -321,8 +334,19 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
     )
 
 
+def diagnose_repeated_evaluation(pattern: Pattern) -> Diagnosis:
+    """Of an evaluation that another one of the same weights and rows does not equal."""
+    facts = pattern.root
+    why = facts.evaluation_draws or facts.unstable_evaluation
+    because = f"made twice of the same weights and rows, it gives two results; {why}".removesuffix("; ")
+    drawn = facts.evaluation_draws or why.startswith("it draws from ")
+    return build_diagnosis("Evaluation draws at random" if drawn else "The evaluation depends on the call", because)
+
+
 def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
     """Of an evaluation, where the training agrees."""
+    if pattern.root.unstable_evaluation:
+        return diagnose_repeated_evaluation(pattern)
     ours = pattern.mine.facts.evaluation
     if any(values != ours[0] for values in ours):
         return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")

@@ -125,13 +125,19 @@ class Pattern:
         return sample_elements(self.reference.tensors("raw gradients", self.number))
 
     @cached_property
-    def part_gradients(self) -> PartGradients | None:
-        """What each micro-batch adds to the gradient by term of the loss, if the reference has recorded it."""
+    def reference_gradients(self) -> PartGradients | None:
+        """What each micro-batch of the reference adds to its gradient by term of the loss, if it has recorded that."""
         found: dict[str, dict[int, dict[str, Array]]] = {}
         for key, value in self.reference.tensors("term gradients", self.number).items():
             term, number, name = key.split("/", 2)
             found.setdefault(term, {}).setdefault(int(number), {})[name] = value
-        return PartGradients(self.parts, found) if found and self.parts else None
+        return PartGradients(self.reference_step.parts, found) if found and self.reference_step.parts else None
+
+    @cached_property
+    def part_gradients(self) -> PartGradients | None:
+        """The same for the micro-batches of this run, with its ranks; None where these are others."""
+        own = self.reference_gradients
+        return replace(own, parts=self.parts) if own is not None and self.parts else None
 
     @cached_property
     def shares(self) -> list[tuple[int, dict[str, Array]]]:

@@ -30,8 +30,9 @@ class LossProbe:
         overwritten: the input that is changed in place, empty if none is.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `statistic` for anything
-            else.
+            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
+            a sum beside one of the rows, such as the longest, `number` for one that is a sum times a number that
+            depends on how many rows there are, `statistic` for anything else.
         by_number: an output of the model that is another for the same rows beside others, where there is a statistic.
     """
 
@@ -83,7 +84,9 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
             counts = {subset: value[1][name] for subset, value in found.items()}
             at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
             kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
-        by_number = _find_by_number(view, micro, scalars, rows, floor) if "statistic" in kinds.values() else ""
+        by_number = (
+            _find_by_number(view, micro, scalars, rows, floor) if {"statistic", "number"} & {*kinds.values()} else ""
+        )
     return LossProbe("", overwritten, {name: kind for name, kind in kinds.items() if kind}, by_number)
 
 
@@ -96,7 +99,39 @@ def _kind(found: Subsets, floor: float) -> str:
         return ""  # rows that count nothing leave open which of the two it is
     if own_mean_weights(found, floor):
         return "mean"
-    return "averaged" if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor) else "statistic"
+    if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor):
+        return "averaged"
+    if _is_scaled_by_number(found.sums, floor):
+        return "number"
+    return "largest" if is_additive_beside_one(found.sums, floor) else "statistic"
+
+
+def _is_scaled_by_number(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
+    """Whether every set of rows has the sum of what they have alone, times a number that only their number decides."""
+    factors: dict[int, list[float]] = {}
+    for rows, value in values.items():
+        whole = sum(values[(row,)] for row in rows)
+        factors.setdefault(len(rows), []).append(value / whole if whole else float("nan"))
+    return all(is_equal(factor, each[0], 1e3 * limit) for each in factors.values() for factor in each)
+
+
+def is_additive_beside_one(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
+    """Whether, beside some one row, all others add up: what they are given depends on that row alone.
+
+    So it is where rows are cut or padded to the longest, or divided by the largest. Where no two others add something,
+    as to a maximum, that says nothing.
+    """
+    largest = max(map(abs, values.values()), default=0.0)
+    for one in {row for rows in values for row in rows}:
+        added = {
+            tuple(row for row in rows if row != one): value - values[(one,)]
+            for rows, value in values.items()
+            if one in rows and len(rows) > 1
+        }
+        some = [rows for rows, value in added.items() if len(rows) == 1 and abs(value) > 1e3 * limit * largest]
+        if len(some) > 1 and is_additive(added, limit):
+            return True
+    return False
 
 
 def _find_by_number(

@@ -61,12 +61,23 @@ def probe_neighbours(
         return NeighbourProbe()
     name = different[0]
     said = f"{name} of {count} rows is {ours[name]:.6g} where each has a batch of its own, and {theirs[name]:.6g}"
-    pairs = list(zip(alone, cut, strict=True))
+    pairs = _pair_up(alone, cut)
     if all(_is_padded(a, c) for a, c in pairs):
         widest = next((n for n in alone[0] if any(np.shape(a[n]) != np.shape(c[n]) for a, c in pairs)), "")
         return NeighbourProbe(padding=f"{said} where collate() pads '{widest}' to the longest" if widest else "")
     wrong = next(n for n in cut[0] if not all(n in a and _fits(a[n], c[n]) for a, c in pairs))
     return NeighbourProbe(collated=f"{said} beside others; collate() gives a row another '{wrong}' then")
+
+
+def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """Every row alone with the same row beside others, which `collate` may have sorted; in order where it is not so."""
+    left, pairs = list(cut), list[tuple[dict[str, Any], ...]]()
+    for one in sorted(alone, key=lambda arrays: -sum(np.size(value) for value in arrays.values())):
+        place = next((place for place, other in enumerate(left) if _is_padded(one, other)), None)
+        if place is None:
+            return [*zip(alone, cut, strict=True)]
+        pairs.append((one, left.pop(place)))
+    return pairs
 
 
 def _cut_row(micro: MicroBatch, row: int) -> dict[str, Any]:
@@ -89,7 +100,7 @@ def _add_up(
 
 
 def _is_padded(alone: Mapping[str, Any], together: Mapping[str, Any]) -> bool:
-    """Whether a row beside others is the row alone, and after it one number again and again."""
+    """Whether a row beside others is the row alone, and before or after it one number again and again."""
     return alone.keys() == together.keys() and all(_fits(alone[name], together[name]) for name in alone)
 
 
@@ -99,9 +110,10 @@ def _fits(alone: Any, together: Any) -> bool:
     a, b = np.asarray(alone), np.asarray(together)
     if a.ndim != b.ndim or any(m > n for m, n in zip(a.shape, b.shape, strict=True)):
         return False
-    inside = tuple(slice(size) for size in a.shape)
-    if not np.array_equal(a, b[inside]):
-        return False
-    outside = np.ones(b.shape, dtype=bool)
-    outside[inside] = False
-    return len(np.unique(b[outside])) <= 1
+    at_end = tuple(slice(whole - size, whole) for size, whole in zip(a.shape, b.shape, strict=True))
+    for inside in (tuple(slice(size) for size in a.shape), at_end):
+        outside = np.ones(b.shape, dtype=bool)
+        outside[inside] = False
+        if np.array_equal(a, b[inside]) and len(np.unique(b[outside])) <= 1:
+            return True
+    return False

@@ -28,7 +28,7 @@ from unisono.proof.probes.build_probe import find_overlapping, probe_build
 from unisono.proof.probes.model_probe import probe_model, with_same_buffers
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
-from unisono.proof.probes.state import restore_attributes, restore_model
+from unisono.proof.probes.state import describe_state, restore_attributes, restore_model
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import INITIAL_BUFFERS, RunFacts, StepFacts, Trace, trace_folder, write_facts
 from unisono.proof.user_errors import format_user_error
@@ -289,7 +289,11 @@ class _CaseRun:
         engine, steps = self.engine, self.plan.steps
         before = engine.view.digests()
         again = not (self.case.bitwise or self.case.starts)  # what repeats in the run that they equal repeats in them
-        values = [held_out.evaluate(engine, steps, self.scalars(steps - 1)) for _ in range(1 + again)]
+
+        def evaluate() -> dict[str, float]:
+            return held_out.evaluate(engine, steps, self.scalars(steps - 1))
+
+        values = [evaluate() for _ in range(1 + again)]
         digests = {
             str(micro.rows.tolist()): content_digest(micro)
             for batches in held_out.batches()
@@ -300,6 +304,9 @@ class _CaseRun:
         everyone = self.communicator.gather([values, left, digests], "the evaluation of all ranks")
         facts.evaluation, facts.evaluation_again = [e[0][0] for e in everyone], [e[0][1] for e in everyone if again]
         facts.evaluation_left = sorted({what for e in everyone for what in e[1]})
+        if again and values[0] != values[1] and self.process.world_size == 1:
+            module = getattr(engine.view, "module", None)
+            facts.unstable_evaluation = describe_state(self.task, evaluate, {}, seeded=(), model=module)
         facts.held_out = {rows: digest for e in everyone for rows, digest in e[2].items()}
 
     def _update_as_reference(self) -> None:

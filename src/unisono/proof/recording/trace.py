@@ -144,6 +144,8 @@ class RunFacts:
         collated: how `collate` gives a row other numbers beside others, empty if it does not.
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
         evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
+        unstable_evaluation: why a second evaluation of the same weights and rows gives something else, empty if it does
+            not.
         evaluation_switched: which modules compute in an evaluation as in training, in words; empty for none.
         evaluation_remembered: how an evaluation changes the training pass that follows, in words; empty if not.
         first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
@@ -153,8 +155,9 @@ class RunFacts:
         unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
         additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
             `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `statistic` for anything
-            else.
+            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
+            a sum beside one of the rows, such as the longest, `number` for one that is a sum times a number that
+            depends on how many rows there are, `statistic` for anything else.
         by_number: an output that is another for the same rows where more rows are in the batch, if the loss is, too.
         held_out: a digest of every held-out micro-batch, by its rows.
         crosses: `rows` or `whole`, where the loss crosses samples.
@@ -201,6 +204,7 @@ class RunFacts:
     collated: str = ""
     overwritten: str = ""
     evaluation_draws: str = ""
+    unstable_evaluation: str = ""
     evaluation_switched: str = ""
     evaluation_remembered: str = ""
     first_samples: list[list[list[int]]] = field(default_factory=list)
