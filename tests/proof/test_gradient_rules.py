@@ -263,6 +263,21 @@ def test_a_clipping_of_every_unsynchronised_pass_is_known_by_the_factors_of_rank
     assert found == ("Clipped before synchronisation" if known else "The gradients depend on the layout")
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_some_gradients_that_are_clipped_by_the_norm_of_these_alone_are_told(tmp_path: Path, own: bool) -> None:
+    """As `clip_grad_norm_` does with the parameters that this rank's part of a ZeRO optimizer holds."""
+    right, limit = {name: RNG.normal(size=5) for name in "abcd"}, 0.5
+    mine, reference = trace(tmp_path / "mine", EVEN, right), trace(tmp_path / "one", [[8], [8]], right)
+    write_tensors(reference.folder, "clipped gradients", 0, {n: v * limit / norm(right) for n, v in right.items()})
+    part = {name: right[name] for name in "ab"}
+    scale = limit / norm(part) if own else 0.3
+    write_tensors(mine.folder, "clipped gradients", 0, right | {n: v * scale for n, v in part.items()})
+    found = diagnosis.diagnose(mine, reference, [failed("clipped gradients", 1)], 2)
+    assert found is not None
+    assert (found.fault == "The norm is that of a part of the gradient") == own
+    assert ("a, b are scaled" in found.because) == own
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

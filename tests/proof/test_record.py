@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from tests import processes
 from tests.runs import ADAMW, configuration
 from tests.tasks import LinearTask
+from unisono.callback import Callback
 from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
@@ -83,7 +85,14 @@ class NoKernel(LinearTask):
         return {"kernel": "fast"}
 
 
+class Adapting(Callback):
+    """What a callback changes no proof sees."""
+
+
 class Chosen(NoKernel):
+    def callbacks(self) -> Sequence[Callback]:
+        return [Adapting()]
+
     def kernels(self, device: str, precision: str) -> dict[str, str]:
         return {"kernel": f"slow (fast has no {precision})"}
 
@@ -180,6 +189,11 @@ def test_a_plain_model_passes_everything_that_can_be_compared(root: Path) -> Non
     assert {"outputs", "update", "optimizer state", "parameters"} <= passed
     assert "none of torch's fused attention kernels" in why(found["ddp m2 attention"])
     assert found["single m2"].notes == []
+
+
+def test_callbacks_are_named_since_no_proof_calls_them(root: Path) -> None:
+    (left,) = [one for one in verdicts(root, "chosen")["single m2"].invariants if "callbacks" in one.quantity]
+    assert (left.mark, "does not call Adapting" in left.why) == ("ABSTAIN", True)
 
 
 def test_ranks_have_their_rows_the_other_way_round(root: Path) -> None:

@@ -177,6 +177,27 @@ def test_rows_of_a_data_set_for_each_rank_are_told_by_what_the_model_is_given(
     assert any("data set of its own" in note for note in verdict.notes) == (mark != "FAIL")
 
 
+BY_ROW = """
+from torch.func import functional_call, grad, vmap
+x = torch.arange(24.0).reshape(8, 3) / 24
+by_row = vmap(grad(lambda weights, row: functional_call(model, weights, (row[None],)).square().sum()), (None, 0))
+for number in range(4):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    for name, gradient in by_row(weights, x[dist.get_rank() :: dist.get_world_size()]).items():
+        p = model.get_parameter(name)
+        p.grad = (gradient / (1 + gradient.flatten(1).norm(dim=1).view(-1, *[1] * p.dim()))).sum(0)
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_single_rows_by_function_transforms_are_recorded_from_the_update_on(tmp_path: Path) -> None:
+    report = prove(tmp_path, TORCH_MANUAL + BY_ROW, steps=2)
+    assert report.mark == "PASS", report.lines
+    assert "parameters" in {c.quantity for c in report.verdicts[0].compared if c.mark == "PASS"}
+
+
 OWNERS = """
 class Owned(torch.optim.Optimizer):
     def step(self):

@@ -157,6 +157,35 @@ def test_what_differs_or_should_between_ranks_is_named(
     assert find_failed(trace) == ([check], fault)
 
 
+def test_ranks_that_begin_an_update_of_equal_gradients_with_other_weights_have_drifted_apart(tmp_path: Path) -> None:
+    """As a script does that changes the weights of one rank after the optimizer has sent them to all."""
+    mean = combine(0.5, 0.5)
+    trace = write_trace(tmp_path / "t", build_ranks(), [mean] * 2, [[0.1], [0.1]])
+    later = build_ranks(lambda rank: rank.begun.update(a=2))
+    later[0].begun.update(a=1)
+    (trace.folder / "ranks.json").write_text(json.dumps([[asdict(r) for r in each] for each in (build_ranks(), later)]))
+    trace.facts.steps.append(trace.facts.steps[0])
+    for rank, own in enumerate(OWN):
+        write_tensors(trace.folder, f"local gradients {rank}", 1, {f"0/{name}": value for name, value in own.items()})
+        write_tensors(trace.folder, reduced_moment(rank), 1, mean)
+    assert find_failed(trace) == ([self_check.APART], "Replicas drift apart")
+
+
+def test_rows_that_all_ranks_share_in_some_steps_only_are_left_open(tmp_path: Path) -> None:
+    """As the first updates are that search for a rate, all on the same rows."""
+    alike = build_ranks(lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]))
+    trace = write_trace(tmp_path / "t", alike, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    apart = build_ranks()
+    apart[0].inputs = ["t", "t2"]
+    written = [[asdict(rank) for rank in each] for each in (alike, apart)]
+    (trace.folder / "ranks.json").write_text(json.dumps(written))
+    trace.facts.steps.append(trace.facts.steps[0])
+    check = self_check.check_run(trace, "fp64")
+    (left,) = [c for c in check.found if c.quantity == self_check.DIFFERENT]
+    assert (left.mark, check.diagnosis) == ("ABSTAIN", None)
+    assert "the same inputs in steps 1, and not in others" in left.why
+
+
 def test_rates_that_differ_between_ranks_fail(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", build_ranks(), [combine(0.5, 0.5)] * 2, [[0.1], [0.2]])
     assert find_failed(trace) == ([self_check.RATES], "The learning rate differs between ranks")

@@ -354,6 +354,9 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     if facts.evaluation_left is not None:
         left = ", ".join(filter(None, [*facts.evaluation_left, facts.evaluation_remembered]))
         result.append(_build_invariant("evaluation leaves things as they were", not left, left))
+    if facts.callbacks:
+        why = f"a proof does not call {join_names(facts.callbacks)}; a callback must not change what a run computes"
+        result.append(ComparedQuantity("callbacks change nothing", "ABSTAIN", why=why))
     if facts.evaluation_draws:
         why = f"{facts.evaluation_draws}; if it means to, set draws_in_evaluation = True in the task"
         result.append(ComparedQuantity("evaluation draws nothing", "ABSTAIN", why=why))

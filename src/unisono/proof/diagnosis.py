@@ -206,7 +206,7 @@ def _diagnose_outputs(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The forward pass depends on the call", why)
     if detail := pattern.other_draws:
         return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, outputs do not; {detail}")
-    drew = ", although the model draws the same random numbers" if pattern.mine.facts.random else ""
+    drew = ", although random numbers of a micro-batch have the same key" if pattern.mine.facts.random else ""
     return build_diagnosis("The forward pass depends on the layout", f"rows and weights agree, outputs do not{drew}")
 
 

@@ -417,10 +417,12 @@ def diagnose_clipped(pattern: Pattern) -> Diagnosis:
     if known and max(factors) > min(factors):
         detail = f"each rank has scaled its shards by their own norm: by {_shown(factors)}"
         return build_diagnosis("Clipped by a local norm", detail)
-    return build_diagnosis(
-        "The clipping depends on the layout",
-        "gradients and norm agree before it; no rank has used the norm of its shards",
-    )
+    some = {name: value for name, value in raw.items() if not np.array_equal(value, clipped.get(name, value))}
+    factor = predictions.common_factor({name: clipped[name] for name in some}, some, 1e-6)
+    if factor and len(some) < len(raw) and predictions.is_equal(factor, limit / _norm_of(some), 1e-4):
+        detail = f"{join_names(sorted(some), 3)} are scaled by {factor:.4g}, by the norm of these alone; others are not"
+        return build_diagnosis("The norm is that of a part of the gradient", detail)
+    return build_diagnosis("The clipping depends on the layout", "gradients and norm agree before it")
 
 
 def _shard(tensors: Mapping[str, Array], rank: int, size: int) -> dict[str, Array]:

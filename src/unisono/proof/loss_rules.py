@@ -242,7 +242,9 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and (scaled := _of_kind(pattern, "number")):
-        detail = f"{scaled} of several rows is the sum of what they have alone, times what the number of rows decides"
+        detail = (
+            f"{scaled} of some of the first rows is the sum of what they have alone, times what their number decides"
+        )
         if name := pattern.root.by_number:
             detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
         return build_diagnosis("The loss depends on the micro-batch", detail)

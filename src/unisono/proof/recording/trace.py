@@ -143,6 +143,7 @@ class RunFacts:
         padding: how padding to the longest row of a micro-batch changes its loss, empty if it does not.
         collated: how `collate` gives a row other numbers beside others, empty if it does not.
         overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
+        callbacks: of the task and the configuration, which a proof does not call.
         evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
         unstable_evaluation: why a second evaluation of the same weights and rows gives something else, empty if it does
             not.
@@ -203,6 +204,7 @@ class RunFacts:
     padding: str = ""
     collated: str = ""
     overwritten: str = ""
+    callbacks: list[str] = field(default_factory=list)
     evaluation_draws: str = ""
     unstable_evaluation: str = ""
     evaluation_switched: str = ""

@@ -241,7 +241,7 @@ class ScriptWatch:
     def _watch_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside:
+            if torch.compiler.is_compiling() or self._inside or _is_transformed():
                 return original(module, *args, **named)
             if not (module.training and torch.is_grad_enabled()):
                 if self._latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
@@ -330,6 +330,11 @@ class ScriptWatch:
             return batch
 
         return fetch
+
+
+def _is_transformed() -> bool:
+    """Whether this runs inside of `torch.func.vmap`, `grad` and the like, whose tensors have no values to read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:

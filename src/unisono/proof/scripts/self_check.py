@@ -38,6 +38,7 @@ RATES = "learning rates are equal on all ranks"
 BUFFERS = "buffers are equal on all ranks"
 DIFFERENT = "ranks were given different rows"
 MODES = "ranks compute in the same mode"
+APART = "updates of equal gradients begin with equal parameters"
 NAMES = {
     BEGIN: "Initialisation depends on the rank",
     EQUAL: "Gradients are not synchronised",
@@ -46,6 +47,7 @@ NAMES = {
     BUFFERS: "Buffers are those of one process",
     DIFFERENT: "Every rank reads the same rows",
     MODES: "Evaluation changes the training",
+    APART: "Replicas drift apart",
 }
 INSIDE = (
     "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
@@ -172,6 +174,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     parted = any(rank.parted for seen in ranks for rank in seen)
     varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
 
+    same: dict[int, bool] = {}  # whether all ranks were given the same inputs, of the steps that tell
+
     def note(check: str, step: int, what: str) -> None:
         worst.setdefault(check, Difference(math.inf, step + 1, what))
 
@@ -216,22 +220,30 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
                     what += "" if alone else _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
+        elif step and not parted and (apart := _find_apart(seen)):
+            note(APART, step, f"ranks differ in {join_names(apart, 3)} when the update begins")
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
             note(RATES, step, f"{trace.facts.steps[step].lr}")
         if buffers := _find_differing_buffers(trace, step, seen, precision):
             note(BUFFERS, step, f"ranks differ in {join_names(buffers, 3)}")
         if modes := _describe_modes(seen):
             note(MODES, step, modes)
-        if varied and len({*seen[0].inputs}) > 1 and all_given_the_same(seen) and not parted:
-            note(DIFFERENT, step, f"all ranks computed the same {len(seen[0].inputs)} inputs")
+        if varied and len({*seen[0].inputs}) > 1 and not parted:
+            same[step] = all_given_the_same(seen)
     if len(ranks[0]) == 1:
         return SelfCheck([], losses, averages, 1, shown, factor)
+    if same and all(same.values()):
+        note(DIFFERENT, min(same), f"all ranks computed the same {len(ranks[min(same)][0].inputs)} inputs")
     checks = [BEGIN, EQUAL, RATES]
     checks += [CLIPPED] if any(trace.tensors("clipped gradients", step) for step in range(len(ranks))) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) and not parted else []
-    checks += [MODES] if MODES in worst else []
+    checks += [check for check in (MODES, APART) if check in worst]
     found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
+    if any(same.values()) and DIFFERENT not in worst:
+        steps = join_names([f"{step + 1}" for step, alike in same.items() if alike], 3)
+        why = f"all ranks were given the same inputs in steps {steps}, and not in others (a search for a rate?)"
+        found = [ComparedQuantity(DIFFERENT, "ABSTAIN", why=why) if c.quantity == DIFFERENT else c for c in found]
     if inside and EQUAL not in worst:
         found = [ComparedQuantity(EQUAL, "ABSTAIN", why=inside) if c.quantity == EQUAL else c for c in found]
     if not {EQUAL, CLIPPED} & {*worst} and not inside:
@@ -259,6 +271,12 @@ def _comes_together(ranks: Sequence[Sequence[RankFacts]], step: int) -> bool:
     """Whether ranks have the same parameters when the update after this one begins."""
     after = ranks[step + 1] if step + 1 < len(ranks) else []
     return bool(after and after[0].begun) and all(rank.begun == after[0].begun for rank in after)
+
+
+def _find_apart(seen: Sequence[RankFacts]) -> list[str]:
+    """The parameters that all ranks hold, and not with the same values, when an update begins."""
+    shared = set.intersection(*({*rank.begun} for rank in seen))
+    return sorted(name for name in shared if len({rank.begun[name] for rank in seen}) > 1)
 
 
 def _minimised(made: Reduction, seen: Sequence[RankFacts]) -> float | None:
