@@ -171,6 +171,21 @@ def test_ranks_that_begin_an_update_of_equal_gradients_with_other_weights_have_d
     assert find_failed(trace) == ([self_check.APART], "Replicas drift apart")
 
 
+@pytest.mark.parametrize("sent", [True, False])
+def test_parameters_that_their_owners_send_to_others_after_the_update_are_no_drift(tmp_path: Path, sent: bool) -> None:
+    mean = combine(0.5, 0.5)
+    trace = write_trace(tmp_path / "t", build_ranks(), [mean] * 2, [[0.1], [0.1]])
+    trace.facts.steps[0].replicas = ["'a' is not the same on ranks [0] and [1]"]
+    later = build_ranks()
+    for number, rank in enumerate(later):
+        rank.begun.update(a=1 if sent else number)
+    (trace.folder / "ranks.json").write_text(json.dumps([[asdict(r) for r in each] for each in (build_ranks(), later)]))
+    trace.facts.steps.append(replace(trace.facts.steps[0]))
+    check = self_check.check_run(trace, "fp64")
+    assert (check.inside == self_check.SENT) == sent
+    assert {c.quantity for c in check.found if c.mark == "PASS"} >= {self_check.EQUAL, self_check.REDUCED}
+
+
 def test_rows_that_all_ranks_share_in_some_steps_only_are_left_open(tmp_path: Path) -> None:
     """As the first updates are that search for a rate, all on the same rows."""
     alike = build_ranks(lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]))

@@ -34,7 +34,12 @@ from unisono.runtime.errors import ConfigError
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
 _GRADIENTS = ("raw gradients", "gradient norm", "clipped gradients")
-_UPDATES = (*_GRADIENTS, "optimizer state", "parameters", "replicas", "buffers")
+_PARAMETERS = ("optimizer state", "parameters", "replicas")
+_UNSEEN = {  # where a run shows by itself that a script reduces something by itself
+    self_check.INSIDE: _GRADIENTS,
+    self_check.TOGETHER: (*_GRADIENTS, *_PARAMETERS, "buffers"),
+    self_check.SENT: _PARAMETERS,
+}
 _AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
     "the forward pass or the loss draws random numbers (dropout, noise, a choice of rows), every process its own; set "
@@ -189,7 +194,7 @@ def _complete(
     rates = "global batch" not in rows and not reference.facts.rate_by_loss  # do not depend on rows
     kept = () if stray else tuple(q for q in _WITHOUT_ROWS if rates or q != "learning rate")
     if check.inside:
-        unseen = _UPDATES if check.inside == self_check.TOGETHER else _GRADIENTS
+        unseen = _UNSEEN[check.inside]
         judged.compared = [
             dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in unseen else c
             for c in judged.compared

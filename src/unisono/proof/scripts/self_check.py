@@ -57,6 +57,10 @@ TOGETHER = (
     "gradients differ between ranks, and so do parameters after the update, but not before the next one: the script "
     "brings them together by itself (averages them, sends those of one rank), which cannot be seen"
 )
+SENT = (
+    "after an update of equal gradients, parameters differ between ranks, but not before the next one: the script "
+    "sends them to other ranks by itself (each updates a part of them), which cannot be seen"
+)
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}
 _SMALL = 1e-3  # of all gradients together: a smaller tensor is measured against those
 
@@ -208,7 +212,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                 note(CLIPPED, step, f"when they were clipped, {what}")
             elif not trace.facts.steps[step].replicas:  # nor the optimizer's state
                 inside = inside or INSIDE
-            elif _comes_together(ranks, step) or (inside == TOGETHER and step == len(ranks) - 1):
+            elif _is_undone(ranks, step, inside == TOGETHER):
                 inside = TOGETHER
             else:
                 if EQUAL not in worst:
@@ -220,6 +224,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
                     what += "" if alone else _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
+        elif trace.facts.steps[step].replicas and _is_undone(ranks, step, inside == SENT):
+            inside = SENT
         elif step and not parted and (apart := _find_apart(seen)):
             note(APART, step, f"ranks differ in {join_names(apart, 3)} when the update begins")
         if len({tuple(rates) for rates in trace.facts.steps[step].lr}) > 1:
@@ -244,10 +250,11 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         steps = join_names([f"{step + 1}" for step, alike in same.items() if alike], 3)
         why = f"all ranks were given the same inputs in steps {steps}, and not in others (a search for a rate?)"
         found = [ComparedQuantity(DIFFERENT, "ABSTAIN", why=why) if c.quantity == DIFFERENT else c for c in found]
-    if inside and EQUAL not in worst:
+    hidden = inside not in ("", SENT)
+    if hidden and EQUAL not in worst:
         found = [ComparedQuantity(EQUAL, "ABSTAIN", why=inside) if c.quantity == EQUAL else c for c in found]
-    if not {EQUAL, CLIPPED} & {*worst} and not inside:
-        why = unexplained or "the gradients of single ranks could not be seen (fully_shard)"
+    if not {EQUAL, CLIPPED} & {*worst} and not hidden:
+        why = unexplained or "the gradients of single ranks could not be seen (fully_shard, torch.func)"
         known = shown != str(Reduction(None, {})) and not unexplained
         found.insert(2, ComparedQuantity(REDUCED, "PASS") if known else ComparedQuantity(REDUCED, "ABSTAIN", why=why))
         shown = shown if known else ""
@@ -267,10 +274,12 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     )
 
 
-def _comes_together(ranks: Sequence[Sequence[RankFacts]], step: int) -> bool:
-    """Whether ranks have the same parameters when the update after this one begins."""
+def _is_undone(ranks: Sequence[Sequence[RankFacts]], step: int, before: bool) -> bool:
+    """Whether ranks have the same parameters again when the next update begins; of the last one, if so `before`."""
     after = ranks[step + 1] if step + 1 < len(ranks) else []
-    return bool(after and after[0].begun) and all(rank.begun == after[0].begun for rank in after)
+    if not after:
+        return before
+    return bool(after[0].begun) and all(rank.begun == after[0].begun for rank in after)
 
 
 def _find_apart(seen: Sequence[RankFacts]) -> list[str]:
