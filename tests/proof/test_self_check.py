@@ -236,6 +236,15 @@ def test_gradients_that_one_rank_changes_after_the_reduction_are_not_called_its_
     assert (found.fault, "0.75 times those of rank 0" in found.because) == ("The gradients depend on the layout", True)
 
 
+def test_gradients_whose_parts_were_not_seen_are_not_said_to_be_no_rank_s_own(tmp_path: Path) -> None:
+    mean = combine(0.5, 0.5)
+    apart = [mean | {"c": np.full(3, 1.0 + rank)} for rank in range(2)]
+    found = self_check.check_run(write_trace(tmp_path / "t", build_ranks(), apart, [[0.1], [0.1]]), "fp64").diagnosis
+    assert found is not None
+    assert (found.fault, "could not be seen" in found.because) == ("The gradients depend on the layout", True)
+    assert "no rank has its own" not in found.because
+
+
 def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:
     passes = [[OWN[0], OWN[1]], [combine(1, 2), combine(2, -1)]]
     first = {name: (passes[0][0][name] + passes[1][0][name]) / 2 for name in OWN[0]}

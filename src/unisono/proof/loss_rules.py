@@ -225,6 +225,12 @@ def _counts(parts: list[Part]) -> str:
 def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
     """What is known of a loss that no prediction reproduces."""
     excluded = "no mean of means, no factor and no missing part of the recorded sums gives this loss"
+    if pattern.number and pattern.abstains("parameters"):
+        detail = (
+            "the steps before agree as far as they were seen, and parameters were not compared after them: look at "
+            "them on every rank, and on one process, before this step"
+        )
+        return build_diagnosis("The loss depends on the layout", detail)
     if not pattern.step.parts:
         detail = "rows and weights agree, the loss does not; what each micro-batch adds to it was not recorded"
         if pattern.local_gradients:

@@ -24,11 +24,14 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._passes: list[dict[str, Array]] = [{}]
         self._unwatched: dict[str, Tensor] = {}
+        self._known: dict[int, Tensor] = {}  # by `id`, which must not be given to others
         self.add(parameters)
 
     def add(self, parameters: Mapping[str, Tensor]) -> None:
-        """Watch these as well."""
-        self._unwatched |= {n: one for n, one in parameters.items() if not isinstance(one, DTensor)}
+        """Watch these as well; those that have taken the place of others (a new head) have their names."""
+        new = {n: p for n, p in parameters.items() if id(p) not in self._known and not isinstance(p, DTensor)}
+        self._known |= {id(parameter): parameter for parameter in new.values()}
+        self._unwatched |= new
         self.watch()
 
     def watch(self) -> None:

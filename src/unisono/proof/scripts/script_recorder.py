@@ -323,7 +323,7 @@ class Records:
 
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
-        self._local.watch()
+        self._local.add(by_plain_name(self._model.named_parameters()))
         for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
             if torch.is_autocast_enabled(device):
                 self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")

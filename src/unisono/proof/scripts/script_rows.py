@@ -13,9 +13,10 @@ OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample i
 def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
     """Forget the sample ids of a run whose ranks each number the rows of a data set of their own; whether they do.
 
-    Row 0 of one rank's part of the data is not row 0 of another's. They do so where the lengths of the ranks' data sets
-    add up to that on one process, or where the same numbers came with other inputs and these are, together, those of
-    one process. If all ranks were given the same inputs, they read the same rows, whatever the numbers.
+    Row 0 of one rank's part of the data is not row 0 of another's. They do so where the ranks' data sets are shorter
+    than that on one process, and add up to about its length, or where the same numbers came with other inputs and these
+    are, together, those of one process. If all ranks were given the same inputs, they read the same rows, whatever the
+    numbers.
     """
     ours, theirs = read_rank_facts(mine.folder), read_rank_facts(reference.folder)
     if len(ours[0]) == 1 or not any(step.rows for step in mine.facts.steps):
@@ -23,7 +24,7 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
     pairs = list(zip(ours, theirs, mine.facts.steps, strict=False))
     given = any(rank.inputs for seen, _, _ in pairs for rank in seen)
     shared = given and all(all_given_the_same(seen) for seen, _, _ in pairs)
-    parts = any(_are_parts([rank.sources for rank in seen], one[0].sources) for seen, one, _ in pairs)
+    parts = any(_are_parts([rank.sources for rank in seen], one[0].sources, given) for seen, one, _ in pairs)
     whole = given and all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
     same = all(rows == step.by_rank[0] for _, _, step in pairs for rows in step.by_rank)
     if shared or not (parts or (same and whole)):
@@ -33,10 +34,14 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
     return True
 
 
-def _are_parts(ranks: list[list[int]], whole: list[int]) -> bool:
-    """Whether a data set has been dealt out to ranks, perhaps with a row more or less on each."""
-    each = zip(whole, zip(*ranks, strict=False), strict=False)
-    return any(max(own) < length and abs(sum(own) - length) <= len(ranks) for length, own in each)
+def _are_parts(ranks: list[list[int]], whole: list[int], given: bool) -> bool:
+    """Whether a data set has been dealt out to ranks, with a row more or less on each.
+
+    Where inputs are seen to differ, by a hash of the rows, perhaps: nearer to one data set than to one for each rank.
+    """
+    each = [(length, own) for length, own in zip(whole, zip(*ranks, strict=False), strict=False) if max(own) < length]
+    most = [len(ranks) * length - sum(own) if given else len(ranks) for length, own in each]
+    return any(abs(sum(own) - length) <= limit for (length, own), limit in zip(each, most, strict=True))
 
 
 def _inputs_of(seen: list[RankFacts]) -> list[str]:
@@ -60,8 +65,8 @@ def explain_other_rows(mine: Trace, reference: Trace) -> tuple[str, int]:
                 same_shape = ours[step][0].shape == theirs[step][0].shape
                 if a and b and same_shape and len(a) == len(b) and sorted(a) != sorted(b):
                     return (
-                        f"{at}: the same rows gave other inputs: other padding, each process's own augmentation or "
-                        "statistics (of the rows that it has), or rows that are mixed with others of their batch"
+                        f"{at}: rows of the same numbers gave other inputs: other padding, each process's own split, "
+                        "augmentation or statistics (of the rows that it has), or rows mixed with others of their batch"
                     ), step + 1
                 continue
             if len(m.by_rank) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank):

@@ -222,7 +222,10 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                         what, remedy = f"{what}, which no fully_shard was given", SHARD_THE_ROOT
                     elif any(rank.early for rank in seen):
                         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
-                    what += "" if alone else _describe_changed(reduced, precision)
+                    if any(not any(name in rank for rank in own) for name in unequal):
+                        what += ", and what each rank computes of them by itself could not be seen"
+                    elif not alone:
+                        what += _describe_changed(reduced, precision)
                 note(EQUAL, step, what)
         elif trace.facts.steps[step].replicas and _is_undone(ranks, step, inside == SENT):
             inside = SENT
