@@ -111,7 +111,7 @@ def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() ->
     told = format_verdicts([GOOD, BAD], [])
     (line,) = [text for text in told if "FAIL raw gradients" in text]
     assert line == (
-        "fsdp:2 fp64: FAIL raw gradients: step 2, layer.weight: 2.0 instead of 1.0 (relative difference 5.0e-01)"
+        "fsdp:2 fp64: FAIL raw gradients: step 2, layer.weight: norm 2.0 instead of 1.0 (relative difference 5.0e-01)"
     )
     assert told[told.index(line) + 1 :] == [
         "  likely: All gradients are scaled by N (every tensor is 2 times what it should be)",

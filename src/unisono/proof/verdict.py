@@ -9,6 +9,8 @@ from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_f
 from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 
+_SCALARS = {"loss", "gradient norm", "learning rate", "metrics", "evaluation"}
+
 
 @dataclass(frozen=True)
 class Abstention:
@@ -179,7 +181,7 @@ def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
     first = verdict.first
     if first is None and not verdict.fault:
         return []
-    where = _format_difference(first.worst) if first else verdict.fault
+    where = _format_difference(first.worst, first.quantity not in _SCALARS) if first else verdict.fault
     result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]
     diagnosis = verdict.diagnosis
     if diagnosis in told:
@@ -194,10 +196,14 @@ def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
     return result
 
 
-def _format_difference(worst: Difference) -> str:
+def _format_difference(worst: Difference, tensor: bool) -> str:
+    """In words, with the values of a scalar, or the norms of a tensor."""
     step = f"step {worst.step}, " if worst.step else ""
     ranks = f", ranks {list(worst.ranks)}" if worst.ranks else ""
-    values = "" if worst.mine is None and worst.reference is None else f": {worst.mine} instead of {worst.reference}"
+    values = "" if worst.mine is None and worst.reference is None else f"{worst.mine} instead of {worst.reference}"
+    if values and tensor:
+        values = f"norm {values}"
+    values = values and f": {values}"
     size = "" if worst.size == float("inf") else f" (relative difference {worst.size:.1e})"
     return f"{step}{worst.name}{ranks}{values}{size}"
 
