@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.proof.patterns import EVEN, failed, name, pair, passed, summed, told, trace
+from tests.tasks import LinearTask
 from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.diagnosis import diagnose_error
-from unisono.proof.recording.trace import QUANTITIES, Trace, write_tensors
+from unisono.proof.probes.pass_probe import PassProbe
+from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace, write_tensors
 
 
 def test_every_quantity_has_a_rule() -> None:
@@ -85,12 +88,23 @@ def test_a_gradient_that_is_another_each_time_is_told_so(tmp_path: Path, quantit
     assert name(found, failed(quantity, 1)) == "The gradients depend on the call"
 
 
+def test_what_any_late_step_changes_in_the_task_stays_known() -> None:
+    """The smallest loss so far, which the last step need not change."""
+    task, facts = LinearTask(), RunFacts()
+    probe = PassProbe(SimpleNamespace(whole=lambda what: {}), task, facts)  # type: ignore[arg-type]
+    for step, best in enumerate((3.0, 2.0, 2.0)):
+        probe.on_step_begin(step, [])
+        task.best = best  # type: ignore[attr-defined]
+        probe.on_gradients()
+    assert facts.kept_by_task == "self.best"
+
+
 def test_what_passes_change_in_the_task_is_told_beside_a_neutral_name(tmp_path: Path) -> None:
     found = pair(tmp_path, None)
     found[1].facts.probed, found[1].facts.kept_by_task = True, "self.calls"
     diagnosed = diagnosis.diagnose(*found, [failed("outputs", 1)], 2)
     assert diagnosed is not None
-    assert diagnosed.because.endswith("every pass changes self.calls, of which each process has its own")
+    assert diagnosed.because.endswith("passes change self.calls, of which each process has its own")
     assert diagnosed.remedy.startswith("keep it in a buffer")
 
 
@@ -271,7 +285,7 @@ def test_what_the_task_counts_and_no_checkpoint_has_is_told_after_a_resume(tmp_p
     """Even after a second one, of which nothing else is known."""
     found = told(tmp_path, failed("outputs", 2), starts=(1, 1), kept_by_task="self.calls", probed=True)
     assert found.fault == "The state was not carried on"
-    assert found.because.endswith("every pass changes self.calls, which no checkpoint has")
+    assert found.because.endswith("passes change self.calls, which no checkpoint has")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_what_the_loss_of_some_rows_showed_is_told_of_other_micro_batches(
     assert (told.fault, said in told.because) == (fault, True)
 
 
+@pytest.mark.parametrize("kept", ["", "self.best"])
+def test_sets_of_rows_say_nothing_of_a_loss_whose_task_keeps_something(tmp_path: Path, kept: str) -> None:
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.additivity, found[1].facts.kept_by_task = True, {"next": "largest"}, kept
+    found[0].facts.steps[0].parts = [Part(n, 0, 2, {"next": 9.0}, {"next": 2.0}, {"next": 1.0}) for n in range(4)]
+    told = diagnosis.diagnose(*found, [reported(found, 5.0)], 1)
+    assert told is not None
+    assert (told.fault, "depends on one row" in told.because) == ("The loss depends on the micro-batch", not kept)
+
+
 @pytest.mark.parametrize("quantity", ["outputs", "loss", "evaluation"])
 def test_a_model_that_keeps_an_earlier_micro_batch_is_told_wherever_it_shows(tmp_path: Path, quantity: str) -> None:
     found = pair(tmp_path, summed([1.0, 1.0]))

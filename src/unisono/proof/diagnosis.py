@@ -67,10 +67,10 @@ def diagnose(
     if (is_neutral or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
     if kept and (is_neutral or detail.fault == "Parameters are left out"):
-        because = f"{detail.because}; every pass changes {kept}, of which each process has its own"
+        because = f"{detail.because}; passes change {kept}, of which each process has its own"
         detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
     if kept and detail.fault == "The state was not carried on":
-        return build_diagnosis(detail.fault, f"{detail.because}; every pass changes {kept}, which no checkpoint has")
+        return build_diagnosis(detail.fault, f"{detail.because}; passes change {kept}, which no checkpoint has")
     # What ranks of the uninterrupted run show, too, is no matter of a resume.
     is_older = first.quantity == "buffers" and bool(pattern.reference_step.buffers)
     if len(starts) > 1 and first.worst.step > starts[1] and not (is_older or detail.fault.endswith("on the call")):

@@ -281,11 +281,11 @@ def _dp_reason_to_abstain(mine: Trace, first: Trace) -> str:
 def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> dict[str, float]:
     """How far a quantity may be from the reference.
 
-    Rows, initial parameters and learning rates are equal. For the rest it is measured: a run on one process whose
-    initial weights, and whatever the model computes in lower precision inside, were changed in their last bit. What no
-    model needs to stay below is the least that is allowed.
+    Rows, samples, initial parameters and learning rates are equal. For the rest it is measured: a run on one process
+    whose initial weights, and whatever the model computes in lower precision inside, were changed in their last bit.
+    What no model needs to stay below is the least that is allowed.
     """
-    exact = {"sample ids": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
+    exact = {"sample ids": 0.0, "samples": 0.0, "initial parameters": 0.0, "learning rate": 0.0}
     floor = FLOOR.get(case.precision, 16 * EPSILON[case.precision])
     if case.precision != "fp64" and case.name in traces and (dtype := traces[case.name].facts.autocast) in _UNIT:
         floor = max(floor, 16 * _UNIT[dtype])
@@ -300,7 +300,8 @@ def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]
             (gradients,) = (c for c in found if c.quantity == "raw gradients")
             known = {**infinite, "raw gradients": max(floor, _MARGIN * gradients.worst.size)}
             found = comparison.compare_traces(*pair, known, adaptive=True)
-        for compared in found:
+        same = all(not one.worst.size for one in found if one.quantity in ("sample ids", "samples"))
+        for compared in found if same else ():  # else it is no rounding
             if compared.quantity not in exact:
                 result[compared.quantity] = max(floor, _MARGIN * compared.worst.size)
     # From equal gradients and equal state there is nothing to amplify.

@@ -241,20 +241,21 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
                 else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
         return build_diagnosis("The loss depends on the layout", detail)
-    if not pattern.parts and (places := _of_kind(pattern, "places")):
+    by_rows = not (pattern.parts or pattern.root.kept_by_task)  # else a set of rows was given what another had left
+    if by_rows and (places := _of_kind(pattern, "places")):
         detail = (
             f"{places} of the same rows in another order is another: rows count by their places in a micro-batch, by "
             "weights, or by noise from a key or seed that is always the same"
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
-    if not pattern.parts and (scaled := _of_kind(pattern, "number")):
+    if by_rows and (scaled := _of_kind(pattern, "number")):
         detail = (
             f"{scaled} of some of the first rows is the sum of what they have alone, times what their number decides"
         )
         if name := pattern.root.by_number:
             detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
         return build_diagnosis("The loss depends on the micro-batch", detail)
-    if not pattern.parts and (largest := _of_kind(pattern, "largest")):
+    if by_rows and (largest := _of_kind(pattern, "largest")):
         detail = (
             f"{largest} is a sum over rows, each of which depends on one row of the micro-batch: are they cut or "
             "padded to the longest without a mask, or divided by the largest?"

@@ -273,14 +273,17 @@ def plan_phases(every: list[Case]) -> list[list[Case]]:
 def split_lanes(phase: list[Case], count: int) -> list[list[Case]]:
     """The cases of one process in at most so many lanes, which can be run side by side; the others in one.
 
-    A case is in the lane of those whose state it needs. The first one, which tries the task's functions, takes as long
-    as four others.
+    A case is in the lane of those whose state it needs, and of the one that it shall differ from by rounding alone, not
+    by what a process has of its own. The first one, which tries the task's functions, takes as long as four others.
     """
     if phase[0].world_size > 1 or phase[0].devices > 1:
         return [phase]
     chains: list[list[Case]] = []
     for case in phase:
         needed = {"" if case.other_micro_batch else case.reference, case.starts_from, case.weights_from}
+        if case.perturbed:
+            roots = (one for one in phase if not one.reference and not one.perturbed)
+            needed |= {one.name for one in roots if one.precision == case.precision}
         joined = [chain for chain in chains if needed & {one.name for one in chain}]
         chains = [chain for chain in chains if chain not in joined] + [[*itertools.chain(*joined), case]]
     lanes: list[list[Case]] = [[] for _ in range(min(count, len(chains)))]

@@ -31,6 +31,7 @@ class PassProbe(Observer):
     def __init__(self, view: ModelView, task: Task, facts: RunFacts) -> None:
         self._view, self._task, self._facts = view, task, facts
         self._is_first = True
+        self._kept: dict[str, None] = {}  # what passes have changed of the task
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """See `Observer`."""
@@ -56,7 +57,8 @@ class PassProbe(Observer):
         self._facts.changed_by_passes = changed_parameters(self._view, self._before, self._facts.changed_by_passes)
         now = self._digest_kept()
         if self._is_late:  # what the first passes keep may be a cache, which is filled once
-            self._facts.kept_by_task = join_names(name for name in now if now[name] != self._attributes.get(name))
+            self._kept |= {name: None for name in now if now[name] != self._attributes.get(name)}
+            self._facts.kept_by_task = join_names(self._kept)
 
     def _digest_kept(self) -> dict[str, int]:
         return digest_kept(self._task, getattr(self._view, "module", None), caches=False)
