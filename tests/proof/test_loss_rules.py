@@ -104,7 +104,7 @@ def test_gradients_that_agree_only_within_a_wide_rounding_leave_the_update_open(
 @pytest.mark.parametrize(
     ("kind", "fault", "said"),
     [
-        ("averaged", "A mean of means", "the mean, and is divided by their count once more"),
+        ("averaged", "The loss depends on the micro-batch", "the mean, and is divided by their count once more"),
         ("places", "The loss depends on the micro-batch", "noise from a key or seed that is always the same"),
         ("statistic", "A statistic of the batch is taken of its parts", "neither the sum nor a mean"),
     ],

@@ -66,6 +66,12 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     if constants := _of_kind(pattern, "constant"):
         detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
         return build_diagnosis("A term is added once per micro-batch", detail)
+    if averaged := _of_kind(pattern, "averaged"):  # also where it shall be added once, whatever the rows
+        detail = (
+            f"{averaged} of any rows is not the sum of what these have alone, but the mean, and is divided by their "
+            "count once more: return the sum over rows"
+        )
+        return build_diagnosis("The loss depends on the micro-batch", detail)
     if statistic := _of_kind(pattern, "statistic"):
         statistic += " of several rows is neither the sum nor a mean of what they have alone, and the same each time"
         if name := pattern.root.by_number:  # then the loss may be right, and it is no matter of what it is given
@@ -132,11 +138,6 @@ def _own_means(pattern: Pattern) -> str:
     if pattern.parts:  # of the same micro-batches such a term is the same
         return ""
     kinds = {pattern.root.additivity.get(name, "") for name in _differing(pattern)}
-    if kinds == {"averaged"}:
-        return (
-            "what loss() returns for any rows of a micro-batch is not the sum of what these rows have alone, but the "
-            "mean, and is divided by their count once more"
-        )
     if kinds != {"mean"}:
         return ""
     return (
