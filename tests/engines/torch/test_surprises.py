@@ -22,6 +22,40 @@ from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 
+# buffers that grow ----------------------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """A table of positions that grows with the longest rows seen, as those of rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < x.shape[1]:
+            self.table = torch.arange(float(x.shape[1]), dtype=x.dtype)
+        result: torch.Tensor = self.linear(x + self.table[: x.shape[1]])
+        return result
+
+
+class Grown(LinearTask):
+    def build(self) -> nn.Module:
+        return Positions()
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        return model(batch["x"])
+
+
+def test_a_buffer_that_grows_in_a_forward_pass_is_a_cache() -> None:
+    train = {"train": {"steps": 3, "global_batch": 8, "precision": "fp64"}}
+    one = processes.alone(trace, Grown(), configuration(**train))
+    many = processes.run(trace, 2, Grown(), configuration(layout=layout("ddp", micro_batch=4), **train))[0]
+    assert one.losses[0] != one.losses[-1]
+    assert many.losses == pytest.approx(one.losses, rel=1e-12)
+
+
 # parameters that only later steps leave out ---------------------------------------------------------------------------
 
 

@@ -70,13 +70,16 @@ class Buffers:
 
     @contextmanager
     def restore_on_exit(self, chosen: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-        """A context that restores all buffers, or those chosen by name, on exit."""
+        """A context that restores all buffers, or those chosen by name, on exit.
+
+        One that has grown meanwhile is a cache, such as a table of positions, and is left as it is.
+        """
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers() if chosen(name)}
         try:
             yield
         finally:
             for name, buffer in self._model.named_buffers():
-                if name in before:
+                if name in before and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])
 
     def restore_idle_on_exit(self) -> AbstractContextManager[None]:
