@@ -200,10 +200,8 @@ def _format_difference(worst: Difference, tensor: bool) -> str:
     """In words, with the values of a scalar, or the norms of a tensor."""
     step = f"step {worst.step}, " if worst.step else ""
     ranks = f", ranks {list(worst.ranks)}" if worst.ranks else ""
-    values = "" if worst.mine is None and worst.reference is None else f"{worst.mine} instead of {worst.reference}"
-    if values and tensor:
-        values = f"norm {values}"
-    values = values and f": {values}"
+    known = worst.mine is not None or worst.reference is not None
+    values = f": {'norm ' * tensor}{worst.mine} instead of {worst.reference}" if known else ""
     size = "" if worst.size == float("inf") else f" (relative difference {worst.size:.1e})"
     return f"{step}{worst.name}{ranks}{values}{size}"
 

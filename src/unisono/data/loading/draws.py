@@ -17,11 +17,18 @@ import numpy as np
 from unisono.runtime.source_files import is_user_file
 
 
+def host_generator_states() -> dict[str, bytes]:
+    """The states of Python's and NumPy's generators that all threads share, by name."""
+    legacy: Any = np.random.get_state(legacy=False)
+    return {
+        "Python's random": repr(random.getstate()).encode(),
+        "NumPy's global generator": legacy["state"]["key"].tobytes() + legacy["state"]["pos"].to_bytes(4),
+    }
+
+
 def global_generator_states() -> dict[str, bytes]:
     """The state of every generator that all threads share, by name."""
-    states = {"Python's random": repr(random.getstate()).encode()}
-    legacy: Any = np.random.get_state(legacy=False)
-    states["NumPy's global generator"] = legacy["state"]["key"].tobytes() + legacy["state"]["pos"].to_bytes(4)
+    states = host_generator_states()
     if "torch" in sys.modules:
         states["torch's global generator"] = sys.modules["torch"].get_rng_state().numpy().tobytes()
     return states

@@ -334,6 +334,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
     Raises:
         DataError: naming the generator, or the held-out row.
     """
+    name = type(task).__name__
 
     def build() -> None:
         for row in range(min(_CHECKED_SAMPLES, len(source))):
@@ -352,7 +353,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
                     fault="Held-out rows are augmented",
                 )
 
-    name, before = type(task).__name__, global_generator_states()
+    before = global_generator_states()
     build()
     if moved := moved_generators(before):
         before = global_generator_states()

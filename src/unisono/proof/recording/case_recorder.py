@@ -37,7 +37,7 @@ from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
 from unisono.task import Task
-from unisono.training.callbacks import build as callbacks
+from unisono.training.callbacks.build import name_user_callbacks
 from unisono.training.parts import build_held_out
 
 if TYPE_CHECKING:
@@ -156,9 +156,7 @@ class _CaseRun:
         known = self.engine.setup(first, self.scalars(0))
         facts.kernels, facts.devices = dict(known.kernels), known.devices
         if not self.case.reference:
-            asked = [one if isinstance(one, str) else str(one.get("callback")) for one in self.config.callbacks]
-            own = [type(one).__name__ for one in self.task.callbacks()]
-            facts.callbacks = [*own, *(name for name in asked if name not in callbacks.BUILT_IN)]
+            facts.callbacks = name_user_callbacks(self.config, self.task)
         view = self.engine.view
         if not self.case.reference and self.config.layout.engine == "torch":  # JAX's refuses fewer bits by itself
             from unisono.proof.recording.lower_precision import LowerPrecision

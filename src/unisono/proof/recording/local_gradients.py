@@ -31,11 +31,7 @@ class LocalGradients:
         """Watch these as well; those that have taken the place of others (a new head) have their names."""
         new = {n: p for n, p in parameters.items() if id(p) not in self._known and not isinstance(p, DTensor)}
         self._known |= {id(parameter): parameter for parameter in new.values()}
-        self._unwatched |= new
-        self.watch()
-
-    def watch(self) -> None:
-        """Watch what is trained by now; some parameters are frozen at first."""
+        self._unwatched |= new  # some parameters are frozen at first
         for name in [name for name, parameter in self._unwatched.items() if parameter.requires_grad]:
             parameter = self._unwatched.pop(name)
             parameter.register_hook(partial(self._keep, name, parameter))

@@ -171,7 +171,7 @@ class RunFacts:
         optimizer: the name of its class, where a script has made it.
         by_script: parameters that a script has changed itself, between updates.
         promoted: lower precisions than float64 that a script asked for, and did not get.
-        rate_by_loss: whether a script has a schedule that goes by its losses.
+        rate_by_loss: whether a script has a learning rate that depends on its losses (`ReduceLROnPlateau`).
         replaced: that other parameters than those of the optimizer got gradients, and seem to stand in their place.
         fault: the error that ended the run, if one did.
         called: the name of the likely fault behind that error, where the error says it.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import inspect
-import random
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from unisono.data.loading.checksum import checksum
+from unisono.data.loading.draws import host_generator_states
 from unisono.engines.torch.guards import replicas
 from unisono.runtime.errors import ConfigError
 
@@ -42,7 +42,7 @@ def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
 
 
 def has_rate_by_loss() -> bool:
-    """Whether there is a schedule that is told what to go by."""
+    """Whether there is a `ReduceLROnPlateau`: a learning rate that depends on the losses."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     return any(issubclass(type(found), plateau) for found in gc.get_objects())
 
@@ -121,5 +121,4 @@ def generator_digests(host: bool) -> list[int]:
 
 def host_generators() -> list[int]:
     """The same of Python's and NumPy's global generators alone."""
-    state: Any = np.random.get_state()
-    return [hash(random.getstate()[1]), hash((*state[1].tolist(), state[2]))]
+    return [checksum(state) for state in host_generator_states().values()]

@@ -22,12 +22,13 @@ class ParameterChanges:
         self._after = replicas.digests(parameters)  # the last update
         self._by_script: set[str] = set()
 
-    def begin_update(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """An update begins."""
+    def begin_update(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """An update begins; returns the digests of the parameters as it finds them."""
         moving = [group for group in optimizer.param_groups if group.get("lr", 1.0) != 0]
         self._held |= {id(parameter) for group in moving for parameter in group["params"]}
         now = replicas.digests(parameters)
         self._by_script |= {name for name, digest in now.items() if digest != self._after.get(name, digest)}
+        return now
 
     def end_update(self, parameters: Mapping[str, Tensor]) -> None:
         """It is made."""

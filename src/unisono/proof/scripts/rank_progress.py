@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def describe_waiting(folder: Path, size: int) -> str:
 
     The first may wait because updates are recorded on all ranks together, and not because the script does.
     """
-    made = [one["updates"] for one in _read_all(folder, size)]
+    made = [one["updates"] for one in _read(_files_of(folder, size))]
     if min(made) == max(made):
         return ""
     first, last = made.index(max(made)), made.index(min(made))
@@ -41,7 +42,7 @@ def describe_waiting(folder: Path, size: int) -> str:
 
 def describe_ended(folder: Path, size: int) -> str:
     """In words, a process that has returned while another one was in a later backward pass; empty if there is none."""
-    every = _read_all(folder, size)
+    every = _read(_files_of(folder, size))
     ended = [rank for rank, one in enumerate(every) if one["ended"]]
     later = [rank for rank, one in enumerate(every) if ended and one["passes"] > every[ended[0]]["passes"]]
     if not later:
@@ -53,8 +54,11 @@ def describe_ended(folder: Path, size: int) -> str:
     )
 
 
-def _read_all(folder: Path, size: int) -> list[dict[str, Any]]:
-    files = [folder / f"progress-{number}.json" for number in range(size)]
+def _files_of(folder: Path, size: int) -> list[Path]:
+    return [folder / f"progress-{number}.json" for number in range(size)]
+
+
+def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
     return [json.loads(file.read_text("utf-8")) if file.exists() else _BEGIN for file in files]
 
 
@@ -69,7 +73,7 @@ class RankProgress:
     """
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
-        self._files = [folder / f"progress-{number}.json" for number in range(size)]
+        self._files = _files_of(folder, size)
         self._rank, self._patience = rank, _PATIENCE * timeout
         self._mine = dict(_BEGIN)
 
@@ -122,4 +126,4 @@ class RankProgress:
     def _read(self) -> dict[int, dict[str, Any]]:
         """What the others have done."""
         others = {rank: file for rank, file in enumerate(self._files) if rank != self._rank}
-        return {r: json.loads(f.read_text("utf-8")) if f.exists() else _BEGIN for r, f in others.items()}
+        return dict(zip(others, _read(others.values()), strict=True))

@@ -306,7 +306,7 @@ class Records:
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
         self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
         self._facts.trainable += thawed  # from now on
-        self._changes.begin_update(optimizer, named)
+        begun = self._changes.begin_update(optimizer, named)
         if self._raw is not None:
             self._raw = {name: value for name, value in self._raw.items() if name in parameters}
         self._facts.replaced = self._facts.replaced or ("" if now else model_facts.describe_replaced(optimizer))
@@ -315,7 +315,7 @@ class Records:
         if self._clips:
             self._write_gradients("clipped gradients", now, parameters)
         self.seen.clipped = model_facts.digest_plain(now)
-        self.seen.begun = model_facts.digest_plain(named)
+        self.seen.begun = {name: begun[name] for name, p in named.items() if not isinstance(p, DTensor)}
         self.seen.parted = model_facts.computes_in_pieces(self._model)
         self._write_own(reduced_moment(self._world.rank), now if self._raw is None else self._raw)
         self._local.write(self._world.folder, self._world.rank, self.steps)

@@ -176,9 +176,6 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     shown, unexplained, remedy, inside, partly, alone, factor = "", "", "", "", False, True, 0.0
 
     parted = any(rank.parted for seen in ranks for rank in seen)
-    varied = len(ranks) == 1 or len({tuple(seen[0].inputs) for seen in ranks}) > 1  # else constants, which all have
-
-    same: dict[int, bool] = {}  # whether all ranks were given the same inputs, of the steps that tell
 
     def note(check: str, step: int, what: str) -> None:
         worst.setdefault(check, Difference(math.inf, step + 1, what))
@@ -237,25 +234,31 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
             note(BUFFERS, step, f"ranks differ in {join_names(buffers, 3)}")
         if modes := _describe_modes(seen):
             note(MODES, step, modes)
-        if varied and len({*seen[0].inputs}) > 1 and not parted:
-            same[step] = all_given_the_same(seen)
     if len(ranks[0]) == 1:
         return SelfCheck([], losses, averages, 1, shown, factor)
-    if same and all(same.values()):
-        note(DIFFERENT, min(same), f"all ranks computed the same {len(ranks[min(same)][0].inputs)} inputs")
+    same = [] if parted else _find_steps_alike(ranks)
+    left = {}  # what is neither right nor wrong
+    if same and same == _find_telling_steps(ranks):
+        note(DIFFERENT, same[0], f"all ranks computed the same {len(ranks[same[0]][0].inputs)} inputs")
+    elif same:
+        steps = join_names([f"{step + 1}" for step in same], 3)
+        left[DIFFERENT] = (
+            f"all ranks were given the same inputs in steps {steps}, and not in others (a search for a rate?)"
+        )
+    hidden = inside not in ("", SENT)
+    if hidden:
+        left[EQUAL] = inside
     checks = [BEGIN, EQUAL, RATES]
     checks += [CLIPPED] if any(trace.tensors("clipped gradients", step) for step in range(len(ranks))) else []
     checks += [BUFFERS] if any(rank.buffers for seen in ranks for rank in seen) else []
     checks += [DIFFERENT] if any(rank.inputs for seen in ranks for rank in seen) and not parted else []
     checks += [check for check in (MODES, APART) if check in worst]
-    found = [ComparedQuantity(c, "FAIL", worst[c]) if c in worst else ComparedQuantity(c, "PASS") for c in checks]
-    if any(same.values()) and DIFFERENT not in worst:
-        steps = join_names([f"{step + 1}" for step, alike in same.items() if alike], 3)
-        why = f"all ranks were given the same inputs in steps {steps}, and not in others (a search for a rate?)"
-        found = [ComparedQuantity(DIFFERENT, "ABSTAIN", why=why) if c.quantity == DIFFERENT else c for c in found]
-    hidden = inside not in ("", SENT)
-    if hidden and EQUAL not in worst:
-        found = [ComparedQuantity(EQUAL, "ABSTAIN", why=inside) if c.quantity == EQUAL else c for c in found]
+    found = [
+        ComparedQuantity(c, "FAIL", worst[c])
+        if c in worst
+        else ComparedQuantity(c, "ABSTAIN" if c in left else "PASS", why=left.get(c, ""))
+        for c in checks
+    ]
     if not {EQUAL, CLIPPED} & {*worst} and not hidden:
         why = unexplained or "the gradients of single ranks could not be seen (fully_shard, torch.func)"
         known = shown != str(Reduction(None, {})) and not unexplained
@@ -275,6 +278,18 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     return SelfCheck(
         found, losses, averages, len(ranks[0]), shown, factor, failed, likely, inside * (EQUAL not in worst)
     )
+
+
+def _find_telling_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
+    """The steps in which ranks might have been given other rows: not where all inputs are constants."""
+    if len(ranks) > 1 and len({tuple(seen[0].inputs) for seen in ranks}) == 1:
+        return []
+    return [step for step, seen in enumerate(ranks) if len({*seen[0].inputs}) > 1]
+
+
+def _find_steps_alike(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
+    """Of these, the steps in which all ranks were given the same inputs."""
+    return [step for step in _find_telling_steps(ranks) if all_given_the_same(ranks[step])]
 
 
 def _is_undone(ranks: Sequence[Sequence[RankFacts]], step: int, before: bool) -> bool:

@@ -49,10 +49,21 @@ def find_callback(reference: str) -> type[Callback]:
     return found
 
 
+def name_user_callbacks(config: RunConfig, task: Task) -> list[str]:
+    """The callbacks of a run that are the user's own, by name; those of the configuration are not built for that."""
+    asked = [f"{_read_entry(entry)[0]}" for entry in config.callbacks]
+    return [*(type(one).__name__ for one in task.callbacks()), *(name for name in asked if name not in BUILT_IN)]
+
+
+def _read_entry(entry: str | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What an entry of the configuration refers to, and its settings."""
+    settings = dict(entry) if isinstance(entry, dict) else {"callback": entry}
+    return settings.pop("callback", None), settings
+
+
 def _build_callback(number: int, entry: str | dict[str, Any]) -> Callback:
     where = f"callbacks[{number}]"
-    settings = dict(entry) if isinstance(entry, dict) else {"callback": entry}
-    reference = settings.pop("callback", None)
+    reference, settings = _read_entry(entry)
     if not isinstance(reference, str):
         raise ConfigError(
             f"{where} names no callback: write early_stopping, or {{callback: early_stopping, patience: 3}}"
