@@ -289,6 +289,32 @@ def test_what_the_task_counts_and_no_checkpoint_has_is_told_after_a_resume(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("starts", "kept", "fault"),
+    [
+        ((1,), "self.factor", "The state was not carried on"),
+        ((), "self.factor", "The gradients depend on the layout"),  # a state may double them
+        ((), "", "All gradients are scaled by N"),
+    ],
+)
+def test_a_factor_of_a_task_that_keeps_something_is_not_called_that_of_the_processes(
+    tmp_path: Path, starts: tuple[int, ...], kept: str, fault: str
+) -> None:
+    doubled = {"a": np.full(3, 2.0), "b": np.arange(3.0) * 2}
+    first = failed("raw gradients", 2)
+    found = told(tmp_path, first, gradient=doubled, starts=starts, kept_by_task=kept, probed=True)
+    assert found.fault == fault
+    assert "number of processes" not in found.because or not kept
+
+
+def test_parameters_that_share_memory_on_one_process_alone_were_untied(tmp_path: Path) -> None:
+    """Also in single precision, in which no task is tried by itself."""
+    mine, reference = trace(tmp_path / "mine", EVEN), trace(tmp_path / "one", [[8], [8]])
+    reference.facts.overlapping = [["a", "b"]]
+    found = diagnosis.diagnose(mine, reference, [failed("parameters", 1)], 2)
+    assert found is not None and found.fault == "Tied weights were untied"
+
+
+@pytest.mark.parametrize(
     ("step", "where", "fault"),
     [
         (1, "micro-batches [0, 3]", "The samples depend on the call"),

@@ -55,6 +55,13 @@ def test_a_loss_across_samples_of_which_another_term_agrees(
     assert of_terms(tmp_path, ours, {"pairs": 1.0, "own": 2.0}, crosses) == fault
 
 
+def test_a_loss_across_samples_that_a_resume_changes_has_lost_a_state(tmp_path: Path) -> None:
+    mine, reference = trace(tmp_path / "mine", EVEN, crosses="whole"), trace(tmp_path / "one", [[8], [8]])
+    mine.facts.steps[1].terms, reference.facts.steps[1].terms = {"row": 0.5}, {"row": 1.0}
+    found = diagnosis.diagnose(mine, reference, [passed("outputs"), failed("loss", 2)], 2, starts=[1])
+    assert found is not None and found.fault == "The state was not carried on"
+
+
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [

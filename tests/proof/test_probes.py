@@ -18,7 +18,7 @@ from unisono.proof.probes.loss_probe import LossProbe, probe_loss
 from unisono.proof.probes.model_probe import ModelProbe, probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
-from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes
+from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes, restore_model
 from unisono.task import Task
 
 
@@ -238,10 +238,15 @@ def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with
         buffers["codes"][0] += x.sum()
         return x + buffers["codes"][0]
 
+    def take_largest(x: Any, buffers: dict[str, Any]) -> Any:  # so far, which the same rows do not move again
+        buffers["codes"][0] = max(buffers["codes"][0], x.max())
+        return x / buffers["codes"][0]
+
     assert kept(add_up) == ModelProbe(carried=("codes",))
     assert kept(count) == ModelProbe()
     assert kept(iterate) == ModelProbe(carried=("codes",))
     assert kept(use_first) == ModelProbe(carried=("codes",), neighbours=True)
+    assert kept(take_largest) == ModelProbe(carried=("codes",), neighbours=True)
 
 
 class Seeded(Model):
@@ -450,6 +455,14 @@ def test_probes_leave_what_a_task_counts_as_it_was() -> None:
     assert task.calls == 0 and "calls" not in vars(task), "it began as an attribute of the class"
     assert not task.mean.any() and task.rng.random() == expected
     assert task.big is big, "what is large is not copied"
+
+
+def test_probes_leave_parameters_as_they_were_that_an_evaluation_changes() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with restore_model(model):
+        model.weight.data.mul_(0.5)
+    assert torch.equal(model.weight, before)
 
 
 def test_a_generator_of_the_tasks_module_is_named() -> None:

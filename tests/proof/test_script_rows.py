@@ -87,11 +87,33 @@ def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
     assert mine.facts.steps[0].rows == [0, 1, 2, 3]
 
 
+def change_inputs(trace: Trace, inputs: list[str]) -> None:
+    """Of the last rank, in step 2."""
+    seen = json.loads((trace.folder / "ranks.json").read_text())
+    seen[1][-1]["inputs"] = inputs
+    (trace.folder / "ranks.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "told"),
+    [
+        (["r", "s", "t", "u"], ["s"], "is given 4 rows on one process, and all but 1 of them on many"),
+        (["r", "s", "t"], ["s", "u"], "is given 4 rows on many, and all but 1 of them on one process"),
+        (["r", "s", "y", "x"], ["s"], "other inputs than on one process"),
+    ],
+)
+def test_rows_that_are_left_out_of_a_later_step_are_told(
+    tmp_path: Path, one: list[str], many: list[str], told: str
+) -> None:
+    mine, reference = write_runs(tmp_path, [[[], []], [[], []]], [[], []], DEALT)
+    change_inputs(reference, one)
+    change_inputs(mine, many)
+    why, since = explain_other_rows(mine, reference)
+    assert (told in why, since) == (True, 2), why
+
+
 def test_other_inputs_explain_nothing_of_the_steps_before(tmp_path: Path) -> None:
     mine, reference = write_runs(tmp_path, [[[0], [1]], [[2], [3]]], [[0, 1], [2, 3]], DEALT)
-    for trace, changed in ((mine, ["x", "u"]), (reference, ["r", "s", "t", "u"])):
-        seen = json.loads((trace.folder / "ranks.json").read_text())
-        seen[1][-1]["inputs"] = changed
-        (trace.folder / "ranks.json").write_text(json.dumps(seen))
+    change_inputs(mine, ["x", "u"])
     why, since = explain_other_rows(mine, reference)
     assert ("rows of the same numbers gave other inputs" in why, since) == (True, 2)

@@ -22,6 +22,9 @@ def combine(*weights: float) -> dict[str, Array]:
     return {name: sum(w * rank[name] for w, rank in zip(weights, OWN, strict=True)) for name in OWN[0]}  # type: ignore[misc]
 
 
+SAME = [OWN[0]] * 2
+
+
 @pytest.mark.parametrize(
     ("reduced", "shown"),
     [
@@ -39,11 +42,12 @@ def test_a_reduction_is_recognised(reduced: dict[str, Array], shown: str) -> Non
 
 
 def write_trace(folder: Path, ranks: list[RankFacts], reduced: list[dict[str, Array]], lr: list[list[float]]) -> Trace:
-    """A trace of one step on two processes."""
+    """A trace of one step on two processes, whose own gradients are equal if `reduced` is `SAME`."""
     folder.mkdir()
+    local = [OWN[0]] * 2 if reduced is SAME else OWN
     apart = any(not np.array_equal(value, reduced[1].get(name)) for name, value in reduced[0].items())
     step = StepFacts([], [[], []], None, {}, 1.0, lr, [], replicas=["'a' is not the same on ranks [0] and [1]"] * apart)
-    for rank, (own, after) in enumerate(zip(OWN, reduced, strict=True)):
+    for rank, (own, after) in enumerate(zip(local, reduced, strict=True)):
         write_tensors(folder, f"local gradients {rank}", 0, {f"0/{name}": value for name, value in own.items()})
         write_tensors(folder, reduced_moment(rank), 0, after)
         values = {name: np.array([float(digest)]) for name, digest in ranks[rank].buffers.items()}
@@ -153,7 +157,8 @@ def test_the_check_that_fails_in_the_earliest_step_gives_the_name(tmp_path: Path
 def test_what_differs_or_should_between_ranks_is_named(
     tmp_path: Path, change: Callable[[RankFacts], None], check: str, fault: str
 ) -> None:
-    trace = write_trace(tmp_path / "t", build_ranks(change), [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    reduced = SAME if check == self_check.DIFFERENT else [combine(0.5, 0.5)] * 2
+    trace = write_trace(tmp_path / "t", build_ranks(change), reduced, [[0.1], [0.1]])
     assert find_failed(trace) == ([check], fault)
 
 
@@ -189,7 +194,7 @@ def test_parameters_that_their_owners_send_to_others_after_the_update_are_no_dri
 def test_rows_that_all_ranks_share_in_some_steps_only_are_left_open(tmp_path: Path) -> None:
     """As the first updates are that search for a rate, all on the same rows."""
     alike = build_ranks(lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]))
-    trace = write_trace(tmp_path / "t", alike, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
+    trace = write_trace(tmp_path / "t", alike, SAME, [[0.1], [0.1]])
     apart = build_ranks()
     apart[0].inputs = ["t", "t2"]
     written = [[asdict(rank) for rank in each] for each in (alike, apart)]
@@ -282,9 +287,11 @@ def test_parameters_that_come_together_before_the_next_update_leave_the_question
         assert (self_check.EQUAL in {c.quantity for c in check.found if c.mark == "FAIL"}) == (not inside)
 
 
-def test_ranks_that_compute_a_row_together_are_given_the_same_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parted", [True, False])
+def test_ranks_that_compute_a_row_together_are_given_the_same_rows(tmp_path: Path, parted: bool) -> None:
+    """By pieces of parameters, or by hand: then gradients differ from the same inputs, and nothing is drawn."""
     ranks = build_ranks(lambda rank: rank.inputs.__setitem__(slice(None), ["r", "r2"]))
     for rank in ranks:
-        rank.parted = True
+        rank.parted = parted
     trace = write_trace(tmp_path / "t", ranks, [combine(0.5, 0.5)] * 2, [[0.1], [0.1]])
     assert find_failed(trace) == ([], "")

@@ -59,13 +59,22 @@ def diagnose(
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
     detail = _RULES[first.quantity](pattern)
-    is_neutral = first.quantity in _OF_PASSES and (" depends on the " in detail.fault or " depend on " in detail.fault)
     kept = pattern.root.kept_by_task
-    if kept and first.worst.step > 1 and detail.fault == "The loss is scaled by N":  # a state may have any effect
-        detail, is_neutral = loss_rules.diagnose_neutrally(pattern), True
+    by_factor = (
+        bool(kept) and first.worst.step > 1 and detail.fault.endswith("scaled by N")
+    )  # a state may have any effect
+    is_neutral = first.quantity in _OF_PASSES and (
+        " depends on the " in detail.fault or " depend on " in detail.fault or by_factor
+    )
     drifts = first.quantity == "outputs" and detail.fault == "Replicas drift apart"
     if (is_neutral or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
+    if kept and is_neutral and pattern.is_resumed and not detail.fault.endswith("on the call"):
+        agree = f"rows and weights of step {first.worst.step} agree, and what is computed from them does not"
+        detail, is_neutral = build_diagnosis("The state was not carried on", agree), False
+    elif by_factor:
+        told = loss_rules.diagnose_neutrally(pattern) if first.quantity == "loss" else None
+        detail = told or build_diagnosis("The gradients depend on the layout", detail.because.partition(":")[0])
     if kept and (is_neutral or detail.fault == "Parameters are left out"):
         because = f"{detail.because}; passes change {kept}, of which each process has its own"
         detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
@@ -234,7 +243,8 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
 def _describe_parted(pattern: Pattern) -> str:
     """In words, whether what differs has its own memory now, and has that of another parameter on one process."""
     name = pattern.worst.name.removeprefix("optimizer/")
-    parted = [g for g in pattern.root.overlapping if g not in pattern.mine.facts.overlapping]
+    of_one = pattern.root.overlapping or pattern.reference.facts.overlapping
+    parted = [g for g in of_one if g not in pattern.mine.facts.overlapping]
     group = next((g for g in parted if any(name == one or name.startswith(f"{one}/") for one in g)), [])
     return f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here" * bool(
         group

@@ -275,7 +275,8 @@ def _diagnose_regrouped(pattern: Pattern) -> Diagnosis | None:
         return build_diagnosis("A term is added once per micro-batch", detail)
     detail = (
         f"the gradient of '{term}' for {join_names(names)} is, of rows together, not the sum of what they have "
-        "in smaller micro-batches, and their loss is: a hook or a backward function computes something of several rows"
+        "in smaller micro-batches, and their loss is: a factor without a gradient (detach), a hook or a backward "
+        "function computes something of several rows"
     )
     return build_diagnosis("The gradients depend on the layout", detail)
 

@@ -52,7 +52,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if means := find_means(pattern):
         return build_diagnosis("A mean of means", means)
-    if pattern.mine.facts.crosses and (terms := _differing_terms(pattern)):
+    crosses = pattern.mine.facts.crosses and not pattern.is_resumed  # of a resume, the uninterrupted run has all rows
+    if crosses and (terms := _differing_terms(pattern)):
         detail = f"outputs agree, and so does what rows have alone; {terms} does not, and the loss crosses samples"
         return build_diagnosis("The loss across samples depends on the layout", detail)
     if why := pattern.root.unstable_loss:
@@ -258,8 +259,8 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if by_rows and (largest := _of_kind(pattern, "largest")):
         detail = (
-            f"{largest} is a sum over rows, each of which depends on one row of the micro-batch: are they cut or "
-            "padded to the longest without a mask, or divided by the largest?"
+            f"{largest} of some of the first rows adds up where a certain row is among them, and not otherwise: are "
+            "they cut or padded to the longest without a mask, divided by the largest, or is what they come to clamped?"
         )
         return build_diagnosis("The loss depends on the micro-batch", detail)
     if not pattern.parts and pattern.world_size > 1:

@@ -31,7 +31,7 @@ TOO_EARLY = "preempted before the first step of this start, so nothing is lost"
 EndProcess = Callable[[Preempted], object]  # reports the reason and ends the process; called by a thread
 
 
-class _TooEarly(BaseException):
+class TooEarly(BaseException):
     """Unwinds whatever the process does before its first step, as a KeyboardInterrupt would."""
 
 
@@ -53,7 +53,7 @@ def handle_signals(ends: EndProcess | None = None) -> Iterator[None]:
         if listener is not None:
             listener.open()
         yield
-    except _TooEarly:
+    except TooEarly:
         raise Preempted(TOO_EARLY) from None
     finally:
         if listener is not None:
@@ -176,9 +176,9 @@ class _SignalListener:
         if self.forward is not None:
             forwarded, self._has_forwarded = self._has_forwarded, True
             if not forwarded and not self.forward():
-                raise _TooEarly
+                raise TooEarly
         elif not self.is_deferred:
-            raise _TooEarly
+            raise TooEarly
 
     def _note(self, number: int) -> None:
         if self.signalled_at is None:

@@ -25,6 +25,7 @@ from unisono.runtime.text import join_names
 from unisono.task import Task
 
 _KINDS = re.compile("BatchNorm|InstanceNorm|Dropout")  # of modules that compute otherwise in training
+_COPIED = 4  # rows, copies of which stand in place of the others
 _FEW = 16  # rows, each of which a pass is made for where they are mixed
 _ROUNDING = 1e-4  # what kernels that add in another order each time stay below
 
@@ -95,9 +96,6 @@ def _try_passes(
     def outputs(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Array]:
         return view.flatten(view.outputs(replace(micro, arrays=copy.deepcopy(dict(arrays))), scalars))
 
-    def copies(row: int) -> dict[str, Any]:
-        return {n: a[[row] * count] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
-
     with view.without_side_effects(), restore_global_generators():
         once = outputs()
         sketches = build_sketches(once)
@@ -105,9 +103,9 @@ def _try_passes(
         size, name = sketch_distance(sketches, build_sketches(again))
         alike, after, call = [], "", outputs
         if size <= floor:
-            alike = [(row, outputs(copies(row))) for row in range(min(count, 4)) if count > 1]
+            alike = [(row, outputs(copy_row(micro, row))) for row in range(min(count, _COPIED)) if count > 1]
             size, name = sketch_distance(sketches, build_sketches(outputs()))
-            after, call = ", after one of other rows,", partial(outputs, copies(0))
+            after, call = ", after one of other rows,", partial(outputs, copy_row(micro, 0))
         if size > floor:
             said = f"a second forward pass{after} with the same weights, rows and seeds gave another {name}"
             said = f"{said}; {describe_state(task, call, micro.arrays, model=getattr(view, 'module', None))}"
@@ -116,7 +114,7 @@ def _try_passes(
         mixed = beside = ""
         if neighbours and count <= _FEW:
             beside = _describe_beside(micro, once, outputs, floor)
-            alike += [(row, outputs(copies(row))) for row in range(len(alike), count)]
+            alike += [(row, outputs(copy_row(micro, row))) for row in range(len(alike), count)]
             by_row = {
                 n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if is_per_row(a, count)
             }
@@ -209,10 +207,13 @@ def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float
 
 
 def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> tuple[str, ...]:
-    """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same."""
+    """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same.
 
-    def sketch() -> dict[str, Sketch]:
-        given = replace(micro, arrays=copy.deepcopy(micro.arrays))
+    The next one may be of the same rows, or of copies of one: a largest value so far moves by other rows alone.
+    """
+
+    def sketch(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Sketch]:
+        given = replace(micro, arrays=copy.deepcopy(dict(arrays)))
         return build_sketches(view.flatten(view.outputs(given, scalars)))
 
     with view.without_side_effects():
@@ -221,6 +222,14 @@ def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
         after = view.whole("buffers")
         changed = [name for name in after if not np.array_equal(before[name], after[name])]
         moved = sketch_distance(once, sketch())[0] if changed else 0.0
+    for row in range(min(micro.size, _COPIED) if changed else 0):
+        if moved:
+            break
+        with view.without_side_effects():
+            fresh = sketch(copy_row(micro, row))
+        with view.without_side_effects():
+            sketch()
+            moved = sketch_distance(fresh, sketch(copy_row(micro, row)))[0]
     if not moved:
         return ()
     with view.without_side_effects():
@@ -230,6 +239,12 @@ def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
     repeats = again <= floor and (moved > floor or not again)
     shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
     return tuple(shared or changed) if repeats else ()
+
+
+def copy_row(micro: MicroBatch, row: int) -> dict[str, Any]:
+    """The arrays of a micro-batch with a copy of one row in place of every other."""
+    count = micro.size
+    return {n: a[[row] * count] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
 
 
 def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:

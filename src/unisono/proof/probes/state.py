@@ -109,12 +109,15 @@ def restore_attributes(task: Task) -> Iterator[None]:
 
 @contextmanager
 def restore_model(model: Any) -> Iterator[None]:
-    """The same for what a torch model keeps beside parameters and buffers: a counter of passes, a generator."""
+    """The same for parameters of a torch model, and what it keeps beside these and buffers: a counter, a generator."""
     found = find_kept(model)
     before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, digest_model(model)
+    parameters = [(one, one.detach().clone()) for one in model.parameters()] if hasattr(model, "parameters") else []
     try:
         yield
     finally:
+        for parameter, kept in parameters:  # an evaluation may have changed them
+            parameter.data.copy_(kept)
         now = digest_model(model)
         for name, (module, attribute, _) in found.items():
             if now.get(name) != digests[name] and before[name] is not _NOT_COPIED:

@@ -62,6 +62,13 @@ def all_given_the_same(seen: Sequence[RankFacts]) -> bool:
     return all(rank.inputs == seen[0].inputs for rank in seen[1:])
 
 
+def find_telling_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
+    """The steps in which ranks might have been given other rows: not where all inputs are constants."""
+    if len(ranks) > 1 and len({tuple(seen[0].inputs) for seen in ranks}) == 1:
+        return []
+    return [step for step, seen in enumerate(ranks) if len({*seen[0].inputs}) > 1]
+
+
 def reduced_moment(rank: int) -> str:
     """The moment of a trace that holds elements of the reduced gradients as one process has them."""
     return f"reduced gradients of rank {rank}"

@@ -12,10 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime.errors import UnisonoError
+from unisono.runtime.errors import ConfigError, UnisonoError
 
 _PATIENCE = 0.2  # of the time that a run may take
-_BEGIN = {"updates": 0, "passes": 0, "since": 0, "ended": False}  # passes in all, and since the last update
+_BEGIN = {
+    "begun": False,
+    "updates": 0,
+    "passes": 0,
+    "since": 0,
+    "ended": False,
+}  # passes in all, and since the last update
 
 
 class UnequalUpdatesError(UnisonoError):
@@ -76,6 +82,25 @@ class RankProgress:
         self._files = _files_of(folder, size)
         self._rank, self._patience = rank, _PATIENCE * timeout
         self._mine = dict(_BEGIN)
+
+    def begin_records(self) -> None:
+        """Wait until all processes are where they begin to train.
+
+        Raises:
+            ConfigError: if one does not come there, since it waits for what this one has not sent yet.
+        """
+        self._mine["begun"] = True
+        self._tell()
+        since = time.monotonic()
+        while late := [rank for rank, one in self._read().items() if not one["begun"]]:
+            if time.monotonic() - since > self._patience:
+                raise ConfigError(
+                    f"rank {self._rank} begins its first forward pass, and rank {late[0]} had begun none after "
+                    f"{self._patience:.0f} s more. All ranks are recorded together, so a script whose ranks compute "
+                    "one after the other (stages of a pipeline) cannot be proved; prove its model on one process. If "
+                    "the rank only prepares data for so long, raise timeout="
+                )
+            time.sleep(0.002)
 
     def begin_pass(self) -> None:
         """A backward pass begins."""

@@ -153,6 +153,14 @@ def find_local_statistics(mine: Trace, reference: Trace, precision: str, until: 
     return []
 
 
+def find_other_buffers(mine: Trace, reference: Trace, precision: str) -> list[str]:
+    """Buffers that rank 0 begins with other values of than one process does, and by more than rounding."""
+    ours, theirs = read_rank_facts(mine.folder)[0][0].initial, read_rank_facts(reference.folder)[0][0].initial
+    apart = comparison.relative_distances(mine.tensors("buffers", 0), reference.tensors("buffers", 0))
+    far = {name for name, size in apart.items() if size > MAX_ROUNDING[precision]}
+    return [name for name in ours if name in far and ours[name] != theirs.get(name, ours[name])]
+
+
 def name_local_statistics(
     verdicts: Sequence[Verdict], traces: Mapping[str, Trace], reference: Trace, precision: str
 ) -> None:

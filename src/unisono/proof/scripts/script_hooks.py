@@ -216,6 +216,7 @@ class ScriptWatch:
     def _begin(self, optimizers: Sequence[Optimizer]) -> Records:
         """The records, which begin where they are asked for first."""
         if self.records is None:
+            self.progress.begin_records()
             model = _find_model(optimizers)
             self._add_members(model)
             self.records = Records(self._world, model, None)
@@ -375,7 +376,7 @@ def _row_digests(inputs: Any) -> tuple[list[str], str]:
 
     Double precision is rounded to single: what another model has made (a generator) differs by rounding between runs.
     """
-    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not _made_by_parameters(leaf)]
     tensors = [tensor for tensor in given if tensor.dim() and tensor.numel()]
     if not tensors:
         return [], ""
@@ -387,6 +388,21 @@ def _row_digests(inputs: Any) -> tuple[list[str], str]:
     rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
     shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
     return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
+
+
+def _made_by_parameters(tensor: Tensor) -> bool:
+    """Whether a model has made it, with parameters that are trained; data may need a gradient, too."""
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    left, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while left:
+        node = left.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        left += new
+    return False
 
 
 def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:

@@ -22,6 +22,7 @@ from unisono.proof.scripts import script_hooks
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
+from unisono.supervise.preemption import TooEarly
 
 _CASTS: dict[Any, Any] = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16}
 
@@ -122,7 +123,8 @@ def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:
     except UnisonoError:
         raise
     except BaseException as error:  # a script may call sys.exit
-        traceback.print_exc()
+        if not isinstance(error, TooEarly):  # another process has failed, which says so itself
+            traceback.print_exc()
         what = traceback.format_exception_only(error)[-1].strip()
         raise ScriptError(f"rank {rank}: {what} ({user_line(traceback.extract_tb(error.__traceback__))})") from error
 

@@ -30,6 +30,7 @@ from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.text import join_names
 
 # What does not depend on the rows that were computed.
 _WITHOUT_ROWS = ("initial parameters", "learning rate", "replicas")
@@ -144,6 +145,9 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
             note_reduction(judged, checks[judged.case], checks[one.name])
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
+            other = script_comparison.find_other_buffers(runs.traces[judged.case], reference, runs.run.precision)
+            if judged.first and other:
+                judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     unseen = _describe_unseen(reference, runs.run.steps)
     if dropped:

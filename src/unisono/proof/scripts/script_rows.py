@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.rank_facts import RankFacts, all_given_the_same, read_rank_facts
+from unisono.proof.scripts.rank_facts import RankFacts, all_given_the_same, find_telling_steps, read_rank_facts
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 
@@ -78,14 +78,28 @@ def explain_other_rows(mine: Trace, reference: Trace) -> tuple[str, int]:
             continue
         if not (a and b):
             return unseen, step + 1
+        if len(ours[step]) > 1 and all_given_the_same(ours[step]) and sorted(ours[step][0].inputs) == sorted(b):
+            continue  # every rank has all rows, whether it computes a part of the model or the same as the others
         if sorted(a) != sorted(b):
             if len(ours[step]) > 1 and all_given_the_same(ours[step]):
-                return "", 0
+                if step in find_telling_steps(ours):
+                    return "", 0
+                each = len(ours[step][0].inputs)
+                return f"{at}: all ranks are given the same {each} inputs in every step, one process others", step + 1
             if step == 0 and len(a) != len(b):
                 return _describe_batches(len(a), len(b), ours[0]), 1
+            for fewer, more, less, full in ((a, b, "many", "one process"), (b, a, "one process", "many")):
+                if step and not Counter(fewer) - Counter(more):  # the steps before had the same rows
+                    left = len(more) - len(fewer)
+                    told = f"{at}: the model is given {len(more)} rows on {full}, and all but {left} of them on {less}"
+                    return f"{told}; the steps before agree", step + 1
+            shared = (Counter(a) & Counter(b)).total()
+            some = f", but for {shared} of {len(b)} rows," if shared else ""
+            dealt = "dealt out otherwise, or " if shared else ""
             return (
-                f"{at}: other inputs than on one process; that is no fault if every process draws its own, and one if "
-                "rows are scaled by statistics of a rank's part of the data, or mixed with others of their batch"
+                f"{at}: other inputs than on one process{some or ';'} that is no fault if every process draws its own, "
+                f"and one if rows are {dealt}scaled by statistics of a rank's part of the data, or mixed with others "
+                "of their batch"
             ), step + 1
     return "", 0
 

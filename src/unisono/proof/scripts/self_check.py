@@ -24,6 +24,7 @@ from unisono.proof.scripts.rank_facts import (
     RankFacts,
     all_given_the_same,
     buffers_moment,
+    find_telling_steps,
     read_rank_facts,
     reduced_moment,
 )
@@ -175,7 +176,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
     shown, unexplained, remedy, inside, partly, alone, factor = "", "", "", "", False, True, 0.0
 
-    parted = any(rank.parted for seen in ranks for rank in seen)
+    parted = any(rank.parted for seen in ranks for rank in seen) or _computes_in_parts(trace, ranks, precision)
 
     def note(check: str, step: int, what: str) -> None:
         worst.setdefault(check, Difference(math.inf, step + 1, what))
@@ -238,7 +239,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
         return SelfCheck([], losses, averages, 1, shown, factor)
     same = [] if parted else _find_steps_alike(ranks)
     left = {}  # what is neither right nor wrong
-    if same and same == _find_telling_steps(ranks):
+    if same and same == find_telling_steps(ranks):
         note(DIFFERENT, same[0], f"all ranks computed the same {len(ranks[same[0]][0].inputs)} inputs")
     elif same:
         steps = join_names([f"{step + 1}" for step in same], 3)
@@ -280,16 +281,20 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     )
 
 
-def _find_telling_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
-    """The steps in which ranks might have been given other rows: not where all inputs are constants."""
-    if len(ranks) > 1 and len({tuple(seen[0].inputs) for seen in ranks}) == 1:
-        return []
-    return [step for step, seen in enumerate(ranks) if len({*seen[0].inputs}) > 1]
+def _computes_in_parts(trace: Trace, ranks: Sequence[Sequence[RankFacts]], precision: str) -> bool:
+    """Whether ranks that begin alike compute other gradients from the same inputs, without a draw: each its part."""
+    seen = ranks[0]
+    if len(seen) == 1 or trace.facts.random or not seen[0].inputs or not all_given_the_same(seen):
+        return False
+    if any(rank.initial != seen[0].initial for rank in seen):
+        return False
+    own = [add_gradients(read_local_gradients(trace, rank, 0)) for rank in range(len(seen))]
+    return any(one.keys() != own[0].keys() for one in own) or bool(_find_unequal(own, precision))
 
 
 def _find_steps_alike(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
     """Of these, the steps in which all ranks were given the same inputs."""
-    return [step for step in _find_telling_steps(ranks) if all_given_the_same(ranks[step])]
+    return [step for step in find_telling_steps(ranks) if all_given_the_same(ranks[step])]
 
 
 def _is_undone(ranks: Sequence[Sequence[RankFacts]], step: int, before: bool) -> bool:
