@@ -257,7 +257,15 @@ def test_a_resumed_run_goes_on_in_wandb(resumed: tuple[Path, str]) -> None:
 
 
 def records(file: Path) -> list[Any]:
-    """What wandb wrote into a file that it will upload."""
+    """What wandb wrote into a file that it will upload; its own process may end it after the run has finished."""
+    deadline = time.monotonic() + 30
+    while not (found := _records(file)) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{file} has no end: {[one.WhichOneof('record_type') for one in found]}"
+        time.sleep(0.05)
+    return found
+
+
+def _records(file: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     content, position, found, part = file.read_bytes(), 7, [], b""  # after a header, LevelDB's log format

@@ -177,6 +177,68 @@ def test_rows_of_a_data_set_for_each_rank_are_told_by_what_the_model_is_given(
     assert any("data set of its own" in note for note in verdict.notes) == (mark != "FAIL")
 
 
+PARTS = """
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+class Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+class Parts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, up, down = torch.nn.Linear(3, 5), torch.nn.Linear(5, 8), torch.nn.Linear(8, 1)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        self.up = torch.nn.Parameter(up.weight.data if WHOLE else up.weight.data[self.mine].clone())
+        self.down = torch.nn.Parameter(down.weight.data if WHOLE else down.weight.data[:, self.mine].clone())
+
+    def forward(self, x):
+        up, down = (self.up[self.mine], self.down[:, self.mine]) if WHOLE else (self.up, self.down)
+        return Add.apply(torch.relu(Copy.apply(self.first(x)) @ up.T) @ down.T)
+
+torch.manual_seed(0)
+model = Parts()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for rows in torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(1)):
+    model(rows).square().mean().backward()
+    for p in [model.up, model.down] * WHOLE:
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("correct", [True, False])
+def test_layers_that_ranks_compute_together_by_hand(tmp_path: Path, whole: bool, correct: bool) -> None:
+    """All ranks are given the same rows, and hold whole parameters of which each uses a part, or that part alone."""
+    text = JOINED + PARTS.replace("WHOLE", str(whole))
+    report = prove(tmp_path, text if correct else text.replace("dist.all_reduce(gradient)", "pass"))
+    (verdict,) = report.verdicts
+    assert report.mark == ("PASS" if correct else "FAIL"), report.lines
+    assert any("up, which one process has whole" in (c.why or "") for c in verdict.invariants) == (not whole)
+    first = verdict.first
+    assert correct or (first and first.quantity == "raw gradients"), report.lines
+
+
 BY_ROW = """
 from torch.func import functional_call, grad, vmap
 x = torch.arange(24.0).reshape(8, 3) / 24

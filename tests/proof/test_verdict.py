@@ -121,6 +121,14 @@ def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() ->
     assert not any("FAIL parameters" in text for text in told), "only the first, the others follow from it"
 
 
+def test_rows_are_told_as_they_are() -> None:
+    rows = ComparedQuantity(
+        "sample ids", "FAIL", Difference(float("inf"), 1, "rows of the global batch", [0, 0], [0, 1])
+    )
+    told = format_verdicts([replace(BAD, compared=[rows])], [])
+    assert any("rows of the global batch: [0, 0] instead of [0, 1]" in line for line in told)
+
+
 def test_why_nothing_is_said_is_told() -> None:
     assert "ddp:2 m1: ABSTAIN the run: single m1 could not be run" in format_verdicts([SILENT], [])
 

@@ -9,7 +9,7 @@ from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_f
 from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 
-_SCALARS = {"loss", "gradient norm", "learning rate", "metrics", "evaluation"}
+_NO_TENSORS = {"sample ids", "loss", "gradient norm", "learning rate", "metrics", "evaluation"}
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _explain_verdict(verdict: Verdict, told: set[Diagnosis]) -> list[str]:
     first = verdict.first
     if first is None and not verdict.fault:
         return []
-    where = _format_difference(first.worst, first.quantity not in _SCALARS) if first else verdict.fault
+    where = _format_difference(first.worst, first.quantity not in _NO_TENSORS) if first else verdict.fault
     result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]
     diagnosis = verdict.diagnosis
     if diagnosis in told:

@@ -239,10 +239,14 @@ class Trace:
 
     Args:
         folder: where they lie.
+
+    Attributes:
+        pieces: parameters that are left out of all tensors, since every process has its own part of them.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.pieces: frozenset[str] = frozenset()
         values = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         for step in values["steps"]:
             step["parts"] = [Part(**part) for part in step["parts"]]
@@ -251,7 +255,10 @@ class Trace:
 
     def tensors(self, moment: str, step: int | None = None) -> dict[str, Array]:
         """Tensors of one moment by name, whole, whatever the layout; empty where there are none."""
-        return read_tensors(self.folder, moment, step)
+        found = read_tensors(self.folder, moment, step)
+        if not self.pieces:
+            return found
+        return {name: value for name, value in found.items() if not self.pieces & {name, *name.split("/")}}
 
     def shares(self, other: Trace, moment: str, step: int | None = None) -> bool:
         """Whether both have one file for a moment, so that every bit is equal; see `write_tensors`."""

@@ -23,6 +23,7 @@ from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
 from unisono.proof.scripts import script_comparison, script_rows, self_check
+from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
@@ -132,6 +133,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         return None
     if reference is None:
         return Report(*runs.judge(adaptive=False))
+    pieces = drop_pieces([trace for name, trace in runs.traces.items() if name != one.name], reference)
     own = {name for name, trace in runs.traces.items() if script_rows.drop_own_numbers(trace, reference)}
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
@@ -144,6 +146,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         if judged.case in runs.traces:
             _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
             note_reduction(judged, checks[judged.case], checks[one.name])
+            judged.invariants += [describe_pieces(pieces)] if pieces else []
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
             other = script_comparison.find_other_buffers(runs.traces[judged.case], reference, runs.run.precision)
             if judged.first and other:

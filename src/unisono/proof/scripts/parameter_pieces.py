@@ -1,0 +1,71 @@
+"""Parameters of which every process of a script holds a piece by hand, as parts of a layer or of an embedding.
+
+They are no copies of one another, and what one process has of them is larger: there is nothing to compare them with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.recording.trace import Trace
+from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, read_rank_facts
+from unisono.runtime.text import join_names
+
+
+def drop_pieces(traces: Sequence[Trace], reference: Trace) -> list[str]:
+    """Forget the parameters that ranks hold pieces of, in the traces of all runs.
+
+    Args:
+        traces: of runs on several processes.
+        reference: of that on one.
+
+    Returns:
+        Their names.
+    """
+    found = {name for trace in traces for name in _find_pieces(trace, reference)}
+    for trace in (*traces, reference) if found else ():
+        _drop(trace, found)
+    return sorted(found)
+
+
+def describe_pieces(names: Sequence[str]) -> ComparedQuantity:
+    """That they were not compared."""
+    why = f"every rank has a piece of its own of {join_names(names, 3)}, which one process has whole"
+    return ComparedQuantity("parameters are whole", "ABSTAIN", why=why)
+
+
+def _find_pieces(trace: Trace, reference: Trace) -> list[str]:
+    """Parameters that are an N-th of those of one process in one dimension, where not all ranks begin with the same."""
+    seen = read_rank_facts(trace.folder)[0]
+    mine, whole = trace.tensors("initial parameters"), reference.tensors("initial parameters")
+    names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape, len(seen))]
+    apart = any(rank.initial.get(name) != seen[0].initial.get(name) for rank in seen for name in names)
+    return names if apart else []
+
+
+def _is_part(part: tuple[int, ...], whole: tuple[int, ...], count: int) -> bool:
+    other = [(a, b) for a, b in zip(part, whole, strict=False) if a != b]
+    return len(part) == len(whole) and len(other) == 1 and other[0][0] * count == other[0][1]
+
+
+def _drop(trace: Trace, names: set[str]) -> None:
+    trace.pieces = frozenset(names)
+    facts = trace.facts
+    facts.trainable = [name for name in facts.trainable if name not in names]
+    facts.frozen = [name for name in facts.frozen if name not in names]
+    for step in facts.steps:
+        step.grad_norm = None  # of what rank 0 holds
+        step.replicas = [said for said in step.replicas if not names & {*said.split("'")[1].split("/")}]
+
+    def without(rank: RankFacts) -> RankFacts:
+        for digests in (rank.initial, rank.begun, rank.clipped):
+            for name in names & {*digests}:
+                del digests[name]
+        rank.parted = True
+        return rank
+
+    kept = [[asdict(without(rank)) for rank in step] for step in read_rank_facts(trace.folder)]
+    (trace.folder / RANKS_FILE).write_text(json.dumps(kept), encoding="utf-8")
