@@ -239,6 +239,28 @@ def test_layers_that_ranks_compute_together_by_hand(tmp_path: Path, whole: bool,
     assert correct or (first and first.quantity == "raw gradients"), report.lines
 
 
+UNEVEN = """
+model = torch.nn.parallel.DistributedDataParallel(model)
+whole = torch.randn(28, 3, generator=torch.Generator().manual_seed(1)).split(8)
+rank, size = dist.get_rank(), dist.get_world_size()
+parts = [rows[rank::size] for rows in whole]
+with model.join():
+    for rows in parts if rank == 0 else parts[:3]:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_updates_before_a_rank_runs_out_of_batches_can_be_proved(tmp_path: Path) -> None:
+    text = JOINED.replace("model =", "torch.manual_seed(0)\nmodel =") + UNEVEN
+    with pytest.raises(ConfigError, match=r"rank 1 has no more batches after 3 updates, .* with steps=3$"):
+        prove(tmp_path, text)
+    report = prove(tmp_path, text, steps=3)
+    assert report.mark == "PASS", report.lines
+
+
 BY_ROW = """
 from torch.func import functional_call, grad, vmap
 x = torch.arange(24.0).reshape(8, 3) / 24

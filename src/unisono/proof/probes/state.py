@@ -112,7 +112,8 @@ def restore_model(model: Any) -> Iterator[None]:
     """The same for parameters of a torch model, and what it keeps beside these and buffers: a counter, a generator."""
     found = find_kept(model)
     before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, digest_model(model)
-    parameters = [(one, one.detach().clone()) for one in model.parameters()] if hasattr(model, "parameters") else []
+    is_torch = "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module)
+    parameters = [(one, one.detach().clone()) for one in model.parameters()] if is_torch else []
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -128,6 +129,7 @@ class ScriptWatch:
             (Optimizer, "__init__", self._watch_creation(Optimizer.__init__)),
             (nn.Module, "__call__", self._watch_forward(nn.Module.__call__)),
             (torch.autograd, "backward", self._watch_backward(torch.autograd.backward)),
+            (_DDPJoinHook, "main_hook", self._watch_shadow(_DDPJoinHook.main_hook)),
             (_BaseDataLoaderIter, "_next_index", _watch_indices(_BaseDataLoaderIter._next_index)),
             (_BaseDataLoaderIter, "__next__", self._watch_batches(_BaseDataLoaderIter.__next__)),
             *((home, name, self._watch_clip(getattr(home, name))) for home, name in clips),
@@ -236,6 +238,20 @@ class ScriptWatch:
         self._kept.append(model)
         self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
         self._trained |= {id(parameter) for parameter in model.parameters()}
+
+    def _watch_shadow(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def shadow(hook: Any) -> Any:
+            made = 0 if self.records is None else self.records.steps
+            if made < self._steps:
+                raise ConfigError(
+                    f"rank {self._world.rank} has no more batches after {made} updates, and others go on under join(): "
+                    "an update that is made on some ranks only cannot be recorded. "
+                    + (f"Prove those before it with steps={made}" if made else "Give every rank a batch")
+                )
+            return original(hook)
+
+        return shadow
 
     # passes ----------------------------------------------------------------------------------------------------------
 
