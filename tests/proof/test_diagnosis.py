@@ -288,6 +288,17 @@ def test_what_the_task_counts_and_no_checkpoint_has_is_told_after_a_resume(tmp_p
     assert found.because.endswith("passes change self.calls, which no checkpoint has")
 
 
+@pytest.mark.parametrize(("digest", "key", "found"), [(2, 7, True), (1, 7, False), (2, 8, False)])
+def test_samples_of_other_micro_batches_are_compared_by_those_of_the_first_rows(
+    tmp_path: Path, digest: int, key: int, found: bool
+) -> None:
+    """As rows that depend on a clock, which each process reads for itself."""
+    mine, reference = trace(tmp_path / "mine", EVEN), trace(tmp_path / "one", [[8], [8]])
+    mine.facts.first_samples, reference.facts.first_samples = [[[digest, key]]], [[[1, 7], [3, 9]]]
+    told = diagnosis.diagnose(mine, reference, [failed("loss", 1)], 2)
+    assert told is not None and (told.fault == "The samples depend on the process") == found
+
+
 @pytest.mark.parametrize(
     ("starts", "kept", "fault"),
     [

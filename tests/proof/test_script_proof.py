@@ -239,6 +239,32 @@ def test_layers_that_ranks_compute_together_by_hand(tmp_path: Path, whole: bool,
     assert correct or (first and first.quantity == "raw gradients"), report.lines
 
 
+SPARSE = """
+table = torch.nn.Embedding(9, 2, sparse=True)
+optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+rank, size = dist.get_rank(), dist.get_world_size()
+for rows in torch.arange(32).remainder(9).split(8):
+    optimizer.zero_grad()
+    table(rows[rank::size]).square().mean().backward()
+    given = table.weight.grad.coalesce()
+    several = [[None] * size for _ in range(2)]
+    dist.all_gather_object(several[0], given.indices())
+    dist.all_gather_object(several[1], given.values() / size)
+    table.weight.grad = torch.sparse_coo_tensor(torch.cat(several[0], 1), torch.cat(several[1]), table.weight.shape)
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_sparse_gradients_of_an_embedding_are_compared(tmp_path: Path) -> None:
+    text = JOINED.replace("model =", "torch.manual_seed(0)\nmodel =") + SPARSE
+    report = prove(tmp_path, text)
+    assert report.mark == "PASS", report.lines
+    wrong = prove(tmp_path, text.replace("given.values() / size", "given.values()"))
+    first = wrong.verdicts[0].first
+    assert first is not None and first.quantity == "raw gradients", wrong.lines
+
+
 UNEVEN = """
 model = torch.nn.parallel.DistributedDataParallel(model)
 whole = torch.randn(28, 3, generator=torch.Generator().manual_seed(1)).split(8)

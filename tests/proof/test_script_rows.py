@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts
-from unisono.proof.scripts.rank_facts import RankFacts
-from unisono.proof.scripts.script_rows import drop_own_numbers, explain_other_rows
+from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts, write_rank_facts
+from unisono.proof.scripts.script_rows import count_shared_rows_once, drop_own_numbers, explain_other_rows
 
 
 def write_runs(
@@ -85,6 +86,31 @@ def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
     mine, reference = write_runs(tmp_path, [[[0, 2], [1, 3]]], [[0, 1, 2, 3]], DEALT)
     assert not drop_own_numbers(mine, reference)
     assert mine.facts.steps[0].rows == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "gradients", "shared"),
+    [
+        (("4", "4", "8"), [[0, 1], [0, 1]], 1.0, True),  # each rank has a part of the sequence
+        (("8", "8", "8"), [[0, 1], [0, 1]], 2.0, True),  # each computes a part of the model
+        (("8", "8", "8"), [[0, 1], [0, 1]], 1.0, False),  # all compute the same
+        (("4", "4", "8"), [[0, 1], [2, 3]], 1.0, False),
+    ],
+)
+def test_rows_whose_parts_ranks_compute_count_once(
+    tmp_path: Path, shapes: tuple[str, ...], rows: list[list[int]], gradients: float, shared: bool
+) -> None:
+    mine, reference = write_runs(tmp_path, [rows], [[0, 1]], (["r"], ["r"], ["r"]))
+    for trace, given in ((mine, shapes[:2]), (reference, shapes[2:])):
+        seen = read_rank_facts(trace.folder)
+        for rank, shape in zip(seen[0], given, strict=True):
+            rank.shape = shape
+        write_rank_facts(trace.folder, seen)
+    for number, value in enumerate((1.0, gradients)):
+        write_tensors(mine.folder, f"local gradients {number}", 0, {"0/a": np.full(3, value)})
+    assert count_shared_rows_once(mine, reference, "fp64") == shared
+    assert (mine.facts.steps[0].rows == [0, 1]) == shared
+    assert all(rank.parted == shared for rank in read_rank_facts(mine.folder)[0])
 
 
 def change_inputs(trace: Trace, inputs: list[str]) -> None:

@@ -364,7 +364,7 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         result.append(_build_invariant(SWITCHED, False, facts.evaluation_switched))
     if facts.mixed:
         result.append(_build_invariant("rows keep their places", False, facts.mixed))
-    if any(len(step.by_rank) > 1 and step.rows for step in steps):
+    if any(len(step.by_rank) > 1 and any(step.by_rank) for step in steps):
         shared = next((s for s in steps if _all_ranks_same_rows(s)), None)
         shown = f"{shared.by_rank}" if shared else ""
         result.append(_build_invariant("ranks computed different rows", shared is None, shown))

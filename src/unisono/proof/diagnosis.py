@@ -50,6 +50,8 @@ def diagnose(
         return build_diagnosis("The gradients depend on the call", why)
     if first.quantity in _OF_PARAMETERS and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
+    if first.quantity in _OF_PASSES and (why := _describe_first_samples(pattern)):  # other micro-batches compare none
+        return build_diagnosis("The samples depend on the process", why)
     if first.quantity == GRADIENT and mine.facts.replaced:
         return build_diagnosis("The optimizer was built before wrapping", mine.facts.replaced)
     if first.quantity in _INVARIANTS:
@@ -186,6 +188,14 @@ def _diagnose_samples(pattern: Pattern) -> Diagnosis:
     else:
         detail = f"{where}: of the same row, with the same generator, ranks {wrong} make what one process does not"
     return build_diagnosis("The samples depend on the process", detail)
+
+
+def _describe_first_samples(pattern: Pattern) -> str:
+    """In words, the ranks that make other samples of the first rows than one process, with the same generators."""
+    ours, theirs = pattern.mine.facts.first_samples, pattern.reference.facts.first_samples
+    pairs = [list(zip(rank, theirs[0], strict=False)) for rank in ours] if theirs else []
+    wrong = [n for n, rank in enumerate(pairs) if any(a[0] != b[0] and a[1] == b[1] for a, b in rank)]
+    return f"of the first rows, with the same generators, ranks {wrong} make other samples here" if wrong else ""
 
 
 def _diagnose_initial(pattern: Pattern) -> Diagnosis:

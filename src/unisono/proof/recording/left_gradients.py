@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch.numerics.gradients import local
+from unisono.proof.recording.local_gradients import dense
 
 
 class LeftGradients:
@@ -49,7 +50,7 @@ class LeftGradients:
 
     def _before_accumulation(self, parameter: Tensor, gradient: Tensor) -> None:
         key, before = id(parameter), parameter.grad
-        self._left[key] = key in self._used and before is not None and bool(local(before).any())
+        self._left[key] = key in self._used and before is not None and bool(dense(local(before)).any())
 
     def _after_accumulation(self, parameter: Tensor) -> None:
         """Called where a gradient was added or set, which `torch.autograd.grad` does not do."""

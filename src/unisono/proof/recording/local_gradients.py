@@ -43,8 +43,8 @@ class LocalGradients:
             self._passes = [one for one in self._passes if one] or [{}]
         if name in self._passes[-1]:  # every pass makes each gradient once
             self._passes.append({})
-        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        whole = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+        seen = dense(gradient.detach())
+        whole = seen.to(torch.complex128 if seen.is_complex() else torch.float64)
         self._passes[-1] |= sample_elements({name: whole.cpu().resolve_conj().numpy()})
 
     @property
@@ -62,6 +62,11 @@ class LocalGradients:
         if seen:
             write_tensors(folder, _moment(rank), step, seen)
         self.clear()
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient as a dense tensor; of an embedding it may be sparse."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def read_local_gradients(trace: Trace, rank: int, step: int) -> list[dict[str, Array]]:

@@ -244,9 +244,10 @@ class Trace:
         pieces: parameters that are left out of all tensors, since every process has its own part of them.
     """
 
+    pieces: frozenset[str] = frozenset()
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pieces: frozenset[str] = frozenset()
         values = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         for step in values["steps"]:
             step["parts"] = [Part(**part) for part in step["parts"]]

@@ -5,13 +5,11 @@ They are no copies of one another, and what one process has of them is larger: t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, read_rank_facts
+from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts, write_rank_facts
 from unisono.runtime.text import join_names
 
 
@@ -67,5 +65,4 @@ def _drop(trace: Trace, names: set[str]) -> None:
         rank.parted = True
         return rank
 
-    kept = [[asdict(without(rank)) for rank in step] for step in read_rank_facts(trace.folder)]
-    (trace.folder / RANKS_FILE).write_text(json.dumps(kept), encoding="utf-8")
+    write_rank_facts(trace.folder, [[without(rank) for rank in step] for step in read_rank_facts(trace.folder)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RANKS_FILE = "ranks.json"  # in the folder of a trace
@@ -47,6 +47,12 @@ def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
     """What the processes of a trace saw, step by step and rank by rank."""
     values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
     return [[RankFacts(**rank) for rank in step] for step in values]
+
+
+def write_rank_facts(folder: Path, ranks: Sequence[Sequence[RankFacts]]) -> None:
+    """Write them anew, where some of it was found to mean something else."""
+    kept = [[asdict(rank) for rank in step] for step in ranks]
+    (folder / RANKS_FILE).write_text(json.dumps(kept), encoding="utf-8")
 
 
 def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

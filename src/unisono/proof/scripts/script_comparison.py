@@ -25,7 +25,7 @@ from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
 from unisono.proof.scripts.rank_facts import read_rank_facts
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
-from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
@@ -34,7 +34,6 @@ from unisono.runtime.errors import ConfigError
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
 LATE = "it did not finish within"  # how the error of a run begins that took too long
-_GONE = re.compile("Connection (closed|reset) by peer")  # says gloo of a process that has ended or died
 _MIXED_PRECISION = re.compile(r"(?=.*\b(?:float|float32)\b)(?=.*\b(?:double|float64)\b)", re.IGNORECASE | re.DOTALL)
 
 
@@ -202,7 +201,7 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
             if waiting := describe_waiting(trace, world):
                 raise ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded") from None
             raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
-        if not error.fault and _GONE.search(str(error)):
+        if not error.fault and GONE.search(str(error)):
             ended = describe_ended(trace, world)
             told = f"{error}; {ended or 'another process is gone'}"
             fault = UnequalUpdatesError.fault if ended else "The run ended with an error"

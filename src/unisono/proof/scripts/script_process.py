@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
 from unisono.supervise.preemption import TooEarly
 
+GONE = re.compile("Connection (closed|reset) by peer")  # says gloo of a process that has ended or died
 _CASTS: dict[Any, Any] = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16}
 
 
@@ -123,7 +125,7 @@ def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:
     except UnisonoError:
         raise
     except BaseException as error:  # a script may call sys.exit
-        if not isinstance(error, TooEarly):  # another process has failed, which says so itself
+        if not (isinstance(error, TooEarly) or GONE.search(str(error))):  # another process has failed, which says so
             traceback.print_exc()
         what = traceback.format_exception_only(error)[-1].strip()
         raise ScriptError(f"rank {rank}: {what} ({user_line(traceback.extract_tb(error.__traceback__))})") from error

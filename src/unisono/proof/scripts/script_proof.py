@@ -134,6 +134,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     if reference is None:
         return Report(*runs.judge(adaptive=False))
     pieces = drop_pieces([trace for name, trace in runs.traces.items() if name != one.name], reference)
+    for trace in runs.traces.values():
+        script_rows.count_shared_rows_once(trace, reference, runs.run.precision)
     own = {name for name, trace in runs.traces.items() if script_rows.drop_own_numbers(trace, reference)}
     checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.rank_facts import RankFacts, all_given_the_same, find_telling_steps, read_rank_facts
+from unisono.proof.scripts.rank_facts import (
+    RankFacts,
+    all_given_the_same,
+    find_telling_steps,
+    read_rank_facts,
+    write_rank_facts,
+)
+from unisono.proof.scripts.self_check import computes_in_parts
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
 
@@ -31,6 +38,29 @@ def drop_own_numbers(mine: Trace, reference: Trace) -> bool:
         return False
     for step in mine.facts.steps:
         step.rows, step.by_rank = [], [[] for _ in step.by_rank]
+    return True
+
+
+def count_shared_rows_once(mine: Trace, reference: Trace, precision: str) -> bool:
+    """Give a run whose ranks each compute a part of every row its rows once; whether they do so.
+
+    All ranks draw the rows that one process has. Their models are given another shape than that of one process (a part
+    of a sequence), or compute other gradients of the same inputs.
+    """
+    ours, theirs = read_rank_facts(mine.folder), read_rank_facts(reference.folder)
+    steps = list(zip(ours, theirs, mine.facts.steps, reference.facts.steps, strict=False))
+    if len(ours[0]) == 1 or not all(r.rows for _, _, _, r in steps):
+        return False
+    if any(sorted(rows) != r.rows for _, _, m, r in steps for rows in m.by_rank):
+        return False
+    other = all(rank.shape not in ("", one[0].shape) for seen, one, _, _ in steps for rank in seen)
+    if not other and not computes_in_parts(mine, ours, precision):
+        return False
+    for seen, _, m, r in steps:
+        m.rows, m.by_rank = list(r.rows), [[] for _ in m.by_rank]
+        for rank in seen:
+            rank.inputs, rank.parted = [], True
+    write_rank_facts(mine.folder, ours)
     return True
 
 

@@ -176,7 +176,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     averages = [_average(step, seen) for step, seen in zip(trace.facts.steps, ranks, strict=True)]
     shown, unexplained, remedy, inside, partly, alone, factor = "", "", "", "", False, True, 0.0
 
-    parted = any(rank.parted for seen in ranks for rank in seen) or _computes_in_parts(trace, ranks, precision)
+    parted = any(rank.parted for seen in ranks for rank in seen) or computes_in_parts(trace, ranks, precision)
 
     def note(check: str, step: int, what: str) -> None:
         worst.setdefault(check, Difference(math.inf, step + 1, what))
@@ -281,7 +281,7 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
     )
 
 
-def _computes_in_parts(trace: Trace, ranks: Sequence[Sequence[RankFacts]], precision: str) -> bool:
+def computes_in_parts(trace: Trace, ranks: Sequence[Sequence[RankFacts]], precision: str) -> bool:
     """Whether ranks that begin alike compute other gradients from the same inputs, without a draw: each its part."""
     seen = ranks[0]
     if len(seen) == 1 or trace.facts.random or not seen[0].inputs or not all_given_the_same(seen):
