@@ -154,6 +154,23 @@ def test_one_difference_fails_one_quantity_at_its_step(
     assert worst.step == at
 
 
+@pytest.mark.parametrize(("before", "mark"), [(1.0, "PASS"), (1e-9, "FAIL")])
+def test_a_state_whose_gradients_cancel_is_compared_with_what_was_in_it(
+    tmp_path: Path, before: float, mark: str
+) -> None:
+    """As the momentum of a bias whose gradient changes its sign, under bf16."""
+
+    def small(value: float) -> Change:
+        def change(facts: RunFacts, tensors: dict[Any, Any]) -> None:
+            tensors["optimizer state", 0] = {"optimizer/w/m": np.full(3, before)}
+            tensors["optimizer state", 1] = {"optimizer/w/m": np.full(3, value)}
+
+        return change
+
+    mine, one = trace(tmp_path / "mine", 2, small(1e-13)), trace(tmp_path / "one", 1, small(1.5e-13))
+    assert {c.quantity: c.mark for c in compare_traces(mine, one, TOLERANCE, adaptive=False)}["optimizer state"] == mark
+
+
 def test_where_rounding_alone_goes_far_agreement_says_nothing(tmp_path: Path) -> None:
     mine, one = trace(tmp_path / "mine", 2), trace(tmp_path / "one")
     found = {c.quantity: c for c in compare_traces(mine, one, {**TOLERANCE, "raw gradients": 0.8}, adaptive=False)}

@@ -167,8 +167,10 @@ def find_zero_gradient_elements(
     return {name: part for name, part in both.items() if part.any()}
 
 
-def relative_distances(mine: Mapping[str, Array], reference: Mapping[str, Array]) -> dict[str, float]:
-    """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖) per tensor; infinite where it is on one side only or of another shape."""
+def relative_distances(
+    mine: Mapping[str, Array], reference: Mapping[str, Array], least: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖, least) per tensor; infinite where it is on one side or of another shape."""
     whole = _norm(reference.values())
     result = {}
     for name in sorted({*mine, *reference}):
@@ -178,7 +180,7 @@ def relative_distances(mine: Mapping[str, Array], reference: Mapping[str, Array]
         elif np.array_equal(a, b):
             result[name] = 0.0
         else:
-            size = max(_norm([b]), _SMALL_TENSOR * whole)
+            size = max(_norm([b]), _SMALL_TENSOR * whole, (least or {}).get(name, 0.0))
             distance = _norm([np.subtract(a, b, dtype=np.float64)]) / size if size else math.inf
             result[name] = distance if math.isfinite(distance) else math.inf
     return result
@@ -259,6 +261,12 @@ def _differences(
                 if m.buffers:
                     yield Difference(math.inf, number + 1, join_names(m.buffers))
                 yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
+        case "optimizer state":  # a sum of gradients that cancel has the rounding of those that were in it before
+            largest: dict[str, float] = {}
+            for number, _, _ in pairs:
+                for one in _moment_differences(mine, reference, quantity, number, left_out, parts, largest):
+                    largest[one.name] = max(largest.get(one.name, 0.0), one.reference or 0.0)
+                    yield one
         case _:
             for number, _, _ in pairs:
                 yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
@@ -271,6 +279,7 @@ def _moment_differences(
     step: int | None,
     left_out: frozenset[str],
     parts: Mapping[str, NDArray[np.bool_]],
+    least: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
     number = 0 if step is None else step + 1
     if not (left_out or parts) and mine.shares(reference, moment, step):
@@ -283,11 +292,13 @@ def _moment_differences(
             if part is not None and part.shape == value.shape:
                 value[part] = 0
     a, b = ({n: v for n, v in values.items() if _parameter_name(n) not in left_out} for values in (ours, theirs))
-    yield from _tensor_differences(a, b, number)
+    yield from _tensor_differences(a, b, number, least)
 
 
-def _tensor_differences(mine: Mapping[str, Array], reference: Mapping[str, Array], step: int) -> Iterator[Difference]:
-    for name, size in relative_distances(mine, reference).items():
+def _tensor_differences(
+    mine: Mapping[str, Array], reference: Mapping[str, Array], step: int, least: Mapping[str, float] | None = None
+) -> Iterator[Difference]:
+    for name, size in relative_distances(mine, reference, least).items():
         a, b = (_norm([values[name]]) if name in values else None for values in (mine, reference))
         yield Difference(size, step, name, a, b)
 
