@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from unisono.proof.scripts import rank_progress
 from unisono.proof.scripts.rank_progress import RankProgress, UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.runtime.errors import ConfigError
 
@@ -51,16 +52,20 @@ def test_a_rank_whose_update_another_one_leaves_out_learns_both_counts(tmp_path:
     thread.join()
 
 
-def test_a_rank_that_begins_before_one_that_waits_for_it_ends_with_the_reason(tmp_path: Path) -> None:
-    """As the second stage of a pipeline by hand waits for what the first one computes."""
+def test_a_rank_that_begins_before_one_that_waits_for_it_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second stage of a pipeline by hand waits for what the first one computes; a slow one is waited for."""
+    monkeypatch.setattr(rank_progress, "_RECEIVING", 0.1)
     first, second = build(tmp_path)
     thread = later(second.begin_records)
     first.begin_records()
     thread.join()
     (tmp_path / "pipeline").mkdir()
-    alone, _ = build(tmp_path / "pipeline", timeout=0.1)
-    with pytest.raises(ConfigError, match="rank 0 begins its first forward pass, and rank 1 had begun none"):
-        alone.begin_records()
+    first, second = build(tmp_path / "pipeline")
+    second.begin_receiving()
+    with pytest.raises(ConfigError, match="rank 0 begins its first forward pass, and rank 1 waits for what another"):
+        first.begin_records()
 
 
 def test_a_rank_that_waits_for_one_in_the_same_pass_goes_on_waiting(tmp_path: Path) -> None:

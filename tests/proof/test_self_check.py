@@ -94,6 +94,13 @@ def test_gradients_that_an_optimizer_reduces_inside_of_its_step_are_not_seen(tmp
     assert self_check.EQUAL in {c.quantity for c in check.found if c.mark == "ABSTAIN"}
 
 
+def test_a_state_that_an_optimizer_keeps_of_each_ranks_own_gradients_is_no_drift_of_parameters(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", build_ranks(), OWN, [[0.1], [0.1]])
+    trace.facts.steps[0].replicas = ["'optimizer/a/momentum' is not the same on ranks [0] and [1]"]
+    check = self_check.check_run(trace, "fp64")
+    assert (find_failed(trace), check.inside) == (([], ""), self_check.OWN_STATE)
+
+
 def test_a_gradient_that_is_rounding_is_not_called_synchronised(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", build_ranks(), [own | {"c": np.full(3, 1e-18)} for own in OWN], [[0.1], [0.1]])
     assert find_failed(trace) == ([self_check.EQUAL], "Gradients are not synchronised")

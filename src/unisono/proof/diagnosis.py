@@ -62,9 +62,8 @@ def diagnose(
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
     detail = _RULES[first.quantity](pattern)
     kept = pattern.root.kept_by_task
-    by_factor = (
-        bool(kept) and first.worst.step > 1 and detail.fault.endswith("scaled by N")
-    )  # a state may have any effect
+    # A state may have any effect, that of a factor too.
+    by_factor = bool(kept) and first.worst.step > 1 and detail.fault.endswith("scaled by N")
     is_neutral = first.quantity in _OF_PASSES and (
         " depends on the " in detail.fault or " depend on " in detail.fault or by_factor
     )

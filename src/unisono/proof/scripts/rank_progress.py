@@ -15,13 +15,9 @@ from typing import Any
 from unisono.runtime.errors import ConfigError, UnisonoError
 
 _PATIENCE = 0.2  # of the time that a run may take
-_BEGIN = {
-    "begun": False,
-    "updates": 0,
-    "passes": 0,
-    "since": 0,
-    "ended": False,
-}  # passes in all, and since the last update
+_RECEIVING = 5.0  # seconds, of a process that waits for what another one sends
+# How many backward passes in all, and since the last update; whether it receives, or has begun to train, or has ended.
+_BEGIN = {"receives": False, "begun": False, "updates": 0, "passes": 0, "since": 0, "ended": False}
 
 
 class UnequalUpdatesError(UnisonoError):
@@ -83,6 +79,11 @@ class RankProgress:
         self._rank, self._patience = rank, _PATIENCE * timeout
         self._mine = dict(_BEGIN)
 
+    def begin_receiving(self) -> None:
+        """Before it trains, this process waits for what another one sends."""
+        self._mine["receives"] = True
+        self._tell()
+
     def begin_records(self) -> None:
         """Wait until all processes are where they begin to train.
 
@@ -92,13 +93,13 @@ class RankProgress:
         self._mine["begun"] = True
         self._tell()
         since = time.monotonic()
-        while late := [rank for rank, one in self._read().items() if not one["begun"]]:
-            if time.monotonic() - since > self._patience:
+        while late := {rank: one for rank, one in self._read().items() if not one["begun"]}:
+            receiving = [rank for rank, one in late.items() if one["receives"]]
+            if receiving and time.monotonic() - since > _RECEIVING:
                 raise ConfigError(
-                    f"rank {self._rank} begins its first forward pass, and rank {late[0]} had begun none after "
-                    f"{self._patience:.0f} s more. All ranks are recorded together, so a script whose ranks compute "
-                    "one after the other (stages of a pipeline) cannot be proved; prove its model on one process. If "
-                    "the rank only prepares data for so long, raise timeout="
+                    f"rank {self._rank} begins its first forward pass, and rank {receiving[0]} waits for what another "
+                    "one sends. All ranks are recorded together, so a script whose ranks compute one after the other "
+                    "(stages of a pipeline) cannot be proved; prove its model on one process"
                 )
             time.sleep(0.002)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import re
 import runpy
 import sys
@@ -20,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from unisono.proof.scripts.rank_progress import RankProgress
+from unisono.proof.scripts.row_digests import digest_rows
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
+_RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it in a pipeline
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
 _SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
@@ -129,6 +130,7 @@ class ScriptWatch:
             (Optimizer, "__init__", self._watch_creation(Optimizer.__init__)),
             (nn.Module, "__call__", self._watch_forward(nn.Module.__call__)),
             (torch.autograd, "backward", self._watch_backward(torch.autograd.backward)),
+            *((dist, name, self._watch_receive(getattr(dist, name))) for name in _RECEIVES),
             (_DDPJoinHook, "main_hook", self._watch_shadow(_DDPJoinHook.main_hook)),
             (_BaseDataLoaderIter, "_next_index", _watch_indices(_BaseDataLoaderIter._next_index)),
             (_BaseDataLoaderIter, "__next__", self._watch_batches(_BaseDataLoaderIter.__next__)),
@@ -239,6 +241,15 @@ class ScriptWatch:
         self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
         self._trained |= {id(parameter) for parameter in model.parameters()}
 
+    def _watch_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def receive(*args: Any, **named: Any) -> Any:
+            if self.records is None:
+                self.progress.begin_receiving()
+            return original(*args, **named)
+
+        return receive
+
     def _watch_shadow(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def shadow(hook: Any) -> Any:
@@ -272,7 +283,7 @@ class ScriptWatch:
             records = self.records
             if records is None or id(module) not in self._members:
                 return original(module, *args, **named)
-            digests, shape = _row_digests((args, named))
+            digests, shape = digest_rows((args, named))
             records.seen.inputs += digests
             records.seen.shape = shape or records.seen.shape
             records.before_forward()
@@ -385,40 +396,6 @@ def _row_numbers(indices: Any) -> list[int]:
     """The rows of a batch, as its sampler names them; none for a data set without numbers."""
     each = indices if isinstance(indices, list | tuple) else [indices]
     return [int(index) for index in each if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)]
-
-
-def _row_digests(inputs: Any) -> tuple[list[str], str]:
-    """A digest of every row of the tensors among a model's inputs, and the shape of one row.
-
-    Double precision is rounded to single: what another model has made (a generator) differs by rounding between runs.
-    """
-    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not _made_by_parameters(leaf)]
-    tensors = [tensor for tensor in given if tensor.dim() and tensor.numel()]
-    if not tensors:
-        return [], ""
-    count = len(tensors[0])
-    arrays = [t.detach().cpu() for t in tensors if len(t) == count]
-    plain = [
-        (a.float() if a.dtype in (torch.bfloat16, torch.float64) else a).reshape(count, -1).numpy() for a in arrays
-    ]
-    rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
-    shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
-    return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
-
-
-def _made_by_parameters(tensor: Tensor) -> bool:
-    """Whether a model has made it, with parameters that are trained; data may need a gradient, too."""
-    if tensor.grad_fn is None:
-        return isinstance(tensor, nn.Parameter)
-    left, seen = [tensor.grad_fn], {tensor.grad_fn}
-    while left:
-        node = left.pop()
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        new = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= new
-        left += new
-    return False
 
 
 def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:

@@ -39,6 +39,7 @@ _GRADIENTS = ("raw gradients", "gradient norm", "clipped gradients")
 _PARAMETERS = ("optimizer state", "parameters", "replicas")
 _UNSEEN = {  # where a run shows by itself that a script reduces something by itself
     self_check.INSIDE: _GRADIENTS,
+    self_check.OWN_STATE: (*_GRADIENTS, "optimizer state", "replicas"),
     self_check.TOGETHER: (*_GRADIENTS, *_PARAMETERS, "buffers"),
     self_check.SENT: _PARAMETERS,
 }

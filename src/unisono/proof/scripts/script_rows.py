@@ -124,10 +124,10 @@ def explain_other_rows(mine: Trace, reference: Trace) -> tuple[str, int]:
                     told = f"{at}: the model is given {len(more)} rows on {full}, and all but {left} of them on {less}"
                     return f"{told}; the steps before agree", step + 1
             shared = (Counter(a) & Counter(b)).total()
-            some = f", but for {shared} of {len(b)} rows," if shared else ""
+            some = f", but for {shared} of {len(b)} rows" if shared else ""
             dealt = "dealt out otherwise, or " if shared else ""
             return (
-                f"{at}: other inputs than on one process{some or ';'} that is no fault if every process draws its own, "
+                f"{at}: other inputs than on one process{some}; that is no fault if every process draws its own, "
                 f"and one if rows are {dealt}scaled by statistics of a rank's part of the data, or mixed with others "
                 "of their batch"
             ), step + 1

@@ -54,6 +54,10 @@ INSIDE = (
     "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
     "inside, where they cannot be seen"
 )
+OWN_STATE = (
+    "gradients and the optimizer's state differ between ranks, and parameters agree after the update, so the optimizer "
+    "reduces something inside of its step (gradients, signs, updates), which cannot be seen"
+)
 TOGETHER = (
     "gradients differ between ranks, and so do parameters after the update, but not before the next one: the script "
     "brings them together by itself (averages them, sends those of one rank), which cannot be seen"
@@ -210,6 +214,8 @@ def check_run(trace: Trace, precision: str) -> SelfCheck:
                 note(CLIPPED, step, f"when they were clipped, {what}")
             elif not trace.facts.steps[step].replicas:  # nor the optimizer's state
                 inside = inside or INSIDE
+            elif all(said.startswith("'optimizer/") for said in trace.facts.steps[step].replicas):
+                inside = inside or OWN_STATE
             elif _is_undone(ranks, step, inside == TOGETHER):
                 inside = TOGETHER
             else:
