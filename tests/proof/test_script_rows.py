@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +29,8 @@ def write_runs(
         ]
         write_facts(folder / name, RunFacts(steps=facts))
         own = range(2) if name == "many" else [2]
-        seen = [[asdict(RankFacts(inputs=inputs[n], sources=[lengths[n]])) for n in own] for _ in steps]
-        (folder / name / "ranks.json").write_text(json.dumps(seen))
+        seen = [[RankFacts(inputs=inputs[n], sources=[lengths[n]]) for n in own] for _ in steps]
+        write_rank_facts(folder / name, seen)
         traces.append(Trace(folder / name))
     return traces[0], traces[1]
 
@@ -115,9 +113,9 @@ def test_rows_whose_parts_ranks_compute_count_once(
 
 def change_inputs(trace: Trace, inputs: list[str]) -> None:
     """Of the last rank, in step 2."""
-    seen = json.loads((trace.folder / "ranks.json").read_text())
-    seen[1][-1]["inputs"] = inputs
-    (trace.folder / "ranks.json").write_text(json.dumps(seen))
+    seen = read_rank_facts(trace.folder)
+    seen[1][-1].inputs = inputs
+    write_rank_facts(trace.folder, seen)
 
 
 @pytest.mark.parametrize(

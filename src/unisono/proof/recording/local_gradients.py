@@ -69,6 +69,11 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
+def dense_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of all parameters that have one, as they are now."""
+    return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
+
+
 def read_local_gradients(trace: Trace, rank: int, step: int) -> list[dict[str, Array]]:
     """Elements of what each backward pass of a rank made, pass by pass; none where nothing was seen."""
     passes: dict[int, dict[str, Array]] = {}

@@ -25,7 +25,7 @@ from unisono.proof.recording.trace import Trace
 from unisono.proof.scripts import script_comparison, script_rows, self_check
 from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.script_arguments import fill_arguments
-from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
+from unisono.proof.scripts.script_comparison import Report, ScriptRuns, find_other_buffers, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
@@ -151,8 +151,8 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
             note_reduction(judged, checks[judged.case], checks[one.name])
             judged.invariants += [describe_pieces(pieces)] if pieces else []
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
-            other = script_comparison.find_other_buffers(runs.traces[judged.case], reference, runs.run.precision)
-            if judged.first and other:
+            trace = runs.traces[judged.case]
+            if judged.first and (other := find_other_buffers(trace, reference, runs.run.precision)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
     name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
     unseen = _describe_unseen(reference, runs.run.steps)

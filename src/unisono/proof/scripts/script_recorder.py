@@ -29,7 +29,7 @@ from unisono.engines.torch.numerics.gradients import local
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
-from unisono.proof.recording.local_gradients import LocalGradients, dense
+from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
 from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.followed_models import FollowedModels
@@ -140,7 +140,7 @@ class Records:
     def copy_gradients(self) -> dict[str, Tensor]:
         """The gradients as they are now, by parameter."""
         parameters = by_plain_name(self._model.named_parameters())
-        return {name: dense(p.grad.detach()).clone() for name, p in parameters.items() if p.grad is not None}
+        return {name: gradient.detach().clone() for name, gradient in dense_gradients(parameters).items()}
 
     def keep_unclipped(self, before: dict[str, Tensor]) -> None:
         """Keep gradients as they were before they were clipped; of several times since a backward pass, the first.
@@ -302,7 +302,7 @@ class Records:
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
         named = by_plain_name(self._model.named_parameters())
         parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
-        now = {name: dense(parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None}
+        now = dense_gradients(parameters)
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
         self._facts.frozen = [name for name in self._facts.frozen if name not in thawed]
         self._facts.trainable += thawed  # from now on
@@ -382,7 +382,7 @@ class Records:
         if all(rank == before[0] for rank in before) or self._clips:
             return
         named = by_plain_name(self._model.named_parameters())
-        now = {n: dense(p.grad) for n, p in named.items() if n in self.seen.clipped and p.grad is not None}
+        now = {name: g for name, g in dense_gradients(named).items() if name in self.seen.clipped}
         after = self._group.gather(model_facts.digest_plain(now), "digests of gradients after an update")
         if after[0].keys() == before[0].keys() and all(rank == after[0] for rank in after):
             self.seen.clipped = after[0]
