@@ -9,12 +9,12 @@ from tests.recipes.birdsong.small import shown, task
 from unisono import ConfigError, DataError, SampleContext, generator
 from unisono.recipes.birdsong.data.augment import augment_clip, mask_order, views
 from unisono.recipes.birdsong.data.synthetic import Songs
-from unisono.recipes.birdsong.settings import Augment, Synthetic
+from unisono.recipes.birdsong.settings import Augment, SyntheticData
 
 
 def songs(part: str = "training", **changes: object) -> Songs:
     config = {"kind": "synthetic", "species": 4, "recordings": 48, "held_out": 16, "seconds": 1.5, "rate": 8000}
-    return Songs(Synthetic.model_validate({**config, **changes}), part)
+    return Songs(SyntheticData.model_validate({**config, **changes}), part)
 
 
 def test_a_song_is_a_function_of_its_row() -> None:

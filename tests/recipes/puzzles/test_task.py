@@ -13,6 +13,8 @@ import torch
 from tests import processes
 from tests.recipes.puzzles.puzzles_for_tests import small_sudokus, write_arc, write_csv, write_mazes
 from tests.runs import Trace, configuration, distance, trace
+from unisono import DataError, prepare
+from unisono.data.order.planning import checkable_sources
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.base import fields_of, with_kind
 from unisono.recipes.puzzles.model import act
@@ -178,6 +180,20 @@ def test_an_evaluation_makes_all_steps_and_notes_where_each_row_would_have_halte
         assert (outputs["early"][row] == answers[halt][0][row]).all()
     metrics = made.loss(made_outputs, batch, context).metrics
     assert metrics["halting/steps"][0] == sum(halts) + 10 and metrics["exact"][1] == 10
+
+
+def test_a_prepared_shard_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
+    for part, (preparation, _) in task(data={**DATA, "augmentations": 2}).preparation().items():
+        prepare.prepare(preparation, tmp_path / part)
+    made = task(data={"kind": "prepared", "path": tmp_path})
+    for rows, part in ((made.data(), "train"), (made.held_out(), "test")):
+        (source,) = checkable_sources(rows)
+        source.check_files()
+        (shard,) = (tmp_path / part).glob("*.arrow")
+        with shard.open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(DataError, match=f"{shard} has changed since it was opened"):
+            source.check_files()
 
 
 def test_votes_over_augmentations_find_the_answer_that_most_of_them_give(tmp_path: Path) -> None:

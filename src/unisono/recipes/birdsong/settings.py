@@ -21,7 +21,7 @@ Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 # data -----------------------------------------------------------------------------------------------------------
 
 
-class Synthetic(Settings):
+class SyntheticData(Data):
     """The example that needs no download: songs made on the spot, of species with different calls."""
 
     kind: Literal["synthetic"]
@@ -37,14 +37,10 @@ class Synthetic(Settings):
     seed: NonNegativeInt = Field(0, description="seed for species and songs")
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Synthetic:
+    def _agrees_with_itself(self) -> SyntheticData:
         if self.most > self.species:
             raise ValueError(f"data.most={self.most} species in a recording, but data.species={self.species}")
         return self
-
-
-class SyntheticData(Data, Synthetic):
-    """`data=synthetic`."""
 
 
 class RecordingsData(Data):

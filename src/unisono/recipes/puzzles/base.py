@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unisono import Batch, ConfigError, DataError, Joined, SampleContext, Source, Task, cache_dir, read_asset
+from unisono import Batch, ConfigError, DataError, Joined, Mapped, SampleContext, Source, Task, cache_dir, read_asset
 from unisono.recipes.puzzles import settings
 from unisono.recipes.puzzles.data.arrays import StoredPuzzle
 from unisono.recipes.puzzles.data.formats import ARC_COLOURS, Puzzle, format_from_json, format_to_json
-from unisono.recipes.puzzles.data.library import Library, open_libraries
+from unisono.recipes.puzzles.data.library import Library, PuzzleSource, open_libraries
 from unisono.recipes.puzzles.data.prepared import PuzzlePreparation
 from unisono.recipes.puzzles.data.tables import grid_to_json, puzzle_to_text
 from unisono.recipes.puzzles.model import scores
@@ -27,25 +26,6 @@ _LEVELS = 4  # of ratings
 KIND = "kind"  # the array of a batch of several kinds that says which one it holds
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 Fields = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class KindSource:
-    """Puzzles of one kind; each record is the name of the kind and a puzzle."""
-
-    kind: str
-    puzzles: Source
-
-    def __len__(self) -> int:
-        return len(self.puzzles)
-
-    def __getitem__(self, row: int) -> tuple[str, Puzzle | StoredPuzzle]:
-        return self.kind, self.puzzles[row]
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the puzzles."""
-        return getattr(self.puzzles, "fingerprint", None)
 
 
 class PuzzlesBase(Task):
@@ -73,14 +53,14 @@ class PuzzlesBase(Task):
 
     def data(self) -> Source | Mapping[str, Source]:
         """The puzzles to train on; of several kinds, by name."""
-        rows: dict[str, Source] = {name: KindSource(name, library.training) for name, library in self.libraries.items()}
+        rows: dict[str, Source] = {name: _with_name(name, library.training) for name, library in self.libraries.items()}
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def held_out(self) -> Source | None:
         """The held-out puzzles, one kind after another."""
         found = {name: library.held_out for name, library in self.libraries.items()}
         rows = {
-            name: KindSource(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)
+            name: _with_name(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)
         }
         return Joined(rows) if len(rows) > 1 else next(iter(rows.values()), None)
 
@@ -331,6 +311,17 @@ class PuzzlesBase(Task):
     def _level(self, kind: str, rating: float) -> int:
         edges = self._edges[kind]
         return -1 if len(edges) < 2 or not np.isfinite(rating) else int(np.searchsorted(edges[:-1], rating))
+
+
+def _with_name(kind: str, puzzles: PuzzleSource) -> Mapped:
+    """The puzzles of a kind, each as the name of the kind and the puzzle; with their own fingerprint."""
+    rows = Mapped(puzzles, partial(_pair, kind), kind)
+    rows.fingerprint = getattr(puzzles, "fingerprint", None)
+    return rows
+
+
+def _pair(kind: str, puzzle: Puzzle | StoredPuzzle) -> tuple[str, Puzzle | StoredPuzzle]:
+    return kind, puzzle
 
 
 def _level_names(edges: Sequence[float]) -> list[str]:

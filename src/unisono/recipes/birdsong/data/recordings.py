@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, Recordings, audio, cut_windows, hold_out, nearest, open_recordings
+from unisono import DataError, Recordings, Subset, audio, cut_windows, hold_out, nearest, open_recordings
 from unisono.recipes.birdsong.data.events import read_events
 from unisono.recipes.birdsong.data.labels import Labels, class_names, classes_of, number_classes
 from unisono.recipes.birdsong.settings import RecordingsData
@@ -26,7 +26,7 @@ STARTS, FILES = ("start_time",), ("filepath", "file_path", "original_file")
 
 
 @dataclass(eq=False)
-class LabelledRecordings:
+class LabelledRecordings(Subset):
     """Recordings or windows as records: `audio`, `name`, `row`, `labels`, `known`, `group`, `window`.
 
     `known` says whether the classes are: a row that is known to have none is one in which no bird is heard.
@@ -47,15 +47,11 @@ class LabelledRecordings:
     rows: NDArray[np.int64]
     starts: NDArray[np.float64] | None = None
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, row: int, /) -> dict[str, Any]:
         """The record of a row."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+        record = super().__getitem__(row)
         place = int(self.rows[row])
-        record, labels = self.source[place], self.labels[place]
+        labels = self.labels[place]
         given = {name: record[name] for name in ("audio", "name", "row", "window") if name in record}
         if self.starts is not None and np.isfinite(self.starts[place]):
             given["window"] = audio.Window(float(self.starts[place]))
@@ -73,25 +69,6 @@ class LabelledRecordings:
         digest.update(self.rows.tobytes() + (b"" if self.starts is None else self.starts.tobytes()))
         digest.update(json.dumps([list(self.labels), list(self.group_names), self.classes]).encode())
         return digest.hexdigest()
-
-    @property
-    def remote(self) -> bool:
-        """Whether rows are read from a URL."""
-        return bool(self.source.remote)
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The files as JSON."""
-        manifest: dict[str, Any] = self.source.manifest
-        return manifest
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Refuse other data than those of an earlier manifest."""
-        self.source.check_same(before)
-
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Refuse files that have changed since they were opened."""
-        self.source.check_files(share, shares)
 
 
 def open_split(config: RecordingsData) -> tuple[LabelledRecordings, LabelledRecordings | None]:

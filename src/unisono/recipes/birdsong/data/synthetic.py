@@ -7,7 +7,6 @@ Recording *i* is a pure function of the settings and *i*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import generator, key
-from unisono.recipes.birdsong.settings import Synthetic
+from unisono import Data, generator, key
+from unisono.recipes.birdsong.settings import SyntheticData
 
 Array = NDArray[np.float32]
 _KINDS = ("whistle", "rise", "trill", "buzz", "fall", "warble")
@@ -57,7 +56,7 @@ class Songs:
         classes: names of the species.
     """
 
-    def __init__(self, config: Synthetic, part: str) -> None:
+    def __init__(self, config: SyntheticData, part: str) -> None:
         self._config, self._part = config, part
         self._size = config.recordings if part == "training" else config.held_out
         self.classes = tuple(f"species {number + 1}" for number in range(config.species))
@@ -97,9 +96,7 @@ class Songs:
     @property
     def fingerprint(self) -> str:
         """Of the settings that decide the recordings."""
-        chosen: Mapping[str, Any] = Synthetic.model_validate(
-            {name: getattr(self._config, name) for name in Synthetic.model_fields}
-        ).model_dump(mode="json")
+        chosen = self._config.model_dump(mode="json", exclude=set(Data.model_fields))
         return f"songs-{key(self._part, *(f'{name}={value}' for name, value in sorted(chosen.items()))):016x}"
 
 
