@@ -194,6 +194,21 @@ def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> d
     }
 
 
+def assert_same(mine: Trace, one: Trace, floor: float, norms: float | None = None) -> None:
+    """Two runs saw the same rows and computed the same, up to rounding; norms of gradients only where asked for."""
+    assert mine.rows == one.rows
+    assert max(distance(mine.before, one.before).values()) == 0
+    for kind in ("gradients", "parameters", "average"):
+        found = distance(getattr(mine, kind), getattr(one, kind))
+        assert max(found.values(), default=0.0) < floor, (kind, max(found, key=lambda name: found[name]))
+    np.testing.assert_allclose(mine.losses, one.losses, rtol=floor)
+    if norms is not None:
+        np.testing.assert_allclose(mine.norms, one.norms, rtol=norms)
+    for a, b in zip(mine.metrics, one.metrics, strict=True):
+        assert a == pytest.approx(b, rel=floor)
+    assert mine.evaluation == pytest.approx(one.evaluation, rel=floor)
+
+
 # runs of the loop, without a launcher ---------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests import processes
 from tests.proofs.matrix import LAYOUTS, without_gradient
 from tests.recipes.speech import made
-from tests.runs import SGD, Trace, configuration, distance, traces
+from tests.runs import SGD, Trace, assert_same, configuration, traces
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.speech.settings import Manifest
 from unisono.recipes.speech.task import Speech
@@ -59,13 +59,7 @@ def agree(mine: Trace, reference: Trace) -> None:
     assert len(set(reference.losses)) == 3
     assert not without_gradient(reference)
     assert all(np.any(reference.parameters[name] != before) for name, before in reference.before.items())
-    assert mine.rows == reference.rows
-    for quantity in ("before", "gradients", "parameters"):
-        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
-        assert max(worst.values()) < (TOLERANCE if quantity != "before" else 1e-300), (quantity, worst)
-    for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
-        assert ours == pytest.approx(theirs, rel=TOLERANCE)
-    assert mine.evaluation == pytest.approx(reference.evaluation, rel=TOLERANCE)
+    assert_same(mine, reference, TOLERANCE)
 
 
 def test_two_processes_train_what_one_trains_though_one_of_them_has_no_audio(tmp_path: Path) -> None:
