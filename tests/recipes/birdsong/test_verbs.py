@@ -80,18 +80,6 @@ def test_pixio_draws_what_it_reconstructs(tmp_path: Path) -> None:
     assert found == {"step-00000002-reconstruction.png", "step-00000004-reconstruction.png"}
 
 
-def test_a_run_is_not_resumed_with_another_encoder(tmp_path: Path) -> None:
-    assert unisono(tmp_path, *SYNTHETIC, "run.name=one").returncode == 0
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "one" / "checkpoints").rglob("*")}
-    told = unisono(
-        tmp_path, *SYNTHETIC, "run.name=one", "train.steps=8", "model.layer_scale=0.4", "model.qk_norm=false"
-    )
-    assert told.returncode != 0
-    assert "model.layer_scale: 0.5 there, 0.4 here" in told.stderr
-    assert "model.qk_norm: True there, False here" in told.stderr
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
 def test_two_processes_read_recordings_as_one_does(tmp_path: Path) -> None:
     """Multi-label windows with augmentation, in fp64: the same losses from 1 × 1 and 2 × 1 devices."""
     path = folder(tmp_path / "a", [{"file": f"{n}.wav"} for n in range(6)], seconds=4.0)

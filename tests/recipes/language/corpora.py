@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
+import unisono
 from unisono.checkpoint.core import assets, commit, manifest
 from unisono.data.prepare import shards
 from unisono.data.prepare.preparation import Made, prepare
@@ -131,6 +132,20 @@ def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:
         "task.pad_to_multiple": 4, "train.steps": 2, "train.global_batch": 4, "eval.every": None,
         "checkpoint.every": None, "observe.trackers": [], "run.dir": str(runs), "run.name": "run", **more,
     }  # fmt: skip
+
+
+KNOWN = "the quick brown fox jumps over the lazy dog"
+TEXTS = [KNOWN, "pack my box with five dozen liquor jugs", "sphinx of black quartz, judge my vow"]
+BY_HEART = {"train.steps": 60, "train.global_batch": 3, "task.sequence": 64}  # what it takes to learn these
+
+
+def trained(folder: Path, name: str = "run", **settings: Any) -> Any:
+    """The result of a run on what lies in `folder/corpus`, with its cache beside it and nothing held out."""
+    alone = {"data.cache": str(folder / "cache"), "data.held_out": 0.0, "observe.progress": False}
+    values = overrides(folder / "corpus", folder / "runs", **{"run.name": name, "optim.lr": 1e-2, **alone, **settings})
+    if "model.path" in values:
+        del values["model.settings"]
+    return unisono.train("language", values)
 
 
 def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> TokenStore:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import unisono
 from tests.recipes.language import corpora
-from tests.recipes.language.corpora import overrides, write_jsonl
+from tests.recipes.language.corpora import BY_HEART, KNOWN, TEXTS, trained, write_jsonl
 from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.cli import main
 from unisono.config.schema.run import Lora
@@ -23,20 +23,13 @@ from unisono.recipes.language.settings import FromConfig
 from unisono.runtime.errors import RunError
 from unisono.task import Context
 
-KNOWN = "the quick brown fox jumps over the lazy dog"
-TEXTS = [KNOWN, "pack my box with five dozen liquor jugs", "sphinx of black quartz, judge my vow"]
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 
 
 def train(folder: Path, name: str, **settings: Any) -> Any:
     write_jsonl(folder / "corpus" / "a.jsonl", TEXTS)
-    learning = {"train.steps": 60, "train.global_batch": 3, "optim.lr": 1e-2, "task.sequence": 64, "run.name": name}
-    alone = {"data.cache": str(folder / "cache"), "data.held_out": 0.0, "observe.progress": False}
-    settings = {"model.settings": {**corpora.GROUPED, "tie_word_embeddings": False}, **settings}
-    values = overrides(folder / "corpus", folder / "runs", **{**learning, **alone, **settings})
-    if "model.path" in values:
-        del values["model.settings"]
-    return unisono.train("language", values)
+    untied = {"model.settings": {**corpora.GROUPED, "tie_word_embeddings": False}}
+    return trained(folder, name, **{**BY_HEART, **untied, **settings})
 
 
 @pytest.fixture(scope="module")

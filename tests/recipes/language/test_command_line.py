@@ -1,4 +1,4 @@
-"""The recipe from end to end, as a user runs it: real processes, real text, every format."""
+"""The recipe from end to end, as a user runs it: real processes, real text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.language.corpora import DIFFICULT, overrides, real, sentences, write_jsonl
-from tests.recipes.language.test_documents import FORMATS, SEPARATOR
+from tests.recipes.language.corpora import overrides, real, sentences, write_jsonl
 from unisono.launch.task_objects import format_override
 
 
@@ -46,19 +45,6 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_folder_of_any_format_is_trained_on(tmp_path: Path, name: str) -> None:
-    (tmp_path / "corpus").mkdir()
-    FORMATS[name](tmp_path / "corpus")
-    separator = {"data.separator": SEPARATOR} if name == "text, separated" else {}
-    short = {"task.sequence": 256, "eval.rows": 4}
-    run = train(overrides(tmp_path / "corpus", tmp_path / "runs", **separator, **short))
-    assert facts(run)["documents"] == len(DIFFICULT)
-    assert len(losses(run)) == 3  # two steps and an evaluation
-    assert (run / "checkpoints" / "step-00000002" / "manifest.json").is_file()
-
-
-@pytest.mark.slow
 def test_the_real_corpora_are_trained_on_together(tmp_path: Path) -> None:
     """41 MB: eight, four, two and one shards of Parquet, and a text file; the README between them is passed over."""
     folder, tokenizer = real("text_corpora"), real("tiny_models/gpt2_tokenizer")
@@ -76,31 +62,6 @@ def test_the_real_corpora_are_trained_on_together(tmp_path: Path) -> None:
     assert known["vocabulary"] == 50257
     assert 10.0 < losses(run)[0] < 11.0  # ln 50257 = 10.82
     assert 6.5 < known["unigram_entropy"] < 7.5
-    assert sources(tmp_path / "cache", run) == {"books", "manpages", "pydocs", "wiki", "shakespeare"}
-
-
-def sources(cache: Path, run: Path) -> set[str]:
-    """Where the rows of the run's steps came from: rows to documents to files, by the order of the run."""
-    import numpy as np
-    import pyarrow.parquet as pq
-
-    from unisono.data.order.order import Order
-    from unisono.data.order.plan import StreamPlan
-    from unisono.task_config import build_task, read_run
-
-    config = read_run(run, trust=True)
-    language = build_task(config)
-    of_documents = []
-    for path in sorted(Path(config.data.path).rglob("*")):
-        if path.suffix == ".parquet":
-            of_documents += [path.parent.name] * pq.read_metadata(path).num_rows
-        elif path.suffix == ".txt":
-            of_documents.append(path.parent.name)
-    source = language.data()
-    plan = StreamPlan.create(Order(len(source), config.run.seed), 64, 40, None)
-    rows = np.concatenate([plan.batch(step) for step in range(plan.steps)])
-    documents = source._chosen[np.searchsorted(source._last, rows, side="right")]
-    return {of_documents[document] for document in documents}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import unisono
 from tests.recipes.language import corpora
-from tests.recipes.language.corpora import GROUPED, overrides, sentences, write_jsonl
+from tests.recipes.language.corpora import GROUPED, sentences, trained, write_jsonl
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.exchange.export import _plan_model, _write, find_checkpoint, read_adapter_settings
@@ -31,7 +31,6 @@ from unisono.task_config import read_run
 
 TOKENS = torch.arange(3, 67).reshape(2, 32)
 QUIET = {"bos_token_id": None, "eos_token_id": None}  # else the defaults lie outside of a small vocabulary
-TIED = {**GROUPED, "tie_word_embeddings": True}
 EXPERTS = {
     **GROUPED, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
@@ -46,12 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, **settings: Any) -> Path:
-    own = {"model.settings": TIED, "run.name": name, "optim.lr": 1e-2}
-    small = {"data.cache": str(folder / "cache"), "observe.progress": False, "data.held_out": 0.0}
-    values = overrides(folder / "corpus", folder / "runs", **{**own, **small, **settings})
-    if "model.path" in values:
-        del values["model.settings"]
-    path: Path = unisono.train("language", values).folder
+    path: Path = trained(folder, name, **settings).folder
     return path
 
 

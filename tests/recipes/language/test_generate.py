@@ -13,13 +13,10 @@ from tokenizers import Tokenizer as Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import unisono
-from tests.recipes.language.corpora import overrides, sign_assets, write_jsonl
+from tests.recipes.language.corpora import BY_HEART, KNOWN, TEXTS, sign_assets, trained, write_jsonl
 from unisono.cli import main
 from unisono.recipes.language.generate import generate
 from unisono.runtime.errors import DataError, RunError
-
-KNOWN = "the quick brown fox jumps over the lazy dog"
-TEXTS = [KNOWN, "pack my box with five dozen liquor jugs", "sphinx of black quartz, judge my vow"]
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that learned three sentences by heart, and whose corpus and cache are gone."""
     folder = tmp_path_factory.mktemp("generate")
     write_jsonl(folder / "corpus" / "a.jsonl", TEXTS)
-    learning = {"train.steps": 60, "train.global_batch": 3, "optim.lr": 1e-2, "task.sequence": 64}
-    alone = {"data.cache": str(folder / "cache"), "data.held_out": 0.0, "observe.progress": False}
-    result = unisono.train("language", overrides(folder / "corpus", folder / "runs", **learning, **alone))
+    result = trained(folder, **BY_HEART)
     assert result.loss < 0.2
     shutil.rmtree(folder / "corpus")
     shutil.rmtree(folder / "cache")
@@ -113,31 +108,12 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(run: Path, monkeypatch: pyte
 # refused ----------------------------------------------------------------------------------------------------------
 
 
-def _refused(run: Path, told: str, *arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["generate", str(run), "the", *map(str, arguments)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("unisono: error: ")
-    assert told in error
-
-
-def test_what_has_no_model_of_language_is_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.tasks import LinearTask
-
-    _refused(tmp_path / "nowhere", "is neither a run (no", capsys=capsys)
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    shutil.rmtree(copy / "checkpoints")
-    _refused(copy, "has no checkpoint yet", capsys=capsys)
-    settings = {"layout.world_size": 1, "train.steps": 1, "run.dir": str(tmp_path), "observe.progress": False}
-    _refused(unisono.train(LinearTask(), settings).folder, "has no verb 'generate'", capsys=capsys)
-
-
 @pytest.mark.parametrize(("option", "value"), [("tokens", 0), ("tokens", -3), ("temperature", -1)])
 def test_numbers_that_mean_nothing_are_refused(
     run: Path, capsys: pytest.CaptureFixture[str], option: str, value: int
 ) -> None:
-    _refused(run, f"{option}={value}", f"{option}={value}", capsys=capsys)
+    assert main.main(["generate", str(run), "the", f"{option}={value}"]) == 2
+    assert f"unisono: error: {option}={value}" in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_refused_where_no_token_begins_a_document(run: Path, tmp_path: Path) -> None:

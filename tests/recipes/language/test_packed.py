@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, sentences, store_of, task, write_jsonl
+from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, sentences, task, write_jsonl
 from tests.recipes.language.corpora import model as model_of
 from tests.recipes.language.kernels import Gradients, distance
 from unisono.config.schema.data import Packing
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
-from unisono.data.prepare import Windows
 from unisono.engines.torch.numerics import precision as precisions
 from unisono.recipes.language import kernels, packed
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
@@ -127,41 +126,6 @@ def test_pieces_of_a_document_predict_each_of_its_targets_once(lengths: list[int
         assert row.targets.tolist() == document[1:].tolist()
         assert row.inputs.tolist() == document[:-1].tolist()
         assert row.positions.max() < sequence
-
-
-def test_the_lengths_of_rows_are_the_targets_they_have(tmp_path: Path) -> None:
-    lengths = [5, 1, 17, 0, 9, 2, 40]
-    for sequence in (4, 8, None):
-        rows = Windows(store_of(tmp_path, lengths), np.array([0, 1, 2, 3, 4, 5, 6]), sequence, overlap=1)
-        assert rows.lengths.tolist() == [len(rows[row]) - 1 for row in range(len(rows))]
-        assert rows.lengths.sum() == sum(max(0, length - 1) for length in lengths)
-    assert len(rows) == 5  # whole documents, those that have targets
-
-
-@pytest.mark.parametrize("method", ["online", "offline", "concatenate"])
-def test_every_target_of_the_corpus_is_learnt_from_as_often_as_it_is_there(data: Corpus, method: str) -> None:
-    """Two lanes, one epoch: as many positions as there are documents, so that chunks end where the epoch does."""
-    task = language(data)
-    documents = task.data()
-    assert len(documents) == 48
-    one = PackedPlan(
-        Order(48, 0), lookup_lengths(documents.lengths), PACKED.model_copy(update={"chunk": 24, "method": method}),
-        capacity=CAPACITY, global_batch=2, lanes=2, steps=100,
-    )  # fmt: skip
-    ends = one.index(1)[:, 1]
-    seen: list[tuple[int, int]] = []
-    for lane in range(2):
-        for step in range(int(ends[lane])):
-            taken = one.samples(step, range(lane, lane + 1))
-            pieces = []
-            for row, first, last in zip(taken.rows, taken.first, taken.last, strict=True):
-                sample = documents[int(row)]
-                pieces.append(sample if last == -1 else task.cut(sample, int(first), int(last)))
-            made = task.pack(pieces)
-            assert len(made.targets) <= CAPACITY
-            seen += zip(made.inputs.tolist(), made.targets.tolist(), strict=True)
-    pairs = [documents[row] for row in range(48)]
-    assert sorted(seen) == sorted(p for d in pairs for p in zip(d[:-1].tolist(), d[1:].tolist(), strict=True))
 
 
 def test_work_is_that_of_the_documents_and_not_of_the_rows(data: Corpus) -> None:

@@ -10,30 +10,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer as Engine
 from transformers import AutoModelForCausalLM
 
 import unisono
-from tests import processes
 from tests.recipes.language.corpora import corpus, real, write_jsonl
-from tests.runs import configuration, trace, whole
-from unisono.config.batch_split import BatchSplit
+from tests.runs import configuration, trace
 from unisono.config.schema.run import RunConfig
-from unisono.data.loading.loader import Loader
-from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
-from unisono.engines.protocol import EngineJob
-from unisono.engines.torch.engine import TorchEngine
 from unisono.recipes.language.generate import generate
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import Language
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communicator import ProcessInfo, SingleProcess
 
 pytestmark = pytest.mark.slow
 STORIES, TARGETS = 5, 1804  # without the ends
@@ -142,74 +132,6 @@ def test_the_model_learns_where_stories_end(pretrained: Path, stories: Path) -> 
     language = task(pretrained, corpus(stories, held_out=0.0))
     done = trace(ProcessInfo(), SingleProcess(), language, all_at_once(language, steps=4, lr=1e-3))
     assert done.losses[-1] < README - 0.1
-
-
-# several processes ------------------------------------------------------------------------------------------------
-
-
-def train(place: ProcessInfo, group: Communicator, language: Language, config: RunConfig) -> dict[str, Any]:
-    """Losses, whether the head is the embedding before and after, and both as saved and as used."""
-    plan = StreamPlan.create(Order(len(language.data()), 0), config.train.global_batch, config.train.steps, None)
-    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    loader = Loader(language, language.data(), plan, split, place.rank)
-    engine = TorchEngine(EngineJob(language, config, place, group, split))
-    scalars = {"lr": config.optim.lr}
-    try:
-        engine.setup(next(iter(loader.steps())), scalars)
-        losses = [engine.step(batches, step, scalars).loss for step, batches in enumerate(loader.steps())]
-        found = engine.view.module
-        head, embedding = found.get_output_embeddings().weight, found.get_input_embeddings().weight
-        saved = [shard.name for shard in engine.state() if "embed" in shard.name or "head" in shard.name]
-        return {
-            "losses": losses,
-            "one": head is embedding,
-            "head": whole(head),
-            "embedding": whole(embedding),
-            "saved": sorted({name for names in group.gather(saved, "names") for name in names}),
-        }
-    finally:
-        loader.close()
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def trained(pretrained: Path, stories: Path) -> dict[str, dict[str, Any]]:
-    """Three steps in each of the layouts."""
-    language = task(pretrained, corpus(stories, held_out=0.0))
-    results = {}
-    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2)):
-        config = configuration(
-            layout={"strategy": strategy, "world_size": world, "micro_batch": 2},
-            train={"steps": 3, "global_batch": 4},
-            optim={"kind": "adamw", "lr": 1e-3},
-        )
-        results[strategy] = (
-            processes.alone(train, language, config) if world == 1 else processes.run(train, world, language, config)[0]
-        )
-    return results
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_tied_head_stays_the_embedding(trained: dict[str, dict[str, Any]], pretrained: Path, strategy: str) -> None:
-    result = trained[strategy]
-    assert result["one"]
-    assert np.array_equal(result["head"], result["embedding"])
-    before = load_file(pretrained / "model.safetensors")["model.embed_tokens.weight"].numpy()
-    assert not np.array_equal(result["embedding"], before)
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_tied_head_is_saved_once(trained: dict[str, dict[str, Any]], strategy: str) -> None:
-    weights = [name for name in trained[strategy]["saved"] if name.startswith("model/")]
-    assert weights == ["model/model.embed_tokens.weight"]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_it_as_one_does(trained: dict[str, dict[str, Any]], strategy: str) -> None:
-    mine, alone = trained[strategy], trained["single"]
-    assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    moved = np.linalg.norm(mine["embedding"] - alone["embedding"])
-    assert moved < 1e-3 * np.linalg.norm(alone["embedding"])
 
 
 # the whole way ----------------------------------------------------------------------------------------------------

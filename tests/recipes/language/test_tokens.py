@@ -237,6 +237,8 @@ def test_neighbouring_rows_of_a_document_overlap_by_one_token(tmp_path: Path) ->
 def test_documents_without_a_target_make_no_rows(tmp_path: Path) -> None:
     rows = Windows(store_of(tmp_path, [1, 0, 1]), np.array([0, 1, 2]), size=3, overlap=1)
     assert (len(rows), rows.lengths.sum()) == (0, 0)
+    whole = Windows(store_of(tmp_path / "some", [5, 1, 17, 0]), np.arange(4), None, overlap=1)
+    assert whole.lengths.tolist() == [len(whole[row]) - 1 for row in range(len(whole))] == [4, 16]
 
 
 # held out ---------------------------------------------------------------------------------------------------------

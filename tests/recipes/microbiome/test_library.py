@@ -12,7 +12,7 @@ import pytest
 from tests.recipes.microbiome import studies
 from tests.recipes.microbiome.studies import COUNTS, DNA, METADATA, NEWICK, SAMPLES, TAXA, changed, study, write_matrix
 from unisono import Subset
-from unisono.recipes.microbiome.settings import Study
+from unisono.recipes.microbiome.settings import Simulated, Study
 from unisono.recipes.microbiome.study.library import Library, SampleRecord, open_library
 from unisono.runtime.errors import ConfigError, DataError
 
@@ -352,6 +352,11 @@ def test_training_samples_of_one_target_only_are_refused(tmp_path: Path) -> None
 def test_settings_that_do_not_fit_each_other_are_refused(given: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Study(kind="study", table=Path("t.biom"), **given)
+
+
+@pytest.mark.parametrize("kind", [Study, Simulated])
+def test_every_setting_is_explained(kind: type[Study | Simulated]) -> None:
+    assert [name for name, field in kind.model_fields.items() if name != "kind" and not field.description] == []
 
 
 # facts ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from unisono.recipes.microbiome.model import ModelShape, Network, SequenceEncoder
@@ -237,17 +236,3 @@ def test_frozen_bodies_neither_learn_nor_drop() -> None:
     assert {name.split(".")[0] for name, p in made.named_parameters() if p.requires_grad} == {"faith_pd", "target"}
     moving = model(dropout=0.5).train()
     assert not torch.equal(moving(given)["embedding"], moving(given)["embedding"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"features": 10, "heads": 4}, "is not divisible by"),
-        ({"kernel": 4}, "use 5"),
-        ({"freeze": True}, "model.from_run"),
-        ({"colour": 1}, "Extra inputs"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
-        ModelSettings(**settings)

@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from unisono.recipes.microbiome.settings import MicrobiomeData, Simulated
+from unisono.recipes.microbiome.settings import Simulated
 from unisono.recipes.microbiome.study.library import open_library
 
 SMALL = {"subjects": 12, "visits": 3, "taxa": 32, "bases": 40, "reads": 400}
@@ -66,9 +65,3 @@ def test_visits_are_nearer_than_subjects_and_subjects_of_a_kind_than_others(tmp_
         )
         assert visits + 0.05 < subjects < kinds - 0.05
         assert distances[~np.eye(36, dtype=bool)].std() > 0.05
-
-
-def test_settings_choose_between_it_and_a_study() -> None:
-    chosen = TypeAdapter(MicrobiomeData).validate_python({"kind": "simulated", "subjects": 6})
-    assert isinstance(chosen, Simulated)
-    assert chosen.subjects == 6

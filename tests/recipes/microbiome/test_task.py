@@ -14,7 +14,6 @@ from tests.recipes.microbiome.made import ALL, task
 from tests.runs import ADAMW, configuration, trace
 from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
-from unisono.runtime.errors import ConfigError
 from unisono.task import Context, GlobalBatch, SampleContext
 
 
@@ -179,21 +178,3 @@ def test_a_task_made_smaller_has_the_same_code_and_data(cache: Path) -> None:
     assert parameters[1] < parameters[0] / 4
     assert made.shrunk(10_000_000) is None
     assert task(cache, model={"taxon_layers": 1, "features": 4, "heads": 1}).shrunk(10) is None
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"weights": {"target": 1.0}, "target_column": None}, "task.weights.target.*data.target"),
-        ({"weights": {"nucleotides": 1.0}, "model": {"encoder": "taxon"}}, "model.encoder=transformer"),
-        ({"weights": {"distance": 1.0}, "metric": "faith_pd"}, "data.metric=faith_pd"),
-    ],
-)
-def test_settings_that_do_not_fit_each_other_are_refused(cache: Path, changed: dict[str, Any], told: str) -> None:
-    changed = dict(changed)
-    column = {"target": None} if "target_column" in changed and changed.pop("target_column") is None else {}
-    made = task(cache, changed.pop("weights"), changed.pop("model", None), **changed)
-    if column:
-        made = Microbiome(made.config, model=made.model_config, data=made.data_config.model_copy(update=column))
-    with pytest.raises(ConfigError, match=told):
-        made.check()

@@ -19,7 +19,7 @@ from unisono.recipes.microbiome import plots, scoring
 from unisono.recipes.microbiome.predict import Predictions, Predictor, predict_samples, scores
 from unisono.recipes.microbiome.study.library import open_library
 from unisono.recipes.microbiome.study.simulate import simulate_study
-from unisono.runtime.errors import ConfigError, DataError, RunError
+from unisono.runtime.errors import ConfigError, DataError
 
 
 def trained(folder: Path, name: str, **more: Any) -> Path:
@@ -145,30 +145,6 @@ def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> No
     named.write_text(table.to_json("test"))
     with pytest.raises(DataError, match="none of these 24"):
         predicted(run, (*changes, f"data.table={named}"))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["draws"], "write key=value"),
-        (["draws=few"], "draws=few: input should be a valid integer"),
-        (["rows=some"], "rows=some: input should be 'held_out', 'training' or 'all'"),
-        (["colour=red"], "unknown word 'colour=red', valid here: baseline, draws, micro_batch, out, rows, seed"),
-        (["data.colour=red"], "unknown key 'data.colour'"),
-    ],
-)
-def test_words_that_mean_nothing_are_refused(
-    run: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["predict", str(run), *words]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["predict", str(tmp_path)]) == 2
-    assert "is neither a run (no" in capsys.readouterr().err
-    with pytest.raises(RunError, match="is not a run directory"):
-        unisono.open_run(tmp_path)
 
 
 # from another run -------------------------------------------------------------------------------------------------

@@ -62,10 +62,6 @@ def test_two_processes_of_two_devices_compute_what_one_device_computes(
     assert_same(train(tmp_path, "many", *TWO_BY_TWO, f"layout.strategy={strategy}"), one)
 
 
-def test_two_devices_of_one_process_compute_what_one_device_computes(one: Path, tmp_path: Path) -> None:
-    assert_same(train(tmp_path, "many", "layout.devices=2", "layout.strategy=ddp"), one)
-
-
 def test_a_run_is_not_continued_on_the_other_engine(one: Path) -> None:
     words = [word for word in WORDS if not word.startswith("layout.engine")]
     done = unisono(one.parents[1], *words, "run.name=one", "train.steps=12")

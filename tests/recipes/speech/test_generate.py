@@ -12,11 +12,12 @@ import torch
 
 import unisono
 from tests.recipes.speech import made
-from unisono import Context, RunError
+from unisono import Context, RunError, RunInfo
 from unisono.recipes.speech import labels, samples, voices
 from unisono.recipes.speech.generate import Sampling, generate, speak
 from unisono.recipes.speech.labels import IGNORED
 from unisono.recipes.speech.samples import Conversation, Message, Utterance
+from unisono.recipes.speech.show import Show
 from unisono.recipes.speech.task import Speech
 
 
@@ -153,6 +154,17 @@ def test_an_evaluation_leaves_sounds_and_pictures(run: Path) -> None:
     assert {f"step-00000003-{n}{end}" for n in (0, 1) for end in ("-predicted.wav", "-true.wav", ".png")} <= names
     with wave.open(str(run / "samples" / "step-00000003-0-true.wav")) as file:
         assert file.getframerate() == 8000 and file.getnframes() > 1000
+
+
+def test_the_first_process_alone_writes_what_is_heard(task: Speech, tmp_path: Path) -> None:
+    stream = task.stream.delay(made.random_codes(5))
+    for rank in (1, 0):
+        show = Show(task)
+        show.on_start(RunInfo(tmp_path, task.config, 0, 10, rank=rank, world_size=2))  # type: ignore[arg-type]
+        task.shown.append((stream, task.stream.labels(stream)))
+        show.on_evaluation(4, {})
+        assert not task.shown
+        assert (tmp_path / "samples").exists() == (rank == 0)
 
 
 def test_trackers_have_the_same_sounds_and_pictures(run: Path) -> None:
