@@ -17,7 +17,7 @@ from tests.recipes.language.corpora import GROUPED
 from tests.recipes.language.kernels import distance, gradients, perturbed
 from unisono.config.schema.optimizers import AdamW
 from unisono.optim.optimizers import parameter_groups
-from unisono.recipes.language import experts, kernels
+from unisono.recipes.language import experts
 from unisono.recipes.language import model as models
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
 from unisono.recipes.language.shrink import shrunk
@@ -311,14 +311,3 @@ def test_more_experts_per_token_than_experts_are_refused(data: Corpus, name: str
     model = FromConfig(kind="config", architecture=name, settings=settings)
     with pytest.raises(ConfigError, match=r"num_experts_per_tok=9 is more than num_(local_)?experts=8; use at most 8"):
         Language(LanguageConfig(), model=model, data=data).check()
-
-
-def test_unknown_balances_are_refused() -> None:
-    with pytest.raises(ValueError, match="balance_over"):
-        config("mixtral", balance_over="rank")
-
-
-def test_choices_are_described_by_setting(data: Corpus) -> None:
-    assert kernels.Kernels("sdpa").describe == {"attention": "sdpa"}
-    told = kernels.Kernels("sdpa", "loop", (("experts", "a reason"),)).describe
-    assert told == {"attention": "sdpa", "experts": "loop (a reason)"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from unisono.recipes.language import tokens
 from unisono.recipes.language.settings import Corpus, LanguageConfig, Pretrained
 from unisono.recipes.language.task import IGNORED, Language
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
-from unisono.runtime.errors import ConfigError, DataError, KernelError
+from unisono.runtime.errors import DataError, KernelError
 
 # batches ----------------------------------------------------------------------------------------------------------
 
@@ -131,19 +130,6 @@ def test_the_fingerprint_follows_the_text_and_not_where_it_lies(tmp_path: Path) 
     assert one == two != other
 
 
-def test_a_model_that_knows_the_frequencies_reaches_the_unigram_entropy(data: Corpus) -> None:
-    """The fact is a loss: that of constant logits with the training documents' frequencies, one added to each."""
-    language = task(data)
-    training, held = language.data(), language.held_out()
-    assert held is not None
-    counts = Counter(int(token) for number in range(len(training)) for token in training[number][1:])
-    logits = torch.tensor([counts[token] + 1 for token in range(300)], dtype=torch.float64).log()
-    batch = language.collate([held[number] for number in range(len(held))])
-    targets = torch.from_numpy(batch["targets"]).flatten()
-    loss = torch.nn.functional.cross_entropy(logits.expand(len(targets), -1), targets, ignore_index=IGNORED)
-    assert language.facts()["unigram_entropy"] == pytest.approx(float(loss), abs=5e-5)
-
-
 def test_a_row_of_a_source_is_its_sample(tmp_path: Path) -> None:
     """Nothing is drawn at random on the way: the loader's rows are the corpus's."""
     rows = Windows(store_of(tmp_path, [5, 9]), np.arange(2), 4, overlap=1)
@@ -157,13 +143,6 @@ def test_a_row_of_a_source_is_its_sample(tmp_path: Path) -> None:
 
 
 # before and after the run -----------------------------------------------------------------------------------------
-
-
-def test_the_check_refuses_settings_of_the_model_before_anything_starts(data: Corpus) -> None:
-    language = task(data)
-    wrong = model("llama").model_copy(update={"settings": {"hiden_size": 3}})
-    with pytest.raises(ConfigError, match=r"did you mean 'model\.settings\.hidden_size'"):
-        Language(language.config, model=wrong, data=data).check()
 
 
 def test_an_attention_that_is_not_there_is_refused_before_processes_start(data: Corpus, tmp_path: Path) -> None:

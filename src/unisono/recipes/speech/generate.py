@@ -25,16 +25,10 @@ Codes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How codes are drawn.
+    """How codes are drawn; attributes are as the arguments of `generate`.
 
-    Attributes:
-        temperature: 0 takes the most likely code each time.
-        top_k: sample from this many most likely codes; 0 for all.
-        top_p: sample from the most likely codes whose probabilities add up to this.
-        window: number of past frames checked for repetitions; 0 for none.
-        repeats: a code that occurs this often in the window is sampled again, from the whole distribution (as Higgs
-            Audio does with 7 and 2; Chen et al., "VALL-E 2", 2024).
-        seed: of the sampling.
+    Repetitions are drawn again from the whole distribution, as Higgs Audio does with a window of 7 and 2 repeats
+    (Chen et al., "VALL-E 2", 2024).
     """
 
     temperature: float = 0.0

@@ -6,7 +6,7 @@ generate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,30 +30,27 @@ class Show(Callback):
     def __init__(self, task: Speech) -> None:
         super().__init__()
         self._task = task
-        self._folder: Path | None = None
-        self._publish: Callable[[int, str, Path], None]
 
     def on_start(self, run: RunInfo) -> None:
-        """Only the first process writes."""
-        self._folder = run.directory / "samples" if run.is_first else None
-        self._publish = run.publish
+        """Remember the run; what a trial step has kept is not shown."""
+        self._run = run
         self._task.shown.clear()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what this evaluation has kept."""
-        kept, codec = list(self._task.shown), self._task.codec
+        """Write what this evaluation has kept; only the first process writes."""
+        kept, codec, folder = list(self._task.shown), self._task.codec, self._run.directory / "samples"
         self._task.shown.clear()
-        if self._folder is None:
+        if not self._run.is_first:
             return
-        self._folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for number, (predicted, truth) in enumerate(kept):
             sounds = {"predicted": sound_of(predicted, truth, codec), "true": sound_of(truth, truth, codec)}
             stem = f"step-{step:08d}-{number}"
             for name, sound in sounds.items():
-                write_wav(self._folder / f"{stem}-{name}.wav", sound, codec.rate)
-                self._publish(step, f"samples/{number}/{name}", self._folder / f"{stem}-{name}.wav")
-            draw(self._folder / f"{stem}.png", sounds, codec.rate)
-            self._publish(step, f"samples/{number}/spectrograms", self._folder / f"{stem}.png")
+                write_wav(folder / f"{stem}-{name}.wav", sound, codec.rate)
+                self._run.publish(step, f"samples/{number}/{name}", folder / f"{stem}-{name}.wav")
+            draw(folder / f"{stem}.png", sounds, codec.rate)
+            self._run.publish(step, f"samples/{number}/spectrograms", folder / f"{stem}.png")
 
 
 def sound_of(predicted: Codes, truth: Codes, codec: Codec) -> NDArray[np.float32]:

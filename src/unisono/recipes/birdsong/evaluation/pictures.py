@@ -34,8 +34,6 @@ class Pictures(Callback):
     def __init__(self, task: Birdsong) -> None:
         super().__init__()
         self._task = task
-        self._folder: Path | None = None
-        self._run: RunInfo
 
     def check(self, config: RunConfig) -> None:
         """Refuse to start without matplotlib."""
@@ -43,15 +41,13 @@ class Pictures(Callback):
             raise ConfigError("task.pictures=true needs matplotlib: pip install 'unisono[birdsong]'")
 
     def on_start(self, run: RunInfo) -> None:
-        """Only the first process draws."""
+        """Remember the run."""
         self._run = run
-        self._folder = run.directory / "pictures" if run.is_first else None
 
     def on_save(self, step: int, checkpoint: Path) -> None:
         """Draw the model of the checkpoint that was written."""
-        if self._folder is None:
+        if not self._run.is_first:
             return
-        self._folder.mkdir(exist_ok=True)
         task, library = self._task, self._task.library
         model = open_run(self._run.directory, task=type(task)).load_model(step=step)
         source = library.training if library.held_out is None else library.held_out
@@ -63,21 +59,23 @@ class Pictures(Callback):
 
     def on_end(self, step: int, reason: str) -> None:
         """Draw the curves of the whole run."""
-        if self._folder is None:
+        if not self._run.is_first:
             return
-        self._folder.mkdir(exist_ok=True)
         figure, axes = _figure((1, 1))
         plot_losses(axes[0], self._run.directory, self._run.directory.name)
         axes[0].legend()
-        figure.savefig(self._folder / "learning_curves.png", dpi=90)
+        self._save(figure, "learning_curves")
 
     def _draw(self, step: int, name: str, shape: tuple[int, int], plot: Callable[[Sequence[Any]], None]) -> None:
-        assert self._folder is not None
         figure, axes = _figure(shape)
         plot(axes)
-        path = self._folder / f"step-{step:08d}-{name}.png"
+        self._run.publish(step, f"pictures/{name}", self._save(figure, f"step-{step:08d}-{name}"))
+
+    def _save(self, figure: Any, name: str) -> Path:
+        path = self._run.directory / "pictures" / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
         figure.savefig(path, dpi=90)
-        self._run.publish(step, f"pictures/{name}", path)
+        return path
 
 
 def plot_losses(axis: Any, run: Path, label: str) -> None:

@@ -14,7 +14,7 @@ from jax import Array
 from unisono.recipes.puzzles.data.formats import Format
 from unisono.recipes.puzzles.model import sparse_attention
 from unisono.recipes.puzzles.model.act import StepOutput
-from unisono.recipes.puzzles.model.shape import EPS, ROPE_BASE, Kind, Kinds, inner_width, places
+from unisono.recipes.puzzles.model.shape import CUT_STD, EPS, ROPE_BASE, Kind, Kinds, inner_width, places
 from unisono.recipes.puzzles.settings import Model
 
 Turns = tuple[Array, Array] | None
@@ -283,4 +283,4 @@ def _linear(key: Array, inputs: int, outputs: int) -> Linear:
 
 def _truncated_normal(key: Array, shape: tuple[int, ...], std: float) -> Array:
     """Normal, cut off at two standard deviations, and widened so that `std` is that of what is left."""
-    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (std / 0.87962566103423978)
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (std / CUT_STD)

@@ -10,6 +10,7 @@ from unisono.recipes.puzzles.settings import Model
 
 EPS = 1e-5  # of RMSNorm
 ROPE_BASE = 10_000.0
+CUT_STD = 0.87962566103423978  # of a standard normal cut off at ±2
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from unisono.recipes.puzzles.model import sparse_attention
 from unisono.recipes.puzzles.model.act import StepOutput
-from unisono.recipes.puzzles.model.shape import EPS, ROPE_BASE, Kind, Kinds, inner_width, places
+from unisono.recipes.puzzles.model.shape import CUT_STD, EPS, ROPE_BASE, Kind, Kinds, inner_width, places
 from unisono.recipes.puzzles.settings import Model
-
-_UNIT_STD = 0.87962566103423978  # of a standard normal cut off at ±2
 
 
 class PuzzleModel(nn.Module):
@@ -208,5 +206,5 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 @torch.no_grad()
 def _truncated_normal(weight: Tensor, std: float) -> Tensor:
     """Normal, cut off at two standard deviations, and widened so that `std` is that of what is left."""
-    wide = std / _UNIT_STD
+    wide = std / CUT_STD
     return nn.init.trunc_normal_(weight, std=wide, a=-2 * wide, b=2 * wide)
