@@ -72,14 +72,6 @@ def pictures(run: Path) -> dict[str, float]:
     return found
 
 
-def test_pixio_draws_what_it_reconstructs(tmp_path: Path) -> None:
-    words = ("task.objective=pixio", "task.pictures=true", "train.steps=4", "checkpoint.every=2", "run.name=one")
-    done = unisono(tmp_path, *SYNTHETIC, *words)
-    assert done.returncode == 0, done.stderr
-    found = {name for name in pictures(tmp_path / "runs" / "one") if "reconstruction" in name}
-    assert found == {"step-00000002-reconstruction.png", "step-00000004-reconstruction.png"}
-
-
 def test_two_processes_read_recordings_as_one_does(tmp_path: Path) -> None:
     """Multi-label windows with augmentation, in fp64: the same losses from 1 × 1 and 2 × 1 devices."""
     path = folder(tmp_path / "a", [{"file": f"{n}.wav"} for n in range(6)], seconds=4.0)

@@ -15,7 +15,6 @@ from unisono.observe import events
 from unisono.recipes.language.settings import LanguageConfig
 from unisono.recipes.language.task import Language
 from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.runtime.errors import ConfigError
 from unisono.task import Source
 
 STEPS = 8
@@ -30,16 +29,10 @@ class OnTheFly(Language):
 
 
 def part(
-    place: ProcessInfo,
-    group: Communicator,
-    texts: Path,
-    folder: Path,
-    updates: int,
-    known: bool = True,
-    method: str = "online",
+    place: ProcessInfo, group: Communicator, texts: Path, folder: Path, updates: int, known: bool = True
 ) -> tuple[int, list[float]]:
     """Go on with the run in this folder for some updates: where it went on, and their losses."""
-    data = corpus(texts, packing={"chunk": 6, "open_bins": 3, "method": method}, lanes=6)
+    data = corpus(texts, packing={"chunk": 6, "open_bins": 3}, lanes=6)
     kind = Language if known else OnTheFly
     task = kind(LanguageConfig(sequence=40, pad_to_multiple=4), model=model("llama"), data=data)
     how = configuration(
@@ -79,10 +72,6 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(
     assert first[1] + second[1] == whole
 
 
-def test_other_packing_is_another_order(texts: Path, whole: list[float], tmp_path: Path) -> None:
-    assert processes.alone(part, texts, tmp_path, 2, True, "offline")[1] != whole[:2]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 1), (3, 2)])
 def test_an_interrupted_run_goes_on_with_the_same_losses_on_another_number_of_processes(
@@ -112,21 +101,3 @@ def test_a_run_is_packed_from_the_command_line(texts: Path, tmp_path: Path) -> N
     longer = _train(texts, tmp_path / "longer", **{"data.packing.length": 32})
     assert len(plain) == len(packed) == len(longer) == 2
     assert len({plain[0], packed[0], longer[0]}) == 3
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        (
-            {"train.steps": None, "train.epochs": 2},
-            r"train\.epochs=2 does not work with data\.packing.*set train\.steps",
-        ),
-        ({"data.lanes": 2, "layout.world_size": 4}, r"layout\.world_size=4 does not divide the 2 lanes"),
-    ],
-)
-def test_what_packing_cannot_do_is_refused_before_anything_starts(
-    texts: Path, tmp_path: Path, how: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        _train(texts, tmp_path, **{"data.packing": {}, **how})
-    assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ pytest.importorskip("matplotlib")
 
 import jax
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from tests.recipes.birdsong.small import shown, task
+from unisono import RunInfo
+from unisono.recipes.birdsong.evaluation import pictures
 from unisono.recipes.birdsong.evaluation.embeddings import Embedded
 from unisono.recipes.birdsong.evaluation.pictures import plot_embeddings, plot_losses, plot_reconstruction
 from unisono.recipes.birdsong.objectives.pixio import masked_patches
@@ -62,3 +66,18 @@ def test_a_curve_has_each_step_once_and_evaluations_as_points(tmp_path: Path) ->
     plot_losses(axis, tmp_path, "run")
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
     assert drawn == {"run": [[1, 3.0], [2, 2.0], [3, 1.0]], "run, held out": [[2, 2.75]]}
+
+
+def test_a_checkpoint_is_drawn_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task("pixio")
+    model = made.build(jax.random.key(0))
+    monkeypatch.setattr(pictures, "open_run", lambda *_, **__: SimpleNamespace(load_model=lambda step: model))
+    callback, published = pictures.Pictures(made), []
+    for rank in (1, 0):
+        run = RunInfo(tmp_path, None, 0, 10, rank, 2, publish=lambda *told: published.append(told))  # type: ignore[arg-type]
+        callback.on_start(run)
+        callback.on_save(5, tmp_path / "checkpoint")
+        assert (tmp_path / "pictures").exists() == (rank == 0)
+    paths = {name: tmp_path / "pictures" / f"step-00000005-{name}.png" for name in ("embeddings", "reconstruction")}
+    assert published == [(5, f"pictures/{name}", path) for name, path in paths.items()]
+    assert all(imread(path).std() > 0.01 for path in paths.values()), "none is blank"

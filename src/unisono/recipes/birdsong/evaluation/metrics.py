@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 NAMES, ENDS = ("cmap", "auroc", "top1"), ("", "_low", "_high")  # of metrics, and of columns with their scores
+_INTERVAL = (1 - 0.95) / 2, (1 + 0.95) / 2  # percentiles that are its ends
 _AT_ONCE = 64  # resamples, so that memory stays within a few rows × classes
 
 
@@ -86,10 +87,9 @@ def evaluate(
     groups: Sequence[str] | None = None,
     *,
     resamples: int = 1000,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> Mapping[str, Score]:
-    """All metrics of (rows, classes), with intervals of the bootstrap from percentile to percentile.
+    """All metrics of (rows, classes), with 95 % intervals of the bootstrap, from percentile to percentile.
 
     A resample draws whole groups (recordings or recordists); without groups, each row is its own. Without resamples
     the ends are NaN.
@@ -110,8 +110,7 @@ def evaluate(
     for name in NAMES:
         values = np.concatenate([each[name] for each in drawn]) if drawn else np.zeros(0)
         values = values[np.isfinite(values)]  # a resample without any row of any class says nothing
-        ends = [(1 - confidence) / 2, (1 + confidence) / 2]
-        low, high = np.quantile(values, ends) if len(values) else (np.nan, np.nan)
+        low, high = np.quantile(values, _INTERVAL) if len(values) else (np.nan, np.nan)
         scored[name] = Score(float(found[name][0]), float(low), float(high))
     return scored
 

@@ -74,9 +74,9 @@ class Encoder(eqx.Module):
         x = jax.vmap(self.norm)(x)
         return Encoded(x[: settings.class_tokens], x[before:])
 
-    def embedding(self, spectrogram: Array, visible: Array | None = None) -> Array:
+    def embedding(self, spectrogram: Array) -> Array:
         """The embedding of a spectrogram, (width,)."""
-        return pooled(self(spectrogram, visible))
+        return pooled(self(spectrogram))
 
 
 def pooled(encoded: Encoded) -> Array:

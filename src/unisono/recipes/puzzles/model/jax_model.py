@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,15 +49,8 @@ class PuzzleModel(eqx.Module):
             "latent_state": jax.lax.stop_gradient(self.latent_start),
         }
 
-    def __call__(
-        self,
-        kind: str,
-        rows: Mapping[str, Array],
-        h_cycles: int,
-        l_cycles: int,
-        recompute: Callable[[Any], Any] = lambda function: function,
-    ) -> StepOutput:
-        """One supervision step; see the torch model's. `recompute` is `jax.checkpoint`, or nothing, for updates."""
+    def __call__(self, kind: str, rows: Mapping[str, Array], h_cycles: int, l_cycles: int) -> StepOutput:
+        """One supervision step; see the torch model's."""
         config, parts = self.config, self.kinds[kind]
         shown = parts.shown(rows["question"], rows["identifier"])
         turns = parts.turns()
@@ -66,7 +58,6 @@ class PuzzleModel(eqx.Module):
         def update(net: Network, x: Array) -> Array:
             return net(x, kind, turns)
 
-        learnt = recompute(update)
         stop = jax.lax.stop_gradient
         frozen = jax.tree.map(lambda leaf: stop(leaf) if eqx.is_array(leaf) else leaf, self.nets)
 
@@ -75,8 +66,8 @@ class PuzzleModel(eqx.Module):
 
             def whole(carried: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
                 answer, latent = carried
-                latent = _repeat(lambda x: learnt(self.nets[0], x + answer + shown), latent, l_cycles)
-                return (learnt(self.nets[-1], answer + latent), latent), answer
+                latent = _repeat(lambda x: update(self.nets[0], x + answer + shown), latent, l_cycles)
+                return (update(self.nets[-1], answer + latent), latent), answer
 
             states, befores = jax.lax.scan(whole, states, None, length=h_cycles)
             before = befores[-1]
@@ -94,8 +85,8 @@ class PuzzleModel(eqx.Module):
             still = answer + stop(shown)
             latent = stop(jax.lax.fori_loop(0, turns_without, lambda _, x: update(frozen[0], x + still), latent))
             frame = answer + shown
-            latent = _repeat(lambda x: learnt(self.nets[0], x + frame), latent, l_cycles - turns_without)
-            states = learnt(self.nets[-1], answer + latent), latent
+            latent = _repeat(lambda x: update(self.nets[0], x + frame), latent, l_cycles - turns_without)
+            states = update(self.nets[-1], answer + latent), latent
         answer, latent = states
         change = jnp.square(answer - stop(before)).mean((1, 2))
         return StepOutput(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
