@@ -79,8 +79,19 @@ def corpus(path: Path | list[Path], **settings: Any) -> Corpus:
     return Corpus(kind="corpus", path=path, **{"vocab_size": 300, "held_out": 0.2, **settings})
 
 
+QUIET = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # by default ids of a large one
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**WIDTH, "num_key_value_heads": 2}
+WIDE = {**GROUPED, "hidden_size": 64}  # heads of 16 features, the fewest that flex attention takes
+WIDE_MODELS: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen3": {**WIDE, "head_dim": 16},
+    "mistral": {**WIDE, "sliding_window": 4},
+    "gpt2": {
+        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    },
+}  # fmt: skip
 
 # name -> (architecture, settings, whether the logits are the head times the hidden states and nothing else)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -122,6 +133,13 @@ def model(name: str) -> FromConfig:
 def task(data: Corpus, name: str = "llama, tied", **settings: Any) -> Language:
     """The language task with a small model on a corpus."""
     return Language(LanguageConfig(**{"sequence": 16, "pad_to_multiple": 4, **settings}), model=model(name), data=data)
+
+
+def task_of(data: Corpus, architecture: str, settings: dict[str, Any], sequence: int = 16, **group: Any) -> Language:
+    """The language task with a model of these settings, and others of the group `model`."""
+    model = {"kind": "config", "architecture": architecture, "settings": {**QUIET, **settings}, **group}
+    rows = LanguageConfig(sequence=sequence, pad_to_multiple=4)
+    return Language(rows, model=FromConfig.model_validate(model), data=data)
 
 
 def overrides(data: Path, runs: Path, **more: Any) -> dict[str, Any]:

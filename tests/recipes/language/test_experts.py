@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import unisono
-from tests.recipes.language.corpora import GROUPED
+from tests.recipes.language.corpora import GROUPED, QUIET, overrides, task_of
 from tests.recipes.language.kernels import distance, gradients, perturbed
 from unisono.config.schema.optimizers import AdamW
 from unisono.optim.optimizers import parameter_groups
@@ -26,7 +26,6 @@ from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context
 
 TRAINING, EVALUATION = Context(0, training=True), Context(0, training=False)
-QUIET = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
@@ -41,8 +40,8 @@ def config(name: str, **changed: Any) -> FromConfig:
 
 
 def task(data: Corpus, name: str = "qwen3_moe", **changed: Any) -> Language:
-    model = config(name, **{"balance_weight": 0.5, "router_z_weight": 0.1, **changed})
-    return Language(LanguageConfig(sequence=16, pad_to_multiple=4), model=model, data=data)
+    settings = {**MIXTURES[name], **changed.pop("settings", {})}
+    return task_of(data, name, settings, **{"balance_weight": 0.5, "router_z_weight": 0.1, **changed})
 
 
 def built(language: Language) -> Any:
@@ -294,7 +293,6 @@ def test_a_smaller_copy_keeps_losses_kernels_and_experts_enough_for_a_token() ->
 
 def test_what_a_mixture_has_learnt_is_written_with_any_width(data: Corpus, tmp_path: Path) -> None:
     """transformers would generate by the grouped product, which refuses such widths."""
-    from tests.recipes.language.corpora import overrides
     from unisono.launch import train
     from unisono.recipes.language.generate import generate
 

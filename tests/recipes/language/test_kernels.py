@@ -9,35 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recipes.language.corpora import GROUPED, corpus, sentences, write_jsonl
+from tests.recipes.language.corpora import WIDE, WIDE_MODELS, corpus, sentences, task_of, write_jsonl
 from tests.recipes.language.kernels import distance, gradients, perturbed
 from unisono.recipes.language import kernels
-from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
+from unisono.recipes.language.settings import Corpus
 from unisono.recipes.language.task import Language
 from unisono.runtime.errors import ConfigError, KernelError
 
-WIDE = {**GROUPED, "hidden_size": 64}  # heads of 16 features, the fewest that flex attention takes
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": WIDE,
-    "qwen3": {**WIDE, "head_dim": 16},
-    "mistral": {**WIDE, "sliding_window": 4},
-    "gpt2": {
-        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
-        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    },
+    **WIDE_MODELS,
     "gemma2": {**WIDE, "head_dim": 16, "query_pre_attn_scalar": 16},
     "olmoe": {**WIDE, "num_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
+}
 
 
 def task(data: Corpus, name: str = "llama", attention: str = "auto", **settings: Any) -> Language:
-    quiet = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = {"kind": "config", "architecture": name, "settings": {**quiet, **MODELS[name], **settings}}
-    return Language(
-        LanguageConfig(sequence=16, pad_to_multiple=4),
-        model=FromConfig.model_validate({**model, "attention": attention}),
-        data=data,
-    )
+    return task_of(data, name, {**MODELS[name], **settings}, attention=attention)
 
 
 @pytest.fixture

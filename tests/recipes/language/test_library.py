@@ -398,15 +398,13 @@ def _byte_level(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(2, "threads"), (4, "threads"), (2, "processes")])
-def test_tokens_do_not_depend_on_the_workers(tmp_path: Path, workers: int, kind: Any) -> None:
+def test_tokens_do_not_depend_on_the_workers(tmp_path: Path) -> None:
     for name in "abcd":
         write_jsonl(tmp_path / "corpus" / f"{name}.jsonl", sentences(300, seed=ord(name)))
     data = corpus(tmp_path / "corpus", cache=tmp_path / "cache")
     one = prepared(data, tmp_path / "one", shard_mb=0.02, workers=1)
     assert len(list(one.glob("*.arrow"))) == 4
-    many = prepared(data, tmp_path / "many", shard_mb=0.02, workers=workers, kind=kind)
-    assert content(many) == content(one)
+    assert content(prepared(data, tmp_path / "two", shard_mb=0.02, workers=2, kind="processes")) == content(one)
 
 
 def test_a_live_library_can_be_sent_to_another_process(two: Corpus) -> None:

@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recipes.language.corpora import ARCHITECTURES, GROUPED, corpus, sentences, task, write_jsonl
+from tests.recipes.language.corpora import (
+    ARCHITECTURES,
+    WIDE,
+    WIDE_MODELS,
+    corpus,
+    sentences,
+    task,
+    task_of,
+    write_jsonl,
+)
 from tests.recipes.language.corpora import model as model_of
 from tests.recipes.language.kernels import Gradients, distance
 from unisono.config.schema.data import Packing
@@ -19,24 +28,17 @@ from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
 from unisono.engines.torch.numerics import precision as precisions
 from unisono.recipes.language import kernels, packed
-from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
+from unisono.recipes.language.settings import Corpus, LanguageConfig
 from unisono.recipes.language.task import IGNORED, Language
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, SampleContext
 
 CAPACITY = 60
 PACKED = Packing(chunk=20, open_bins=4)
-WIDE = {**GROUPED, "hidden_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": WIDE,
-    "gpt2": {
-        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
-        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    },
-    "qwen3": {**WIDE, "head_dim": 16},
-    "mistral": {**WIDE, "sliding_window": 4},
+    **WIDE_MODELS,
     "qwen3_moe": {**WIDE, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def language(data: Corpus, name: str = "llama", attention: str = "sdpa", **more: Any) -> Language:
-    quiet = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = {"kind": "config", "architecture": name, "settings": {**quiet, **MODELS[name]}, "attention": attention}
-    return Language(
-        LanguageConfig(sequence=CAPACITY, pad_to_multiple=4),
-        model=FromConfig.model_validate({**model, **more}),
-        data=data.model_copy(update={"packing": PACKED}),
-    )
+    together = data.model_copy(update={"packing": PACKED})
+    return task_of(together, name, MODELS[name], CAPACITY, attention=attention, **more)
 
 
 def steps(task: Language, number: int = 1, **how: Any) -> list[list[list[np.ndarray]]]:
@@ -261,17 +258,11 @@ def test_models_that_only_take_positions_are_refused(data: Corpus, name: str) ->
         task(data.model_copy(update={"packing": PACKED}), name).build()
 
 
-def _of(architecture: str, **settings: Any) -> FromConfig:
-    quiet = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return FromConfig(kind="config", architecture=architecture, settings={**quiet, **settings})
-
-
 def test_a_recurrent_model_is_refused_before_anything_starts(data: Corpus) -> None:
-    model = _of("mamba", hidden_size=32, num_hidden_layers=2, state_size=4)
-    given = {"model": model, "data": data.model_copy(update={"packing": PACKED})}
+    mamba = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
     with pytest.raises(ConfigError, match=r"MambaForCausalLM takes no position_ids.*Use data\.packing=null"):
-        Language(LanguageConfig(sequence=16), **given).check()
-    Language(LanguageConfig(sequence=16), model=model, data=data).check()
+        task_of(data.model_copy(update={"packing": PACKED}), "mamba", mamba).check()
+    task_of(data, "mamba", mamba).check()
 
 
 class Deaf(torch.nn.Module):

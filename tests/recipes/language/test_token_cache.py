@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,12 @@ def test_the_second_time_the_cache_is_used(small: Corpus, monkeypatch: pytest.Mo
     assert (second.folder / "manifest.json").stat().st_mtime_ns == written
 
 
-def _grow(config: Corpus) -> None:
-    with (_folder(config) / "a.jsonl").open("a") as file:
-        file.write('{"text": "more"}\n')
-
-
-def _touch(config: Corpus) -> None:
-    path = _folder(config) / "a.jsonl"
-    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1000))
-
-
-def _rename(config: Corpus) -> None:
-    (_folder(config) / "a.jsonl").rename(_folder(config) / "b.jsonl")
-
-
-def _add(config: Corpus) -> None:
-    write_jsonl(_folder(config) / "b.jsonl", ["another file"])
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "longer": lambda path: path.write_text(path.read_text() + '{"text": "more"}\n'),
+    "written anew": lambda path: os.utime(path, ns=(0, path.stat().st_mtime_ns + 1000)),
+    "renamed": lambda path: path.rename(path.with_name("b.jsonl")),
+    "not alone": lambda path: write_jsonl(path.with_name("b.jsonl"), ["another file"]),
+}
 
 
 def _folder(config: Corpus) -> Path:
@@ -53,10 +44,10 @@ def _folder(config: Corpus) -> Path:
     return Path(config.path)
 
 
-@pytest.mark.parametrize("change", [_grow, _touch, _rename, _add])
-def test_changed_files_are_tokenised_again(small: Corpus, change: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_files_are_tokenised_again(small: Corpus, change: str) -> None:
     before = tokenised(small).folder
-    change(small)
+    CHANGES[change](_folder(small) / "a.jsonl")
     assert tokenised(small).folder != before
 
 
