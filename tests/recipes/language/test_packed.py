@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,33 @@ def test_pieces_of_a_document_predict_each_of_its_targets_once(lengths: list[int
         assert row.targets.tolist() == document[1:].tolist()
         assert row.inputs.tolist() == document[:-1].tolist()
         assert row.positions.max() < sequence
+
+
+@pytest.mark.parametrize("method", ["online", "offline", "concatenate"])
+def test_every_target_of_the_corpus_is_learnt_from_as_often_as_it_is_there(data: Corpus, method: str) -> None:
+    """Two lanes, one epoch: as many positions as there are documents, so that chunks end where the epoch does."""
+    task = language(data)
+    documents = task.data()
+    assert len(documents) == 48
+    one = PackedPlan(
+        Order(48, 0), lookup_lengths(documents.lengths), PACKED.model_copy(update={"chunk": 24, "method": method}),
+        capacity=CAPACITY, global_batch=2, lanes=2, steps=100,
+    )  # fmt: skip
+    seen: list[tuple[int, int]] = []
+    for lane in range(2):
+        for step in count():
+            taken = one.samples(step, range(lane, lane + 1))
+            if taken.epochs[0]:
+                break
+            pieces = []
+            for row, first, last in zip(taken.rows, taken.first, taken.last, strict=True):
+                sample = documents[int(row)]
+                pieces.append(sample if last == -1 else task.cut(sample, int(first), int(last)))
+            made = task.pack(pieces)
+            assert len(made.targets) <= CAPACITY
+            seen += zip(made.inputs.tolist(), made.targets.tolist(), strict=True)
+    pairs = [documents[row] for row in range(48)]
+    assert sorted(seen) == sorted(p for d in pairs for p in zip(d[:-1].tolist(), d[1:].tolist(), strict=True))
 
 
 def test_work_is_that_of_the_documents_and_not_of_the_rows(data: Corpus) -> None:

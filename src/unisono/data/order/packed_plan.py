@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from unisono.config.batch_split import divisors
 from unisono.config.schema.data import Data, Packing
 from unisono.config.schema.run import Train
 from unisono.data.order import packing
@@ -52,9 +51,9 @@ class _Chunk:
 class _Lane:
     """The state of a lane: the number of rows before each known chunk, and the most recently packed chunks."""
 
-    def __init__(self, chunk: int, before: Sequence[int]) -> None:
+    def __init__(self, chunk: int = 0, before: int = 0) -> None:
         self.chunk = chunk
-        self.before = list(before)
+        self.before = [before]
         self.kept: dict[int, _Chunk] = {}
 
     def chunk_of(self, row: int) -> int:
@@ -77,7 +76,6 @@ class PackedPlan:
         global_batch: rows per step.
         lanes: number of lanes; must divide `global_batch`.
         steps: in the whole run.
-        index: rows before each chunk of each lane, (lanes, chunks + 1), from `index`; None to compute them as needed.
 
     Raises:
         ConfigError: for contradictory settings.
@@ -93,13 +91,8 @@ class PackedPlan:
         global_batch: int,
         lanes: int,
         steps: int,
-        index: Indices | None = None,
     ) -> None:
-        if global_batch % lanes:
-            raise ConfigError(
-                f"data.lanes={lanes} does not divide train.global_batch={global_batch}; these numbers do: "
-                f"{divisors(global_batch)}"
-            )
+        assert global_batch % lanes == 0
         if settings.method == "concatenate" and settings.cut == "never":
             raise ConfigError(
                 "data.packing: method=concatenate cuts samples wherever a row is full, so it conflicts with cut=never; "
@@ -108,8 +101,7 @@ class PackedPlan:
         self._stream, self.lengths, self._settings = stream, lengths, settings
         self.capacity, self.global_batch, self.lanes, self.steps = capacity, global_batch, lanes, steps
         self._share = global_batch // lanes
-        self._index = index
-        self._lanes = [self._new_lane(lane) for lane in range(lanes)]
+        self._lanes = [_Lane() for _ in range(lanes)]
         self._lock = threading.Lock()  # samples() is called by the prefetching thread, state() by the training thread
 
     @classmethod
@@ -170,14 +162,6 @@ class PackedPlan:
             return NO_SAMPLES
         return SampleIndices(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
-    def index(self, chunks: int) -> Indices:  # -> (lanes, chunks + 1)
-        """Rows before each of the first chunks of each lane, for a later plan; packs all these chunks."""
-        table = np.zeros((self.lanes, chunks + 1), dtype=np.int64)
-        for lane in range(self.lanes):
-            for chunk in range(chunks):
-                table[lane, chunk + 1] = table[lane, chunk] + self._pack(lane, chunk).pieces.bins
-        return table
-
     # the cursor -------------------------------------------------------------------------------------------------
 
     def state(self, step: int, rows: range) -> dict[str, Any]:
@@ -229,7 +213,7 @@ class PackedPlan:
                 f"the checkpoint lacks the packing cursors of {len(missing)} of {self.lanes} lanes, {missing[:8]}: the "
                 "state of a process is missing"
             )
-        self._lanes = [_Lane(found[lane][0], [found[lane][1]]) for lane in range(self.lanes)]
+        self._lanes = [_Lane(*found[lane]) for lane in range(self.lanes)]
 
     def _identity(self) -> dict[str, Any]:
         """The settings that determine the packing, by name."""
@@ -238,9 +222,6 @@ class PackedPlan:
         return settings | mine
 
     # lanes ------------------------------------------------------------------------------------------------------
-
-    def _new_lane(self, lane: int) -> _Lane:
-        return _Lane(0, [0] if self._index is None else self._index[lane].tolist())
 
     def _lane_pieces(self, lane: int, begin: int, end: int, to_slot: int) -> list[tuple[Indices, ...]]:
         """Slots, rows, epochs, first and last units of pieces in the lane's rows `begin..end-1`, by chunk."""
@@ -261,7 +242,7 @@ class PackedPlan:
     def _pack_until(self, lane: int, row: int, there: bool) -> _Lane:
         """The lane, packed up to a row: all rows before it are known, and the row itself if `there` is set."""
         if row < self._lanes[lane].before[0]:
-            self._lanes[lane] = self._new_lane(lane)
+            self._lanes[lane] = _Lane()
         known = self._lanes[lane]
         empty = 0
         while known.before[-1] < row + there:
