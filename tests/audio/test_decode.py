@@ -191,8 +191,12 @@ def test_opus_needs_ffmpeg_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert x.std() > 0.01
     part, _ = audio.decode(data, 0.25, 0.5)
     assert (part == x[12000:36000]).all()
-    batch = audio.Pipeline(16000, 0.5, audio.Fbank())([data], [audio.Window(0.25)])
-    assert batch.lengths.tolist() == [48]
+    for backend in BACKENDS:
+        make = audio.Pipeline(16000, 0.5, audio.Fbank(), backend=backend)  # type: ignore[arg-type]
+        batch = make([data], [audio.Window(0.25)])
+        assert (batch.lengths.tolist(), batch.starts.tolist(), make.counters()["bytes"]) == ([48], [0.25], len(data))
+        with pytest.raises(DataError, match="has 48000 frames, and the window begins at frame 96000"):
+            audio.decode(data, 2.0, backend=backend)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     with pytest.raises(DataError, match=r"is Opus, which FFmpeg decodes: pip install 'unisono\[ffmpeg\]'"):

@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 from unisono.audio import codecs
 from unisono.audio.augment import add_noise, gain, mix, spec_augment, time_shift
 from unisono.audio.batches import (
+    GOOD,
+    NEEDS_FFMPEG,
     Backend,
     Batch,
     Pipeline,
     add_table,
+    decode_window,
     native_engine,
     pad_and_normalise,
 )
@@ -108,15 +111,17 @@ def decode(
     """
     pipeline = Pipeline(duration=duration, features=None, backend=backend)
     data, window = data_of(recording), Window(start)
-    if not pipeline.native:
-        kind, text, rate, _, _, values = _own_rate(data, window, duration)
-    else:
+    if pipeline.native:
         place = np.array([[start, 0.0, duration or 0.0]])
-        kind, text, rate, _, _, values = _engine(None, 0, "").run([data], place, None, 1)[0]
-        if kind == 3:
-            kind, text, rate, _, _, values = _own_rate(data, window, duration)
-    if kind:
-        raise DataError(f"{name_of(recording)} {text}")
+        kind, text, rate, _, _, values = _engine(None, 0).run([data], place, None, 1)[0]
+        if kind == GOOD:
+            return Decoded(values, rate)
+        if kind != NEEDS_FFMPEG:
+            raise DataError(f"{name_of(recording)} {text}")
+    try:
+        values, rate, _ = decode_window(data, window, duration)
+    except codecs.BadRecording as error:
+        raise DataError(f"{name_of(recording)} {error}") from error
     return Decoded(values, rate)
 
 
@@ -198,7 +203,7 @@ def _features(features: Features, x: Array, rate: int, backend: Backend) -> Arra
     x = _as_samples(x)
     if not _uses_core(backend):
         return plan_of(features, rate)(x)
-    return np.asarray(_engine(features, rate, "").run([(x, rate)], _WHOLE, None, 1)[0][5])
+    return np.asarray(_engine(features, rate).run([(x, rate)], _WHOLE, None, 1)[0][5])
 
 
 def _uses_core(backend: Backend) -> bool:
@@ -206,9 +211,8 @@ def _uses_core(backend: Backend) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _engine(features: Features | None, rate: int, instruction_set: str) -> Any:
-    plan = None if features is None else plan_of(features, rate)
-    return native_engine(plan, rate, 0.0, instruction_set=instruction_set)
+def _engine(features: Features | None, rate: int) -> Any:
+    return native_engine(None if features is None else plan_of(features, rate), rate, 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -217,21 +221,6 @@ def _resampler(from_rate: int, to_rate: int, method: Method) -> Any:
     engine = native_engine(None, to_rate, 0.0)
     add_table(engine, from_rate, to_rate, method)
     return engine
-
-
-def _own_rate(data: memoryview, window: Window, duration: float | None) -> tuple[int, str, int, int, int, Any]:
-    """Decode with the Python decoders, at the recording's own rate."""
-    try:
-        try:
-            samples, rate, _ = codecs.decode(data, window, duration)
-        except codecs.NeedsFFmpeg as need:
-            samples, rate = codecs.ffmpeg(data, str(need))
-            wanted = None if duration is None else int(np.ceil(duration * rate))
-            first = window.bounds(len(samples), wanted, rate)
-            samples = samples[first : None if wanted is None else first + wanted]
-    except codecs.BadRecording as error:
-        return 1, str(error), 0, 0, 0, None
-    return 0, "", rate, 0, len(samples), samples
 
 
 def _as_samples(x: Array) -> Array:

@@ -27,7 +27,7 @@ from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 
 Array = NDArray[np.float32]
 Backend = Literal["auto", "native", "numpy"]
-_GOOD, _BAD, _NEEDS_TABLE, _NEEDS_FFMPEG = range(4)
+GOOD, BAD, NEEDS_TABLE, NEEDS_FFMPEG = range(4)  # kinds of the native core's answers
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Pipeline:
         make = self._run_native if self.native else self._run_numpy
         answers = make(given, list(windows), out, threads)
         for row, (kind, text, *_) in enumerate(answers):
-            if kind != _GOOD:
+            if kind != GOOD:
                 reasons.setdefault(row, f"{names[row]} {text}")
         size = sum(_size(each) for row, each in enumerate(given) if row not in reasons)
         self.counters.add(len(given) - len(reasons), len(reasons), size, perf_counter() - began)
@@ -216,33 +216,30 @@ class Pipeline:
         places = np.array([(-1.0 if w.start is None else w.start, w.place, self.duration or 0.0) for w in windows])
         places = places.reshape(len(given), 3)
         answers = list(self._engine.run(given, places, out, threads))
-        again = [row for row, answer in enumerate(answers) if answer[0] in (_NEEDS_TABLE, _NEEDS_FFMPEG)]
+        given, begins = [*given], dict[int, int]()  # first frames of what FFmpeg decoded and cut
+        again = [row for row, answer in enumerate(answers) if answer[0] in (NEEDS_TABLE, NEEDS_FFMPEG)]
         while again:  # recordings with a new rate, and those that need FFmpeg
             ready = []
             for row in again:
                 kind, text, rate = answers[row][:3]
                 try:
-                    if kind == _NEEDS_TABLE:
+                    if kind == NEEDS_TABLE:
                         add_table(self._engine, rate, self.rate, self.method)
                     else:
-                        given[row] = self._by_ffmpeg(given[row], windows[row], text)
+                        samples, rate, begins[row] = _by_ffmpeg(data_of(given[row]), windows[row], self.duration, text)
+                        given[row] = samples, rate
                 except (codecs.BadRecording, DataError) as error:
-                    answers[row] = (_BAD, str(error), 0, 0, 0, None)
+                    answers[row] = (BAD, str(error), 0, 0, 0, None)
                 else:
                     ready.append(row)
             part = None if out is None else np.empty((len(ready), *out.shape[1:]), dtype=np.float32)
-            for number, answer in enumerate(
-                self._engine.run([given[row] for row in ready], places[ready], part, threads) if ready else []
-            ):
-                answers[ready[number]] = answer
-                if out is not None and part is not None:
-                    out[ready[number]] = part[number]
-            again = [row for row in ready if answers[row][0] in (_NEEDS_TABLE, _NEEDS_FFMPEG)]
+            made = self._engine.run([given[row] for row in ready], places[ready], part, threads) if ready else []
+            for row, answer in zip(ready, made, strict=True):
+                answers[row] = (*answer[:3], begins.get(row, answer[3]), *answer[4:])
+            if out is not None:
+                out[ready] = part
+            again = [row for row in ready if answers[row][0] in (NEEDS_TABLE, NEEDS_FFMPEG)]
         return answers
-
-    def _by_ffmpeg(self, recording: Any, window: Window, what: str) -> tuple[Array, int]:
-        samples, rate = codecs.ffmpeg(data_of(recording), what)
-        return _cut(samples, rate, window, self.duration), rate
 
     # NumPy ------------------------------------------------------------------------------------------------------
 
@@ -257,29 +254,40 @@ class Pipeline:
             samples, rate, start = self._decode_window(recording, window)
             samples = resample_numpy(samples, rate, self.rate, self.method)
         except (codecs.BadRecording, DataError) as error:
-            return _BAD, str(error).removeprefix(f"{recording} "), 0, 0, 0, None
+            return BAD, str(error).removeprefix(f"{recording} "), 0, 0, 0, None
         if self.duration is not None:
             samples = samples[: round(self.duration * self.rate)]
         if self.features is None:
             if out is not None:
                 out[: len(samples)] = samples
                 out[len(samples) :] = 0
-            return _GOOD, "", rate, start, len(samples), samples
+            return GOOD, "", rate, start, len(samples), samples
         values = plan_of(self.features, self.rate)(samples)[: None if out is None else len(out)]
         if out is not None:
             out[:] = pad_and_normalise(values, len(out), self.mean, self.std, self.pad)
         else:
             values = _normalise(values, self.mean, self.std)
-        return _GOOD, "", rate, start, len(values), values
+        return GOOD, "", rate, start, len(values), values
 
     def _decode_window(self, recording: Any, window: Window) -> tuple[Array, int, int]:
         if isinstance(recording, tuple):
-            return recording[0], recording[1], 0
-        data = data_of(recording)
-        try:
-            return codecs.decode(data, window, self.duration)
-        except codecs.NeedsFFmpeg as need:
-            return *self._by_ffmpeg(data, window, str(need)), 0
+            return *recording, 0
+        return decode_window(data_of(recording), window, self.duration)
+
+
+def decode_window(data: memoryview, window: Window, duration: float | None) -> tuple[Array, int, int]:
+    """Decode a part of a recording without the native core.
+
+    Returns:
+        Samples mixed to mono, (n,) float32; the recording's rate in Hz; and the frame they begin at.
+
+    Raises:
+        BadRecording: with the reason.
+    """
+    try:
+        return codecs.decode(data, window, duration)
+    except codecs.NeedsFFmpeg as need:
+        return _by_ffmpeg(data, window, duration, str(need))
 
 
 def pad_and_normalise(
@@ -361,9 +369,10 @@ def _samples(samples: Any, rate: int) -> tuple[Array, int]:
     return array, int(rate)
 
 
-def _cut(samples: Array, rate: int, window: Window, duration: float | None) -> Array:
+def _by_ffmpeg(data: memoryview, window: Window, duration: float | None, what: str) -> tuple[Array, int, int]:
+    samples, rate = codecs.ffmpeg(data, what)
     wanted = None if duration is None else int(np.ceil(duration * rate))
     start = window.bounds(len(samples), wanted, rate)
     if start and start >= len(samples):
         raise codecs.BadRecording(f"has {len(samples)} frames, and the window begins at frame {start}")
-    return samples[start : None if wanted is None else start + wanted]
+    return samples[start : None if wanted is None else start + wanted], rate, start

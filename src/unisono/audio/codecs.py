@@ -7,6 +7,7 @@ the native core (`native/codecs.cpp`).
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -283,8 +284,6 @@ class _Sound(Stream):
                 os.lseek(self._memory, 0, os.SEEK_SET)
                 self._file = soundfile.SoundFile(self._memory, closefd=False)
             else:
-                import io
-
                 self._file = soundfile.SoundFile(io.BytesIO(data))
         except (soundfile.LibsndfileError, RuntimeError, ValueError) as error:
             self.close()
@@ -359,8 +358,6 @@ def _torchcodec(data: memoryview) -> tuple[Samples, int]:
 
 
 def _pyav(data: memoryview) -> tuple[Samples, int]:
-    import io
-
     import av
 
     try:

@@ -267,15 +267,13 @@ class LogMel:
         hop = self.hop_length or window // 2
         if window > self.n_fft or window < 1 or hop < 1:
             raise ConfigError(f"win_length={window} and hop_length={hop} do not fit n_fft={self.n_fft}")
-        _check_size(self.n_fft, "n_fft")
+        _check_fft_size(self.n_fft)
         high = rate / 2 if self.f_max is None else self.f_max
         shape = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
         to_mel, to_hz = _SCALES[self.mel_scale]
         edges = to_hz(np.linspace(to_mel(np.array(self.f_min)), to_mel(np.array(high)), self.n_mels + 2))
         bins = np.linspace(0, rate / 2, self.n_fft // 2 + 1)[:, None]
-        up = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
-        down = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
-        banks = np.maximum(0.0, np.minimum(up, down))
+        banks = _triangles(bins, edges)
         if self.norm == "slaney":
             banks *= 2.0 / (edges[2:] - edges[:-2])
         scale = {"ln": 1.0, "log10": 1 / log(10), "db": 10 / log(10), None: 0.0}[self.log]
@@ -307,10 +305,8 @@ def _kaldi(spec: Fbank, rate: int, cosines: Array) -> Plan:
         raise ConfigError(f"bands from {spec.low_freq:g} to {high:g} Hz do not fit a rate of {rate} Hz")
     edges = np.linspace(_kaldi_mel(np.array(spec.low_freq)), _kaldi_mel(np.array(high)), spec.num_mel_bins + 2)
     bins = _kaldi_mel(np.arange(size // 2) * rate / size)[:, None]
-    up = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    down = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
     banks = np.zeros((size // 2 + 1, spec.num_mel_bins))  # the Nyquist frequency is in no band
-    banks[:-1] = np.maximum(0.0, np.minimum(up, down))
+    banks[:-1] = _triangles(bins, edges)
     turn = 2 * np.pi * np.arange(window) / (window - 1)
     hann = 0.5 - 0.5 * np.cos(turn)
     shapes = {
@@ -327,15 +323,20 @@ def _kaldi(spec: Fbank, rate: int, cosines: Array) -> Plan:
     )  # fmt: skip
 
 
-def _check_size(size: int, name: str) -> None:
+def _triangles(bins: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Triangular bands: the weights of frequencies (bins, 1) between edges (bands + 2,), (bins, bands)."""
+    up = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    down = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    return np.maximum(0.0, np.minimum(up, down))
+
+
+def _check_fft_size(size: int) -> None:
     rest = size // 2
     for prime in (2, 3, 5):
         while rest > 1 and rest % prime == 0:
             rest //= prime
     if size < 4 or size % 4 or rest != 1:
-        raise ConfigError(
-            f"{name}={size}: choose a multiple of 4 without a prime factor above 5, e.g. 400, 512 or 1024"
-        )
+        raise ConfigError(f"n_fft={size}: choose a multiple of 4 without a prime factor above 5, e.g. 400, 512 or 1024")
 
 
 def _kaldi_mel(hz: NDArray[np.float64]) -> NDArray[np.float64]:

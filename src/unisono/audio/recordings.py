@@ -106,17 +106,13 @@ def content(recording: Any) -> Any:
     Raises:
         DataError: if it cannot be read.
     """
-    if isinstance(recording, ByteRange):
-        return _range(recording)
     if isinstance(recording, PathLike):
         recording = fspath(recording)
-    if not isinstance(recording, str):
-        return recording
-    if not is_remote(recording):
-        return recording
-    if recording.startswith("file://"):
-        return recording.removeprefix("file://")
-    return _range(ByteRange(recording, 0, -1))
+    if isinstance(recording, str):
+        recording = recording.removeprefix("file://")
+        if is_remote(recording):
+            recording = ByteRange(recording, 0, -1)
+    return _range(recording) if isinstance(recording, ByteRange) else recording
 
 
 def data_of(recording: Any) -> memoryview:
