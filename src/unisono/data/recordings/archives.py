@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.audio.recordings import ByteRange, data_of
-from unisono.data.recordings.metadata import AUDIO_SUFFIXES, RecordingTable
+from unisono.data.recordings.metadata import AUDIO_SUFFIXES, RecordingTable, file_status
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote, remote_options, stream_remote
@@ -54,8 +54,9 @@ class Archives(RecordingTable):
             raise DataError(
                 f"{key}: no recording found in {', '.join(paths[:3])}; known file types are {', '.join(AUDIO_SUFFIXES)}"
             )
-        self.columns: dict[str, str] = self._infer_columns()
-        self._sizes = [(path, _stat(path)) for path in paths]
+        words = {int: "int64", float: "float64"}
+        self.columns: dict[str, str] = {key: words.get(type(v), "text") for key, v in self._labels(0).items()}
+        self._status = [(path, file_status(path)) for path in paths]
         said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
         self.changed = "the archives have different members"
@@ -67,36 +68,31 @@ class Archives(RecordingTable):
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
         path, name, members = self._rows[row]
-        record: dict[str, Any] = {"key": name}
-        for ending, (first, size) in members.items():
-            part = ByteRange(path, first, first + size, self._where)
-            if f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES:
-                record["audio"] = part
-            elif ending in ("json", "cls", "txt", "text"):
-                content = bytes(data_of(part))
-                record.update(_parse_member(ending, content, f"{path}, {name}.{ending}"))
-        return {**dict.fromkeys(self.columns), **record, "name": f"{path}, {name}"}
+        *_, audio = (part for ending, part in members.items() if _is_audio(ending))
+        labels = dict.fromkeys(self.columns) | self._labels(row)
+        return {**labels, "audio": self._part(path, audio), "name": f"{path}, {name}"}
 
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """These columns of every row; `audio` is None, since recordings are not separate files."""
-        return ({**self.record(row), "audio": None} for row in range(len(self)))
+        return ({**dict.fromkeys(self.columns), **self._labels(row), "audio": None} for row in range(len(self)))
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if an archive has changed since it was opened."""
-        for path, size in self._sizes[share::shares]:
-            if _stat(path) != size:
+        for path, status in self._status[share::shares]:
+            if file_status(path) != status:
                 raise DataError(f"{path} has changed since it was opened; restore it, or start a new run")
 
-    def _infer_columns(self) -> dict[str, str]:
-        """The columns of the first row."""
-        path, name, members = self._rows[0]
-        found: dict[str, str] = {"key": "text"}
-        for ending, (first, size) in members.items():
+    def _labels(self, row: int) -> dict[str, Any]:
+        """The columns of a row, from its members that are not recordings."""
+        path, name, members = self._rows[row]
+        found: dict[str, Any] = {"key": name}
+        for ending, part in members.items():
             if ending in ("json", "cls", "txt", "text"):
-                content = bytes(data_of(ByteRange(path, first, first + size, self._where)))
-                values = _parse_member(ending, content, f"{path}, {name}.{ending}")
-                found.update({key: {int: "int64", float: "float64"}.get(type(v), "text") for key, v in values.items()})
+                found |= _parse_member(ending, bytes(data_of(self._part(path, part))), f"{path}, {name}.{ending}")
         return found
+
+    def _part(self, path: str, part: tuple[int, int]) -> ByteRange:
+        return ByteRange(path, part[0], part[0] + part[1], self._where)
 
     def _index(self, path: str) -> list[tuple[str, str, dict[str, tuple[int, int]]]]:
         """The rows of an archive: its path, the row's name, and the offset and size of each member."""
@@ -120,11 +116,11 @@ class Archives(RecordingTable):
             raise DataError(f"{self._key}: {path} does not exist") from error
         except (tarfile.TarError, OSError, EOFError) as error:
             raise DataError(f"{path} cannot be read as a tar archive: {error}") from error
-        return [
-            (path, name, members)
-            for name, members in rows.items()
-            if any(f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES for ending in members)
-        ]
+        return [(path, name, members) for name, members in rows.items() if any(map(_is_audio, members))]
+
+
+def _is_audio(ending: str) -> bool:
+    return f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES
 
 
 def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
@@ -137,10 +133,3 @@ def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
         return {"cls": int(text)} if ending == "cls" else {"txt": text}
     except ValueError as error:
         raise DataError(f"{where} cannot be read: {error}") from error
-
-
-def _stat(path: str) -> tuple[int, int]:
-    if is_remote(path):
-        return 0, 0
-    status = Path(path).stat()
-    return status.st_size, status.st_mtime_ns

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unisono.data.sources.delimited import read_columns
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
@@ -114,7 +115,7 @@ class MetadataTable(RecordingTable):
         self.columns: dict[str, str] = {name: _infer_type(self._rows, name) for name in names if name != self._audio}
         self._paths = [_resolve_path(folder, row, self._audio, place, number) for number, row in enumerate(self._rows)]
         with ThreadPoolExecutor(16) as pool:
-            self._status = list(pool.map(_stat, self._paths))
+            self._status = list(pool.map(file_status, self._paths))
         said = json.dumps([self._rows, [status and status[0] for status in self._status]], sort_keys=True, default=str)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
         self.changed = f"{place} or the sizes of its recordings differ"
@@ -146,7 +147,7 @@ class MetadataTable(RecordingTable):
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if a recording has changed since it was found; checks every `shares`-th from number `share` on."""
         for row in range(share, len(self._paths), shares):
-            now, before = _stat(self._paths[row]), self._status[row]
+            now, before = file_status(self._paths[row]), self._status[row]
             if now == before or before is None:
                 continue
             what = "is gone" if now is None else f"had {before[0]} bytes and has {now[0]}"
@@ -166,8 +167,8 @@ def _audio_files(folder: Path) -> Any:
     )
 
 
-def _stat(path: str) -> tuple[int, int] | None:
-    """Size and modification time of a local file; zeros for a URL."""
+def file_status(path: str) -> tuple[int, int] | None:
+    """Size and modification time of a local file, or None if it is missing; zeros for a URL."""
     if is_remote(path):
         return 0, 0
     try:
@@ -184,31 +185,15 @@ def _resolve_path(folder: Path, row: Mapping[str, Any], column: str, place: Path
     return name if is_remote(name) or Path(name).is_absolute() else str(folder / name)
 
 
-def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
-    with place.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-            rows: list[dict[str, Any]] = []
-            for number, row in enumerate(reader):
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{place}, row {number} (from 0): it does not have the {len(reader.fieldnames or [])} columns "
-                        "of the header"
-                    )
-                rows.append(row)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{place} cannot be read: {error}") from error
-    for name in list(rows[0]) if rows else []:  # columns of numbers and empty values become numeric
+def _read_delimited(place: Path) -> list[dict[str, Any]]:
+    columns: dict[str, list[Any]] = {**read_columns(str(place), place.suffix.lower()[1:], place.read_bytes())}
+    for name, values in columns.items():  # numbers and empty values become numeric
         for kind in (int, float):
-            try:
-                values = [kind(row[name]) if row[name] != "" else None for row in rows]
-            except ValueError:
-                continue
-            if any(value is not None for value in values):
-                for row, value in zip(rows, values, strict=True):
-                    row[name] = value
-            break
-    return rows
+            with suppress(ValueError):
+                numbers = [kind(value) if value != "" else None for value in values]
+                columns[name] = numbers if any(values) else values
+                break
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _read_json(place: Path) -> list[dict[str, Any]]:
@@ -244,8 +229,8 @@ def _check_records(place: Path, found: Any) -> list[dict[str, Any]]:
 
 
 _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    ".csv": lambda place: _read_delimited(place, ","),
-    ".tsv": lambda place: _read_delimited(place, "\t"),
+    ".csv": _read_delimited,
+    ".tsv": _read_delimited,
     ".json": _read_json,
     ".jsonl": _read_json_lines,
 }

@@ -75,9 +75,6 @@ class ArrowReader:
         first = int(self._firsts[number])
         return TableBlock(batch, self._file.path, first, self._wanted, 0 if mapped else batch.nbytes)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (record for number in range(len(self.rows)) for record in self.block(number))
-
     def lengths(self, column: str) -> NDArray[np.int64]:
         """The lengths of a column's lists, or the values of an integer column, (rows,)."""
         with wrap_read_errors(self._file):

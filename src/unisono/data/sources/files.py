@@ -65,8 +65,6 @@ class FileReader(Protocol):
     def block(self, number: int) -> RowBlock:
         """The rows of a block."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
     def lengths(self, column: str) -> NDArray[np.int64]:
         """Units of each row, from a column of integers or lists, (rows,)."""
 
@@ -136,7 +134,10 @@ def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
     """
     if file.format in ("jsonl", "text"):
         return lines.read_records(file, wanted)
-    return iter(_READERS[file.format](file, wanted))
+    if file.format == "parquet":
+        return parquet.ParquetReader(file, wanted).records()
+    reader = _READERS[file.format](file, wanted)
+    return (record for number in range(len(reader.rows)) for record in reader.block(number))
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ _PROCESS_LOCAL = ("_blocks", "_readers", "_lock")  # attributes that are not pic
 
 def _check_same_columns(schemas: Sequence[tuple[File, Any]], wanted: ColumnRequest) -> None:
     """Raise if the requested columns differ between files; JSON is checked line by line instead."""
-    typed = [(file, schema) for file, schema in schemas if file.format not in ("jsonl",)]
+    typed = [(file, schema) for file, schema in schemas if file.format != "jsonl"]
     for file, schema in typed[1:]:
         first, other = typed[0]
         names = wanted.columns or other.names

@@ -75,9 +75,6 @@ class DocumentReader:
             content = stream.read()
         return _LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._parse_record, len(content))
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.block(0))
-
     def lengths(self, column: str) -> NDArray[np.int64]:
         """Not available."""
         raise KeyError(column)
@@ -109,12 +106,9 @@ class LineReader:
         """The rows of a block."""
         return self._rows(int(self._firsts[number]), int(self._firsts[number] + self.rows[number]))
 
-    def __iter__(self) -> Iterator[Record]:
-        return read_records(self._file, self._wanted)
-
     def lengths(self, column: str) -> NDArray[np.int64]:
         """The values of an integer column, or the lengths of a column's lists, (rows,); reads the whole file."""
-        found = (record[column] for record in self)
+        found = (record[column] for record in read_records(self._file, self._wanted))
         each = (0 if value is None else value if isinstance(value, int) else len(value) for value in found)
         return np.fromiter(each, np.int64, len(self._starts))
 

@@ -130,9 +130,6 @@ class NpyReader:
             content = self._file.range(begin, begin + count * found.row)
         return ArrayBlock(_view_rows(found, content, count), self._wanted.columns, len(content))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (record for number in range(len(self.rows)) for record in self.block(number))
-
     def lengths(self, column: str) -> NDArray[np.int64]:
         """The lengths of lists, which are all equal, or the values of an integer column."""
         kind, rows = self.schema.field(column).type, int(self._header.shape[0])
