@@ -118,11 +118,10 @@ def collect_starts(files: Sequence[Path], report: AuditReport) -> list[RunStart]
     starts = {start.name: start for start in read[0][0]}
     for rank, (theirs, _) in read.items():
         for start in theirs:
-            if (start.first, start.world_size) != (
-                (known.first, known.world_size) if (known := starts.get(start.name)) else None
-            ):
+            known = starts.get(start.name)
+            if known is None or (known.first, known.world_size) != (start.first, start.world_size):
                 report.faults.append(f"rank {rank} has a start from step {start.first} that rank 0 does not have")
-            elif known is not None:
+            else:
                 known.lines[rank] = start.lines[rank]
     report.starts = [(start.first, start.world_size) for start in starts.values()]
     return list(starts.values())
@@ -145,9 +144,8 @@ def check_starts(
     counted: dict[int, list[LedgerLine]] = {}
     again: dict[int, list[list[LedgerLine]]] = {}
     for number, start in enumerate(starts):
-        missing = sorted(set(range(start.world_size)) - start.lines.keys())
-        if missing:
-            report.faults.append(f"the start from step {start.first} has no ledger of ranks {missing}")
+        if absent := sorted(set(range(start.world_size)) - start.lines.keys()):
+            report.faults.append(f"the start from step {start.first} has no ledger of ranks {absent}")
         until = min((later.first for later in starts[number + 1 :]), default=None)
         if until is None:  # interrupted: steps that not every process has recorded will be repeated on resume
             until = max(checkpoint, min((_last_step(start, rank) for rank in range(start.world_size)), default=0))
@@ -159,18 +157,18 @@ def check_starts(
         for step, lines in by_step.items():
             again.setdefault(step, []).append(lines)
     for step in sorted(counted.keys() | again.keys()):
-        planned = plan.samples(step, range(plan.rows(step))) if step < plan.steps else None
-        if planned is None:
+        if step >= plan.steps:
             report.faults.append(f"step {step} is not one of the {plan.steps} of the plan")
             continue
+        planned = plan.samples(step, range(plan.rows(step)))
         if step in counted:
             _check_coverage(step, counted[step], plan.rows(step), report)
         for lines in (counted.get(step, []), *again.get(step, [])):
             _check_samples(step, lines, planned, report)
         for lines in again.get(step, []):
             _check_repeats(step, lines, counted.get(step), plan.rows(step), report)
-    if expected := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
-        report.faults.append(f"steps {format_ranges(expected)} are missing")
+    if missing := [step for step in range(max(counted, default=-1) + 1) if step not in counted]:
+        report.faults.append(f"steps {format_ranges(missing)} are missing")
     report.steps = len(counted)
     report.samples = sum(line.samples for lines in counted.values() for line in lines)
     report.masked = [

@@ -26,7 +26,7 @@ from unisono.data.loading.batch_builder import (
 )
 from unisono.data.loading.draws import describe_draws, global_generator_states, moved_generators
 from unisono.data.loading.prefetch import Prefetcher
-from unisono.data.order.mixture import Joined
+from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan
 from unisono.runtime import heartbeat
@@ -240,7 +240,8 @@ class Loader:
                 f"{'process' if self._processes == 1 else 'processes'} on this host is more than its {usable_cores()} "
                 "cores, which slows down loading and training; set fewer, or auto"
             )
-        return workers.start_workers(self._maker, self._kind, self._count, self._purpose)
+        kind = workers.ProcessWorkers if self._kind == "processes" else workers.ThreadWorkers
+        return kind(self._maker, self._count, self._purpose)
 
     @cached_property
     def _stages(self) -> worker_autotuning.StageTimes:
@@ -315,8 +316,7 @@ class MeasuredLengths:
 
 def is_remote_source(source: Source) -> bool:
     """Whether reading waits for a network, as `source.remote` says; of several sources, whether any does."""
-    sources = source.sources.values() if isinstance(source, Joined) else [source]
-    return any(bool(getattr(one, "remote", False)) for one in sources)
+    return any(bool(getattr(one, "remote", False)) for one in sources_of(source).values())
 
 
 def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:

@@ -191,11 +191,6 @@ class ProcessWorkers:
 Workers = ThreadWorkers | ProcessWorkers
 
 
-def start_workers(maker: BatchBuilder, kind: str, count: int, name: str) -> Workers:
-    """Create workers of a kind."""
-    return (ProcessWorkers if kind == "processes" else ThreadWorkers)(maker, count, name)
-
-
 class _WorkerHandle:
     """A worker process and the thread that receives its answers."""
 

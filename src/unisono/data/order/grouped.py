@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from unisono.config.schema.run import RunConfig
-from unisono.data.order.mixture import Joined
+from unisono.data.order.mixture import Joined, locate_rows
 from unisono.data.order.order import Indices, Order
 from unisono.data.order.plan import Plan, SampleIndices, Stream, StreamPlan
 from unisono.task import Source
@@ -40,13 +40,8 @@ class GroupedOrder:
         ends = np.cumsum(self.rows)
         steps, places = np.divmod(np.asarray(positions, dtype=np.int64), ends[-1])
         numbers = np.searchsorted(ends, places, side="right")
-        rows, epochs = np.empty_like(places), np.empty_like(places)
-        for number in np.unique(numbers).tolist():
-            here, own = numbers == number, self.rows[number]
-            inside = steps[here] * own + places[here] - (ends[number] - own)
-            rows[here], epochs[here] = self.streams[number].locate(inside)
-            rows[here] += self.starts[number]
-        return rows, epochs
+        own = np.asarray(self.rows, dtype=np.int64)[numbers]
+        return locate_rows(self.streams, self.starts, numbers, steps * own + places - (ends[numbers] - own))
 
     @property
     def size(self) -> int:

@@ -154,13 +154,7 @@ class MixtureOrder:
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions, from the streams of their sources."""
-        numbers, inside = self._locate(np.asarray(positions, dtype=np.int64))
-        rows, epochs = np.empty_like(inside), np.empty_like(inside)
-        for here in group_equal(numbers):
-            number = int(numbers[here[0]])
-            rows[here], epochs[here] = self.streams[number].locate(inside[here])
-            rows[here] += self.starts[number]
-        return rows, epochs
+        return locate_rows(self.streams, self.starts, *self._locate(np.asarray(positions, dtype=np.int64)))
 
     @cached_property
     def size(self) -> int:
@@ -238,6 +232,23 @@ class MixtureOrder:
                 last = np.flatnonzero((source == number) & (given[number] + nth == rows - 1))
                 return its.first + block * self.block + int(last[0]) + 1
         return None
+
+
+def sources_of(source: Source) -> dict[str, Source]:
+    """The joined sources by name; a single source has no name."""
+    return source.sources if isinstance(source, Joined) else {"": source}
+
+
+def locate_rows(
+    streams: Sequence[Stream], starts: Sequence[int], numbers: Indices, places: Indices
+) -> tuple[Indices, Indices]:  # (n,), (n,) -> (n,), (n,)
+    """Rows of joined sources and their epochs, given the number of a source and the place in its stream."""
+    rows, epochs = np.empty_like(places), np.empty_like(places)
+    for here in group_equal(numbers):
+        number = int(numbers[here[0]])
+        rows[here], epochs[here] = streams[number].locate(places[here])
+        rows[here] += starts[number]
+    return rows, epochs
 
 
 def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from unisono.data.order import lanes as lanes_
 from unisono.data.order.blocks import BlockOrder, CachedBlocks
 from unisono.data.order.grouped import GroupedOrder
 from unisono.data.order.lanes import SINGLE_LANE, Lanes
-from unisono.data.order.mixture import Joined, MixtureOrder, whole_weights
+from unisono.data.order.mixture import Joined, MixtureOrder, sources_of, whole_weights
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
 from unisono.data.order.plan import LengthGroups, Plan, Stream, StreamPlan
@@ -89,7 +89,7 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
                     f"data.mixture.grouped gives each source its rows of a batch, but {key_} moves them; "
                     "leave out one of the two"
                 )
-    sources = source.sources if isinstance(source, Joined) else {"": source}
+    sources = sources_of(source)
     if data.shuffle == "full" and any(isinstance(one, CachedBlocks) for one in sources.values()):
         raise ConfigError(
             f"{type(task).__name__}.data() has a source that reads only whole blocks, and data.shuffle=full would read "
@@ -128,8 +128,7 @@ def source_facts(source: Source) -> dict[str, Any]:
 
 def source_files(source: Source) -> dict[str, list[dict[str, Any]]]:
     """The files of each source with a `manifest`, so that a changed file can be named."""
-    sources = source.sources if isinstance(source, Joined) else {"": source}
-    manifests = {name: getattr(one, "manifest", None) for name, one in sources.items()}
+    manifests = {name: getattr(one, "manifest", None) for name, one in sources_of(source).items()}
     return {name: list(m["files"]) for name, m in manifests.items() if isinstance(m, Mapping) and "files" in m}
 
 
@@ -147,8 +146,7 @@ class CheckableSource(Protocol):
 
 def checkable_sources(source: Source) -> list[CheckableSource]:
     """The sources whose files can be checked during training."""
-    sources = source.sources.values() if isinstance(source, Joined) else [source]
-    return [one for one in sources if isinstance(one, CheckableSource)]
+    return [one for one in sources_of(source).values() if isinstance(one, CheckableSource)]
 
 
 def _length_groups(task: Task, source: Source, size: int | None) -> LengthGroups | None:
