@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 
 from unisono.config.batch_split import BatchSplit
+from unisono.config.schema.data import Packing
+from unisono.data import ledger
+from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.order import Order
-from unisono.data.order.plan import Plan, SampleIndices, StreamPlan
+from unisono.data.order.packed_plan import PackedPlan, lookup_lengths
+from unisono.data.order.plan import Plan, StreamPlan
 from unisono.task import SampleContext, Task
 
 SIZE, BATCH = 31, 12
@@ -140,39 +144,14 @@ class Telling(Augmented):
         return {**super().collate(samples), **told}
 
 
-class PackedPlan:
-    """Three samples to a row, the last of which is cut in two that stand in neighbouring rows."""
-
-    capacity, seed, global_batch, steps = 16, 0, BATCH, 5
-
-    def __init__(self) -> None:
-        self.order = Order(SIZE, 0)
-
-    def rows(self, step: int) -> int:
-        return BATCH
-
-    def samples(self, step: int, rows: range) -> SampleIndices:
-        slots = np.repeat(np.arange(rows.start, rows.stop), 4)
-        positions = 3 * (step * BATCH + slots // 2 * 2) + np.tile([0, 1, 2, 5], len(rows)) + 3 * (slots % 2)
-        positions = np.where(np.arange(len(slots)) % 4 == 3, 3 * (step * BATCH + slots // 2 * 2) + 5, positions)
-        lengths = 1 + self.order(positions) % 5
-        cut = np.isin(np.arange(len(slots)) % 4, [3]) | ((slots % 2 == 1) & (np.arange(len(slots)) % 4 == 2))
-        keep = ~((slots % 2 == 1) & (np.arange(len(slots)) % 4 == 3)) & ~(cut & (lengths < 2))
-        first = np.where(cut & (slots % 2 == 1), lengths // 2, 0)
-        last = np.where(cut, np.where(slots % 2 == 1, lengths, lengths // 2), -1)
-        return SampleIndices(
-            *(a[keep] for a in (slots, self.order(positions), self.order.epochs(positions), first, last))
-        )
-
-    def state(self, step: int, rows: range) -> None:
-        return None
-
-    def resume(self, states: list[Any]) -> None:
-        return None
-
-
 def plan(epochs: float = 2.2, seed: int = 0) -> StreamPlan:
     return StreamPlan.create(Order(SIZE, seed), BATCH, None, epochs)  # 68 rows: six batches, the last one of eight rows
+
+
+def packed_plan() -> PackedPlan:
+    """Samples of one to five units end to end in rows of 16, some of them cut where a row is full."""
+    lengths, how = lookup_lengths(1 + np.arange(SIZE) % 5), Packing(method="concatenate", chunk=20)
+    return PackedPlan(Order(SIZE, 0), lengths, how, capacity=16, global_batch=BATCH, lanes=6, steps=5)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -203,12 +182,50 @@ class OnlyBlocks:
 
 @contextmanager
 def loader(
-    task: Task, *, of: Plan | None = None, rows: Any = None, world: int = 1, micro: int = 4, rank: int = 0, **how: Any
+    task: Task,
+    *,
+    of: Plan | None = None,
+    rows: Any = None,
+    world: int = 1,
+    micro: int | None = 4,
+    rank: int = 0,
+    **how: Any,
 ) -> Iterator[Loader]:
     """A loader of a rank, which ends with the block."""
-    rows = task.data() if rows is None else rows
-    with closing(Loader(task, rows, of or plan(), BatchSplit.create(BATCH, world, micro), rank, **how)) as made:
+    rows, of = task.data() if rows is None else rows, of or plan()
+    with closing(Loader(task, rows, of, BatchSplit.create(of.global_batch, world, micro), rank, **how)) as made:
         yield made
+
+
+def recorded(
+    task: Task, folder: Path, first: int, last: int, world: int = 1, *, start: str, shift: int = 0, **how: Any
+) -> list[dict[str, Any]]:
+    """Steps of a run that go into its ledger, as its processes would write it; the mark of each process.
+
+    Args:
+        task: whose bad samples are left out.
+        folder: of the run.
+        first: step, from 0.
+        last: one past the last step.
+        world: number of processes.
+        start: a name for it.
+        shift: how many steps later the samples are taken from the plan.
+        how: of the loader.
+    """
+    folder.mkdir(exist_ok=True)
+    marks = []
+    for rank in range(world):
+        given = {"micro": 2, "on_error": "mask", "contents": True, **how}
+        with (
+            Ledger(folder, rank, world, first, start) as book,
+            loader(task, world=world, rank=rank, **given) as loading,
+        ):
+            running = loading.steps(first + shift)
+            for step in range(first, last):
+                book.step(step, next(running))
+            book.flush()
+            marks.append(book.mark())
+    return marks
 
 
 def audited(folder: Path, of: Plan, task: Task, source: Any, *, checkpoint: int = 0, remake: int = 3) -> Any:
@@ -216,7 +233,7 @@ def audited(folder: Path, of: Plan, task: Task, source: Any, *, checkpoint: int 
     from unisono.data import audit
 
     report = audit.AuditReport(folder)
-    starts = audit.collect_starts(sorted((folder / "ledger").glob("rank-*.jsonl")), report)
+    starts = audit.collect_starts(sorted((folder / ledger.FOLDER).glob("rank-*.jsonl")), report)
     counted = audit.check_starts(starts, of, checkpoint, report)
     audit.rebuild_steps(counted, of, task, source, remake, report)
     return report

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,16 @@ import pytest
 import yaml
 
 from tests.data import made
-from tests.data.made import BAD, BATCH, SIZE, Augmented, PackedPlan, WithBad
+from tests.data.made import BAD, BATCH, SIZE, Augmented, WithBad, packed_plan
 from unisono.data import ledger
 from unisono.data.audit import AuditReport, audit
-from unisono.data.ledger import Ledger
 from unisono.data.order.plan import Plan
 from unisono.runtime.errors import RunError
 from unisono.task import SampleContext, Task
 
 
-def _made(
-    folder: Path, first: int, last: int, world: int = 1, *, of: Plan | None = None, task: Task | None = None, **how: Any
-) -> None:
-    """Steps of a run that go into its ledger, as its processes would write it."""
-    task, of = task or WithBad(), of or made.plan()
-    folder.mkdir(exist_ok=True)
-    name = f"start-{len(list((folder / 'ledger').glob('*'))) if (folder / 'ledger').exists() else 0}-{first}-{world}"
-    with ExitStack() as opened:
-        for rank in range(world):
-            book = opened.enter_context(Ledger(folder, rank, world, first, name))
-            how = {"on_error": "mask", "contents": True, **how}
-            with made.loader(task, of=of, world=world, micro=2, rank=rank, **how) as loader:
-                running = loader.steps(first)
-                for step in range(first, last):
-                    book.step(step, next(running))
+def _made(folder: Path, first: int, last: int, world: int = 1, **how: Any) -> None:
+    made.recorded(WithBad(), folder, first, last, world, start=f"from {first} on {world}", **how)
 
 
 def _audited(folder: Path, of: Plan | None = None, *, task: Task | None = None, checkpoint: int = 0) -> AuditReport:
@@ -92,9 +77,9 @@ def test_the_ledger_is_the_same_from_threads_and_processes(tmp_path: Path) -> No
 
 
 def test_packed_rows_pass_too(tmp_path: Path) -> None:
-    _made(tmp_path, 0, 3, 2, of=PackedPlan())
-    _made(tmp_path, 2, 5, 3, of=PackedPlan())
-    report = _audited(tmp_path, PackedPlan(), checkpoint=5)
+    _made(tmp_path, 0, 3, 2, of=packed_plan())
+    _made(tmp_path, 2, 5, 3, of=packed_plan())
+    report = _audited(tmp_path, packed_plan(), checkpoint=5)
     assert report.faults == []
     assert (report.steps, report.repeated) == (5, 2)
     assert report.samples > 5 * BATCH

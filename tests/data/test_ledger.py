@@ -18,18 +18,9 @@ from unisono.runtime.errors import RecordError, RunError
 STEPS = 4
 
 
-def kept(folder: Path, first: int, last: int, world: int = 1, before: Any = None, seed: int = 0) -> dict[str, Any]:
-    """Make steps on so many processes; returns what a checkpoint after them keeps."""
-    folder.mkdir(exist_ok=True)
-    marks = []
-    for rank in range(world):
-        how = {"world": world, "micro": 2, "rank": rank, "on_error": "mask", "contents": True}
-        with Ledger(folder, rank, world, first, f"{first}") as book, made.loader(WithBad(), **how) as loader:
-            steps = loader.steps(first + seed)
-            for step in range(first, last):
-                book.step(step, next(steps))
-            book.flush()
-            marks.append(book.mark())
+def kept(folder: Path, first: int, last: int, world: int = 1, before: Any = None, shift: int = 0) -> dict[str, Any]:
+    """What a checkpoint keeps after these steps on so many processes."""
+    marks = made.recorded(WithBad(), folder, first, last, world, start=f"{first}", shift=shift)
     return ledger.merge_marks(before, marks)
 
 
@@ -45,7 +36,7 @@ def test_the_digest_depends_neither_on_processes_nor_on_interruptions(tmp_path: 
 
 def test_other_samples_or_the_same_in_other_steps_have_another_digest(tmp_path: Path) -> None:
     whole = kept(tmp_path / "whole", 0, STEPS)["consumed"]
-    assert kept(tmp_path / "later", 0, STEPS, seed=1)["consumed"] != whole
+    assert kept(tmp_path / "later", 0, STEPS, shift=1)["consumed"] != whole
     twice = kept(tmp_path / "twice", 0, 2, before=kept(tmp_path / "twice", 0, STEPS))["consumed"]
     assert twice != whole
 

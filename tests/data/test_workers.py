@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,9 +21,10 @@ import psutil
 import pytest
 
 from tests.data import made
-from tests.data.made import BAD, SIZE, Augmented, Ending, Large, NothingGood, PackedPlan, Telling, WithBad
+from tests.data.made import BAD, SIZE, Augmented, Ending, Large, NothingGood, Telling, WithBad, packed_plan, until
+from unisono.data.loading import ipc
 from unisono.data.order.plan import StreamPlan
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import SampleContext, Task
 
 MASK = {"on_error": "mask", "contents": True}
@@ -65,7 +67,7 @@ def reference() -> list[list[made.MicroBatch]]:
 
 @pytest.fixture(scope="module")
 def packed() -> list[list[made.MicroBatch]]:
-    return made.steps(WithBad(), of=PackedPlan(), **MASK)
+    return made.steps(WithBad(), of=packed_plan(), **MASK)
 
 
 # the same micro-batches -----------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def test_worker_kind_count_prefetch_layout_and_resume_change_nothing(
     how |= {"worker_kind": kind, "first": first, **MASK}
     made.same(made.steps(WithBad(), **how), reference[first:])
     if first == 0:
-        made.same(made.steps(WithBad(), of=PackedPlan(), **how), packed)
+        made.same(made.steps(WithBad(), of=packed_plan(), **how), packed)
 
 
 @pytest.mark.slow
@@ -122,9 +124,7 @@ def test_no_more_bytes_are_prepared_ahead_than_asked_for() -> None:
         with made.loader(Counting(), of=made.plan(20), micro=3, **how) as loader:
             running = loader.steps()
             next(running)
-            deadline = time.monotonic() + 60
-            while len(built) < 4 + ahead and time.monotonic() < deadline:
-                time.sleep(0.002)
+            until(lambda: len(built) >= 4 + ahead)  # noqa: B023 - called at once
             time.sleep(0.1)
             assert len(built) == 4 + ahead
 
@@ -148,15 +148,11 @@ def test_a_worker_process_imports_no_torch_and_has_one_thread_per_pool() -> None
 
 
 def test_mapped_files_are_mapped_again_and_not_sent(tmp_path: Path) -> None:
-    from unisono.data.loading import ipc
-
     np.arange(1 << 20, dtype=np.int64).tofile(tmp_path / "rows.bin")
     rows = np.memmap(tmp_path / "rows.bin", dtype=np.int64, mode="r")
     assert ipc.IpcMessage(rows).size < 2000
     part = ipc.IpcMessage(np.asarray(rows)[1000:900_000])
     assert part.size < 2000
-    import socket
-
     here, there = socket.socketpair()
     with here, there:
         part.send(here)
@@ -424,8 +420,6 @@ def test_masking_is_refused_where_rows_carry_state() -> None:
     class Carrying(Augmented):
         def initial_carry(self, batch: Any) -> Any:
             return {}
-
-    from unisono.runtime.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"data.on_error=mask: Carrying carries state from step to step"):
         made.steps(Carrying(), on_error="mask")

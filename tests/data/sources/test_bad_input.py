@@ -21,11 +21,6 @@ from unisono.runtime.errors import ConfigError, DataError
 ROWS = rows(12)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
-
-
 def put(path: Path, columns: dict[str, Any], schema: Any = None) -> Path:
     """A file of these columns, by its ending."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,11 +27,6 @@ from unisono.task import Source
 ROWS = rows(29)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(params=FORMATS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
     return opened(write(request.param, tmp_path / "rows", ROWS))

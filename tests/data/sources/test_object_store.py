@@ -28,11 +28,10 @@ def storage() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def bucket(storage: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def bucket(storage: dict[str, Any]) -> Any:
     """An empty bucket called `rows`."""
     import s3fs
 
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
     system = s3fs.S3FileSystem(**storage, skip_instance_cache=True)
     if system.exists("rows"):
         system.rm("rows", recursive=True)

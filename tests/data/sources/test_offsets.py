@@ -35,8 +35,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("ending", ["arrow", "feather"])
-def test_offsets_out_of_the_values_are_refused(tmp_path: Path, name: str, ending: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+def test_offsets_out_of_the_values_are_refused(tmp_path: Path, name: str, ending: str):
     table = pa.table({"x": COLUMNS[name]})
     path = tmp_path / f"rows.{ending}"
     make = pa.ipc.new_stream if ending == "arrow" else pa.ipc.new_file
@@ -62,8 +61,7 @@ def test_offsets_out_of_the_values_are_refused(tmp_path: Path, name: str, ending
 
 
 @pytest.mark.parametrize("number", [-1, -(1 << 30), 3, 1 << 30])
-def test_numbers_out_of_a_dictionary_are_refused(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+def test_numbers_out_of_a_dictionary_are_refused(tmp_path: Path, number: int) -> None:
     table = pa.table({"x": pa.array(TEXT).dictionary_encode()})
     path = tmp_path / "rows.arrow"
     with pa.ipc.new_stream(str(path), table.schema) as writer:

@@ -21,11 +21,6 @@ from unisono.runtime.errors import DataError
 ROWS = rows(29)
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def memory() -> Iterator[Any]:
     """An empty object store in memory."""
