@@ -6,8 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from torch.utils.data import Dataset
 
 from tests.data import made
 from tests.data.made import BATCH, SIZE, until
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader, MicroBatch, check_draws
+from unisono.data.loading.loader import MicroBatch, check_draws
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError
@@ -95,16 +93,10 @@ def test_all_ranks_together_load_the_same_batch_on_any_layout(
     reference: list[list[MicroBatch]], layout: tuple[int, int], workers: int, prefetch: int
 ) -> None:
     world, micro = layout
-    _same(_steps(world=world, micro=micro, workers=workers, prefetch=prefetch), reference)
-
-
-@settings(max_examples=15, deadline=None)
-@given(layout=layouts)
-def test_micro_batches_are_consecutive_rows_of_the_global_batch(layout: tuple[int, int]) -> None:
-    world, micro = layout
-    plan = made.plan()
-    for step, batches in enumerate(_steps(world=world, micro=micro)):
-        rows = plan.batch(step)
+    steps = _steps(world=world, micro=micro, workers=workers, prefetch=prefetch)
+    _same(steps, reference)
+    for step, batches in enumerate(steps):  # micro-batches are consecutive rows of the global batch
+        rows = made.plan().batch(step)
         assert [batch.number for batch in batches] == list(range(BATCH // micro))
         for batch in batches:
             if not batch.idle:
@@ -114,32 +106,23 @@ def test_micro_batches_are_consecutive_rows_of_the_global_batch(layout: tuple[in
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 12), (1, 4), (2, 3), (4, 1)])
 def test_every_rank_makes_equally_many_passes_in_a_short_step(world: int, micro: int) -> None:
-    split = BatchSplit.create(BATCH, world, micro)
     for rank in range(world):
-        with closing(Loader(Rows(), np.arange(SIZE), made.plan(), split, rank)) as loader:
-            assert [len(batches) for batches in loader.steps()] == [split.passes] * 6
+        with made.loader(Rows(), world=world, micro=micro, rank=rank) as loader:
+            assert [len(batches) for batches in loader.steps()] == [BATCH // world // micro] * 6
 
 
 # idle ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def idle() -> list[MicroBatch]:
-    return [micro for micro in _steps(world=4, micro=1)[-1] if micro.idle]
-
-
-def test_the_micro_batches_that_a_short_batch_lacks_are_idle_and_count_nothing(idle: list[MicroBatch]) -> None:
-    assert [micro.number for micro in idle] == [8, 9, 10, 11]
-    assert all(micro.counts == {"term": 0.0, "other": 0.0} for micro in idle)
-    assert all(micro.work == {"tokens": 0.0, "rows": 0.0} for micro in idle)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3])
-def test_an_idle_micro_batch_holds_the_first_rows_of_the_batch_again(micro_batch: int) -> None:
-    idle = [micro for micro in _steps(world=4, micro=micro_batch)[-1] if micro.idle]
-    assert len(idle) == {1: 4, 3: 1}[micro_batch]
+@pytest.mark.parametrize(("size", "lacking"), [(1, [8, 9, 10, 11]), (3, [3])])
+def test_the_micro_batches_that_a_short_batch_lacks_are_idle_and_count_nothing(size: int, lacking: list[int]) -> None:
+    """They hold the first rows of the batch again, so that no shape is new."""
+    idle = [micro for micro in _steps(world=4, micro=size)[-1] if micro.idle]
+    assert [micro.number for micro in idle] == lacking
     for micro in idle:
-        assert np.array_equal(micro.arrays["row"], made.plan().batch(5)[:micro_batch])
+        assert micro.counts == {"term": 0.0, "other": 0.0}
+        assert micro.work == {"tokens": 0.0, "rows": 0.0}
+        assert np.array_equal(micro.arrays["row"], made.plan().batch(5)[:size])
 
 
 def test_a_busy_micro_batch_counts_its_own_rows() -> None:
@@ -173,10 +156,7 @@ def test_a_row_draws_differently_in_every_epoch(reference: list[list[MicroBatch]
 
 
 def test_draws_belong_to_the_epoch_and_the_row_not_to_the_step(reference: list[list[MicroBatch]]) -> None:
-    plan = StreamPlan.create(Order(SIZE, 0), 4, None, 2.2)
-    task = Rows()
-    with closing(Loader(task, task.data(), plan, BatchSplit.create(4, 1, 2), 0)) as loader:
-        assert _draws(list(loader.steps())) == _draws(reference)
+    assert _draws(_steps(of=StreamPlan.create(Order(SIZE, 0), 4, None, 2.2), micro=2)) == _draws(reference)
 
 
 def test_evaluation_and_another_seed_draw_differently_from_training(reference: list[list[MicroBatch]]) -> None:
@@ -197,8 +177,7 @@ def test_a_resume_loads_the_remaining_batches_bit_for_bit(
 
 
 def test_one_loader_can_be_read_again_from_any_step(reference: list[list[MicroBatch]]) -> None:
-    task = Rows()
-    with closing(Loader(task, task.data(), made.plan(), BatchSplit.create(BATCH, 1, None), 0)) as loader:
+    with made.loader(Rows(), micro=None) as loader:
         next(loader.steps())
         _same(list(loader.steps(3)), reference[3:])
         _same(list(loader.steps()), reference)
@@ -330,7 +309,7 @@ def test_a_fault_that_the_task_explains_itself_is_not_explained_again() -> None:
 def test_an_error_ahead_does_not_spoil_the_steps_before_it() -> None:
     plan = next(plan for seed in range(99) if 17 in (plan := made.plan(seed=seed, epochs=1)).batch(2))
     task = type("Failing", (Broken,), {"act": staticmethod(_raise)})()
-    with closing(Loader(task, task.data(), plan, BatchSplit.create(BATCH, 1, None), 0, prefetch=8)) as loader:
+    with made.loader(task, of=plan, micro=None, prefetch=8) as loader:
         steps = loader.steps()
         assert [len(next(steps)) for _ in range(2)] == [1, 1]
         with pytest.raises(DataError):
@@ -344,38 +323,29 @@ def _threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("unisono-test")}
 
 
-@contextmanager
-def _loader(task: Task, **how: Any) -> Iterator[Loader]:
-    loader = Loader(task, task.data(), made.plan(epochs=20), BatchSplit.create(BATCH, 1, 1), 0, purpose="test", **how)
-    try:
-        yield loader
-    finally:
-        loader.close()
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_close_stops_all_threads(workers: int) -> None:
-    with _loader(Rows(), workers=workers, prefetch=8) as loader:
+    with made.loader(Rows(), of=made.plan(epochs=20), purpose="test", workers=workers, prefetch=8) as loader:
         next(loader.steps())
         assert len(_threads()) == workers
     assert not _threads()
 
 
 def test_close_does_not_prepare_what_was_only_asked_for() -> None:
-    made: list[Any] = []
+    built: list[Any] = []
     gate = threading.Event()
 
     class Slow(Rows):
         def collate(self, samples: Any) -> Any:
-            made.append(samples)
-            if len(made) > BATCH:
+            built.append(samples)
+            if len(built) > BATCH:
                 gate.wait(60)
             return super().collate(samples)
 
-    with _loader(Slow(), prefetch=8) as loader:
+    with made.loader(Slow(), micro=1, prefetch=8) as loader:
         steps = loader.steps()
         next(steps)  # twelve micro-batches
-        until(lambda: len(made) == BATCH + 1)
+        until(lambda: len(built) == BATCH + 1)
 
         waiting = loader._workers._waiting
 
@@ -389,24 +359,7 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
         until(lambda: pending() >= 4)
 
         threading.Thread(target=open_gate).start()
-    assert len(made) == BATCH + 1
-
-
-@pytest.mark.parametrize("prefetch", [1, 4, 8])
-def test_no_more_is_prepared_ahead_than_asked_for(prefetch: int) -> None:
-    made: list[Any] = []
-
-    class Counting(Rows):
-        def collate(self, samples: Any) -> Any:
-            made.append(samples)
-            return super().collate(samples)
-
-    with _loader(Counting(), workers=4, prefetch=prefetch) as loader:
-        steps = loader.steps()
-        next(steps)
-        until(lambda: len(made) >= BATCH + prefetch)
-        time.sleep(0.05)
-        assert len(made) == BATCH + prefetch
+    assert len(built) == BATCH + 1
 
 
 # draws ----------------------------------------------------------------------------------------------------------------
