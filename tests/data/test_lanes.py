@@ -24,14 +24,11 @@ def test_lanes_and_places_are_positions_numbered_otherwise(count: int, stretch: 
 @settings(max_examples=50, deadline=None)
 @given(count=st.integers(1, 12), stretch=st.integers(1, 9))
 def test_a_lane_has_all_of_its_places_once_and_in_order(count: int, stretch: int) -> None:
-    lane, place = Lanes(count, stretch)(np.arange(count * stretch * 5))
-    for number in range(count):
-        assert place[lane == number].tolist() == list(range(5 * stretch))
-
-
-def test_one_lane_has_every_position_as_its_place() -> None:
-    lane, place = SINGLE_LANE(np.arange(9))
-    assert (lane.tolist(), place.tolist()) == ([0] * 9, list(range(9)))
+    for lanes in (Lanes(count, stretch), SINGLE_LANE):
+        positions = np.arange(lanes.count * lanes.stretch * 5)
+        lane, place = lanes(positions)
+        for number in range(lanes.count):
+            assert place[lane == number].tolist() == list(range(5 * lanes.stretch))
 
 
 def test_alike_finds_the_places_of_each_number() -> None:

@@ -31,16 +31,6 @@ SOURCE = Numbers(300)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten shards, made by one worker without interruption."""
-    folder = tmp_path_factory.mktemp("whole") / "numbers"
-    prepare(SOURCE, folder, shard_mb=1)
-    assert len(Shards(folder).manifest["shards"]) == 10
-    assert len({entry["sha256"] for entry in Shards(folder).manifest["shards"]}) == 10
-    return folder
-
-
 # the same bytes ---------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +153,7 @@ def test_a_shard_that_is_damaged_or_gone_is_made_again_and_no_other(
 ):
     folder = Path(shutil.copytree(whole, tmp_path / "a"))
     (folder / "shard-00003-of-00010.arrow").unlink()
-    damaged = folder / "shard-00007-of-00010.arrow"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    _damage(folder / "shard-00007-of-00010.arrow")
     made: list[int] = []
     make = Numbers.make
     monkeypatch.setattr(Numbers, "make", lambda self, first, last: made.append(first) or make(self, first, last))
@@ -301,51 +290,41 @@ def test_another_cut_is_refused_where_one_was_begun(tmp_path: Path):
         prepare(SOURCE, tmp_path / "a", shard_mb=2)
 
 
-def _lacks_a_share(folder: Path) -> None:
+def _edit(folder: Path, **changed: Any) -> None:
+    """Change the note of the fifth shard."""
+    path = folder / f"{FIFTH}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def _remove(folder: Path) -> None:
     for path in folder.glob("shard-0000[45]*"):
         path.unlink()
 
 
-def _other_tokenizer(folder: Path) -> None:
-    _edit(folder / "shard-00004-of-00010.json", of={"tokenizer": "other", "source": "b"})
-
-
-def _other_source(folder: Path) -> None:
-    _edit(folder / "shard-00004-of-00010.json", of={"tokenizer": "a", "source": "other"})
-
-
-def _overlap(folder: Path) -> None:
-    _edit(folder / "shard-00004-of-00010.json", range=[110, 150])
-
-
-def _another_cut(folder: Path) -> None:
-    shutil.copy(folder / "shard-00004-of-00010.arrow", folder / "shard-00004-of-00011.arrow")
-
-
-def _damage(folder: Path) -> None:
-    path = folder / "shard-00004-of-00010.arrow"
+def _damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
-def _edit(path: Path, **changed: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+FIFTH = "shard-00004-of-00010"
 
 
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (_lacks_a_share, r"2 of 10 shards are missing \(4 to 5\); create them by running `unisono data prepare`"),
-        (_other_tokenizer, r"00004-of-00010\.arrow and .* different data or settings: tokenizer is 'other' and 'a'"),
-        (_other_source, r"00004-of-00010\.arrow and .* different data or settings: source is 'other' and 'b'"),
-        (
-            _overlap,
-            r"00004-of-00010\.json covers the records \[110, 150\], but in the plan this shard has \[120, 150\]",
-        ),
-        (_another_cut, r"also contains shards of another preparation, e\.g\. shard-00004-of-00011\.arrow"),
-        (_damage, r"00004-of-00010\.arrow is damaged \(its hash differs from that recorded"),
+        (_remove, r"2 of 10 shards are missing \(4 to 5\); create them by running `unisono data prepare`"),
+        (lambda folder: _edit(folder, of={"tokenizer": "other", "source": "b"}),
+         r"00004-of-00010\.arrow and .* different data or settings: tokenizer is 'other' and 'a'"),
+        (lambda folder: _edit(folder, of={"tokenizer": "a", "source": "other"}),
+         r"00004-of-00010\.arrow and .* different data or settings: source is 'other' and 'b'"),
+        (lambda folder: _edit(folder, range=[110, 150]),
+         r"00004-of-00010\.json covers the records \[110, 150\], but in the plan this shard has \[120, 150\]"),
+        (lambda folder: shutil.copy(folder / f"{FIFTH}.arrow", folder / "shard-00004-of-00011.arrow"),
+         r"also contains shards of another preparation, e\.g\. shard-00004-of-00011\.arrow"),
+        (lambda folder: _damage(folder / f"{FIFTH}.arrow"),
+         r"00004-of-00010\.arrow is damaged \(its hash differs from that recorded"),
     ],
     ids=["a share is missing", "another tokenizer", "another source", "overlap", "another cut", "damage"],
-)
+)  # fmt: skip
 def test_shares_that_do_not_fit_together_are_not_merged(tmp_path: Path, spoil: Callable[[Path], Any], told: str):
     folder = tmp_path / "a"
     for number in (1, 2):

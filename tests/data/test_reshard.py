@@ -10,21 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.numbers import Numbers
-from unisono.data.prepare.preparation import prepare
 from unisono.data.prepare.reshard import bounds_by_units, reshard
 from unisono.data.prepare.shards import Shards
 from unisono.runtime.errors import DataError
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten shards."""
-    folder = tmp_path_factory.mktemp("whole") / "numbers"
-    made = prepare(Numbers(300), folder, shard_mb=1)
-    assert made is not None
-    assert len(made.manifest["shards"]) == 10
-    return folder
 
 
 @pytest.mark.parametrize("count", [1, 3, 10, 37])
