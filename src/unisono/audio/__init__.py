@@ -23,6 +23,7 @@ from unisono.audio.augment import add_noise, gain, mix, spec_augment, time_shift
 from unisono.audio.batches import (
     GOOD,
     NEEDS_FFMPEG,
+    Answer,
     Backend,
     Batch,
     Pipeline,
@@ -65,7 +66,6 @@ __all__ = [
 ]
 
 Array = NDArray[np.float32]
-_WHOLE = np.zeros((1, 3))
 
 
 class Decoded(NamedTuple):
@@ -112,12 +112,11 @@ def decode(
     pipeline = Pipeline(duration=duration, features=None, backend=backend)
     data, window = data_of(recording), Window(start)
     if pipeline.native:
-        place = np.array([[start, 0.0, duration or 0.0]])
-        kind, text, rate, _, _, values = _engine(None, 0).run([data], place, None, 1)[0]
-        if kind == GOOD:
-            return Decoded(values, rate)
-        if kind != NEEDS_FFMPEG:
-            raise DataError(f"{name_of(recording)} {text}")
+        answer = _run(_engine(None, 0), data, start, duration)
+        if answer.kind == GOOD:
+            return Decoded(answer.values, answer.rate)
+        if answer.kind != NEEDS_FFMPEG:
+            raise DataError(f"{name_of(recording)} {answer.text}")
     try:
         values, rate, _ = decode_window(data, window, duration)
     except codecs.BadRecording as error:
@@ -148,7 +147,7 @@ def resample(
         return x.copy()
     if not _uses_core(backend):
         return resample_numpy(x, from_rate, to_rate, method)
-    return np.asarray(_resampler(from_rate, to_rate, method).run([(x, from_rate)], _WHOLE, None, 1)[0][5])
+    return np.asarray(_run(_resampler(from_rate, to_rate, method), (x, from_rate)).values)
 
 
 def fbank(x: Array, rate: int, num_mel_bins: int = 80, *, backend: Backend = "auto", **settings: Any) -> Array:
@@ -203,7 +202,11 @@ def _features(features: Features, x: Array, rate: int, backend: Backend) -> Arra
     x = _as_samples(x)
     if not _uses_core(backend):
         return plan_of(features, rate)(x)
-    return np.asarray(_engine(features, rate).run([(x, rate)], _WHOLE, None, 1)[0][5])
+    return np.asarray(_run(_engine(features, rate), (x, rate)).values)
+
+
+def _run(engine: Any, recording: Any, start: float = 0.0, duration: float | None = None) -> Answer:
+    return Answer(*engine.run([recording], np.array([[start, 0.0, duration or 0.0]]), None, 1)[0])
 
 
 def _uses_core(backend: Backend) -> bool:

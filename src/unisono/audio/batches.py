@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,27 @@ from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 
 Array = NDArray[np.float32]
 Backend = Literal["auto", "native", "numpy"]
-GOOD, BAD, NEEDS_TABLE, NEEDS_FFMPEG = range(4)  # kinds of the native core's answers
+GOOD, BAD, NEEDS_TABLE, NEEDS_FFMPEG = range(4)  # kinds of answers
+
+
+class Answer(NamedTuple):
+    """What the native core or the NumPy path says of one recording.
+
+    Attributes:
+        kind: one of the above.
+        text: why it is bad, or what FFmpeg has to decode.
+        rate: of the recording in Hz.
+        start: frame of the recording at which the row begins.
+        length: frames or samples before padding.
+        values: the row, if it was not written into a batch.
+    """
+
+    kind: int
+    text: str = ""
+    rate: int = 0
+    start: int = 0
+    length: int = 0
+    values: Any = None
 
 
 @dataclass(frozen=True)
@@ -167,18 +187,20 @@ class Pipeline:
         out = None if rows is None else np.empty((len(given), rows, *self.shape[1:]), dtype=np.float32)
         make = self._run_native if self.native else self._run_numpy
         answers = make(given, list(windows), out, threads)
-        for row, (kind, text, *_) in enumerate(answers):
-            if kind != GOOD:
-                reasons.setdefault(row, f"{names[row]} {text}")
+        for row, answer in enumerate(answers):
+            if answer.kind != GOOD:
+                reasons.setdefault(row, f"{names[row]} {answer.text}")
         size = sum(_size(each) for row, each in enumerate(given) if row not in reasons)
         self.counters.add(len(given) - len(reasons), len(reasons), size, perf_counter() - began)
         if reasons and on_error == "raise":
             raise BadSamplesError(dict(sorted(reasons.items())))
-        values = self._pad_rows([answer[5] for answer in answers]) if out is None else out
+        values = self._pad_rows([answer.values for answer in answers]) if out is None else out
         for row in reasons:
             values[row] = 0
-        lengths = np.array([0 if row in reasons else answer[4] for row, answer in enumerate(answers)], dtype=np.int64)
-        starts = np.array([answer[3] / max(1, answer[2]) for answer in answers], dtype=np.float64)
+        lengths = np.array(
+            [0 if row in reasons else answer.length for row, answer in enumerate(answers)], dtype=np.int64
+        )
+        starts = np.array([answer.start / max(1, answer.rate) for answer in answers], dtype=np.float64)
         return Batch(values, lengths, starts, dict(sorted(reasons.items())))
 
     @property
@@ -212,62 +234,63 @@ class Pipeline:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_engine", "_counters")}
 
-    def _run_native(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
+    def _run_native(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Answer]:
         places = np.array([(-1.0 if w.start is None else w.start, w.place, self.duration or 0.0) for w in windows])
         places = places.reshape(len(given), 3)
-        answers = list(self._engine.run(given, places, out, threads))
+        answers = [*map(Answer._make, self._engine.run(given, places, out, threads))]
         given, begins = [*given], dict[int, int]()  # first frames of what FFmpeg decoded and cut
-        again = [row for row, answer in enumerate(answers) if answer[0] in (NEEDS_TABLE, NEEDS_FFMPEG)]
+        again = [row for row, answer in enumerate(answers) if answer.kind in (NEEDS_TABLE, NEEDS_FFMPEG)]
         while again:  # recordings with a new rate, and those that need FFmpeg
             ready = []
             for row in again:
-                kind, text, rate = answers[row][:3]
+                said = answers[row]
                 try:
-                    if kind == NEEDS_TABLE:
-                        add_table(self._engine, rate, self.rate, self.method)
+                    if said.kind == NEEDS_TABLE:
+                        add_table(self._engine, said.rate, self.rate, self.method)
                     else:
-                        samples, rate, begins[row] = _by_ffmpeg(data_of(given[row]), windows[row], self.duration, text)
+                        data = data_of(given[row])
+                        samples, rate, begins[row] = _by_ffmpeg(data, windows[row], self.duration, said.text)
                         given[row] = samples, rate
                 except (codecs.BadRecording, DataError) as error:
-                    answers[row] = (BAD, str(error), 0, 0, 0, None)
+                    answers[row] = Answer(BAD, str(error))
                 else:
                     ready.append(row)
             part = None if out is None else np.empty((len(ready), *out.shape[1:]), dtype=np.float32)
             made = self._engine.run([given[row] for row in ready], places[ready], part, threads) if ready else []
-            for row, answer in zip(ready, made, strict=True):
-                answers[row] = (*answer[:3], begins.get(row, answer[3]), *answer[4:])
+            for row, answer in zip(ready, map(Answer._make, made), strict=True):
+                answers[row] = answer._replace(start=begins.get(row, answer.start))
             if out is not None:
                 out[ready] = part
-            again = [row for row in ready if answers[row][0] in (NEEDS_TABLE, NEEDS_FFMPEG)]
+            again = [row for row in ready if answers[row].kind in (NEEDS_TABLE, NEEDS_FFMPEG)]
         return answers
 
     # NumPy ------------------------------------------------------------------------------------------------------
 
-    def _run_numpy(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Any]:
+    def _run_numpy(self, given: list[Any], windows: list[Window], out: Array | None, threads: int) -> list[Answer]:
         return [
             self._row(recording, window, None if out is None else out[row])
             for row, (recording, window) in enumerate(zip(given, windows, strict=True))
         ]
 
-    def _row(self, recording: Any, window: Window, out: Array | None) -> tuple[int, str, int, int, int, Array | None]:
+    def _row(self, recording: Any, window: Window, out: Array | None) -> Answer:
         try:
             samples, rate, start = self._decode_window(recording, window)
             samples = resample_numpy(samples, rate, self.rate, self.method)
         except (codecs.BadRecording, DataError) as error:
-            return BAD, str(error).removeprefix(f"{recording} "), 0, 0, 0, None
+            return Answer(BAD, str(error).removeprefix(f"{recording} "))
         if self.duration is not None:
             samples = samples[: round(self.duration * self.rate)]
         if self.features is None:
             if out is not None:
                 out[: len(samples)] = samples
                 out[len(samples) :] = 0
-            return GOOD, "", rate, start, len(samples), samples
+            return Answer(GOOD, "", rate, start, len(samples), samples)
         values = plan_of(self.features, self.rate)(samples)[: None if out is None else len(out)]
         if out is not None:
             out[:] = pad_and_normalise(values, len(out), self.mean, self.std, self.pad)
         else:
             values = _normalise(values, self.mean, self.std)
-        return GOOD, "", rate, start, len(values), values
+        return Answer(GOOD, "", rate, start, len(values), values)
 
     def _decode_window(self, recording: Any, window: Window) -> tuple[Array, int, int]:
         if isinstance(recording, tuple):

@@ -186,7 +186,6 @@ class LedgerLine:
     """The record of one step by one process.
 
     Attributes:
-        number: of the line in its file, from 1.
         rank: of the process.
         step: from 0.
         rows: of the global batch.
@@ -196,7 +195,6 @@ class LedgerLine:
         masked: slot, row, epoch, first unit and reason of each sample that could not be built.
     """
 
-    number: int
     rank: int
     step: int
     rows: range
@@ -244,7 +242,7 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
             masked = [(slot, row, epoch, first, why) for slot, row, epoch, first, why in found.get("masked", [])]
             starts[-1].lines[rank].append(
                 LedgerLine(
-                    number, rank, found["step"], range(*found["rows"]), found["samples"], found["ids"],
+                    rank, found["step"], range(*found["rows"]), found["samples"], found["ids"],
                     int(found["content"], 16), masked,
                 )
             )  # fmt: skip

@@ -30,7 +30,6 @@ from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import DEADLINE, is_remote, remote_options
 
 log = logging.getLogger(__name__)
-Duplicates = Literal["refuse", "allow"]
 _OPEN_BYTES = 256e6  # memory for open files: their footers and indices
 _MIN_READER_BYTES = 16384.0  # minimum counted per file, to bound the number of memory maps
 _OPEN_THREADS = 16  # files opened at a time when a source is opened
@@ -91,7 +90,7 @@ def open_source(
     pattern: str = "*",
     split: str | None = None,
     separator: str | None = None,
-    duplicates: Duplicates = "refuse",
+    duplicates: Literal["refuse", "allow"] = "refuse",
     cache_mb: float = 256.0,
     storage: Mapping[str, Any] | None = None,
     deadline: float = DEADLINE,

@@ -34,15 +34,8 @@ def cached_array(file: File, what: str, find: Callable[[], NDArray[Any]]) -> NDA
     """An array computed from a file by `find`, cached unless the file is small."""
     if file.size < _SMALL_BYTES:
         return find()
-    place = _cache_path(file, what).with_suffix(".npy")
     with contextlib.suppress(OSError):
-        create_cache_folder(place.parent)
-        with lock_entry(place, _WAIT):
-            if not place.is_file():
-                found = find()
-                with atomic_file(place) as temporary, temporary.open("wb") as out:
-                    np.save(out, found)
-        return npy.map_array(place)
+        return npy.map_array(_cache_file(file, what, ".npy", lambda out: np.save(out, find())))
     return find()
 
 
@@ -52,28 +45,34 @@ def unpack_file(file: File) -> File:
     Raises:
         DataError: if it is damaged, or the cache cannot be written.
     """
-    place = _cache_path(file, "unpacked")
+
+    def unpack(out: Any) -> None:
+        with wrap_read_errors(file), file.open_plain() as plain:
+            shutil.copyfileobj(plain, out, _CHUNK)
+
     try:
-        create_cache_folder(place.parent)
-        with lock_entry(place, _WAIT):
-            if not place.is_file():
-                with (
-                    atomic_file(place) as temporary,
-                    wrap_read_errors(file),
-                    file.open_plain() as plain,
-                    temporary.open("wb") as out,
-                ):
-                    shutil.copyfileobj(plain, out, _CHUNK)
+        place = _cache_file(file, "unpacked", "", unpack)
         status = place.stat()
     except OSError as error:
         raise DataError(
-            f"{file.path} cannot be unpacked into {place.parent} ({error}); unpack it yourself, or set "
+            f"{file.path} cannot be unpacked into {_folder()} ({error}); unpack it yourself, or set "
             "$UNISONO_CACHE to another folder"
         ) from error
     return replace(file, path=str(place), size=status.st_size, stamp=str(status.st_mtime_ns))
 
 
-def _cache_path(file: File, what: str) -> Path:
+def _cache_file(file: File, what: str, suffix: str, write: Callable[[Any], object]) -> Path:
+    """The cache's file for what is found in a data file, written unless it exists."""
     path = file.path if "://" in file.path else str(Path(file.path).absolute())
     address = json.dumps([_LAYOUT, what, path, file.size, file.stamp])
-    return cache_dir() / "sources" / hashlib.sha256(address.encode()).hexdigest()[:24]
+    place = _folder() / (hashlib.sha256(address.encode()).hexdigest()[:24] + suffix)
+    create_cache_folder(place.parent)
+    with lock_entry(place, _WAIT):
+        if not place.is_file():
+            with atomic_file(place) as temporary, temporary.open("wb") as out:
+                write(out)
+    return place
+
+
+def _folder() -> Path:
+    return cache_dir() / "sources"
