@@ -45,7 +45,8 @@ CHOSEN = _names("""
 OWN = _names("""
     audio.codecs checkpoint.exchange.export checkpoint.exchange.pickle_process checkpoint.remote.object_store
     checkpoint.remote.store_lock checkpoint.remote.upload checkpoint.remote.upload_process config.environment
-    data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards data.sources.index
+    data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards data.recordings.journal
+    data.sources.index
     doctor.all_reduce_process doctor.facts doctor.rates engines.jax.profiler engines.torch.profiler
     launch.autobatch.memory launch.autobatch.probe launch.autobatch.search launch.nodes.agreement
     launch.processes.monitor_client launch.processes.preloading observe.events observe.logs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -111,26 +110,38 @@ def test_long_recordings_are_cut_into_rows_of_windows(tmp_path: Path) -> None:
     assert (record["row"], record["window"]) == (0, audio.Window(0.2))
 
 
-def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.data.recordings import scan as module
+class Stop:
+    """Progress that interrupts when it is told for the third time; of how many rows it was told."""
 
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 4)
-    source = open_recordings(write(tmp_path / "data", "csv"))
-    out, looked = tmp_path / "bad.jsonl", list[int]()
-    look = module._scan_rows
+    def __init__(self) -> None:
+        self.rows: list[int] = []
 
-    def interrupted(source: Any, first: int) -> Any:
-        looked.append(first)
-        if first == 12 and looked.count(12) == 1:
+    def __call__(self, rows: int, bad: int) -> None:
+        self.rows.append(rows)
+        if len(self.rows) == 3:
             raise KeyboardInterrupt
-        return look(source, first)
 
-    monkeypatch.setattr(module, "_scan_rows", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        scan(source, out, workers=1)
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.data.recordings.journal._CHUNK_ROWS", 4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path / "data", "csv"))
+    out = tmp_path / "bad.jsonl"
+    for before in (0, 8):
+        stop = Stop()
+        with pytest.raises(KeyboardInterrupt):
+            scan(source, out, workers=1, progress=stop)
+        assert stop.rows == [before, 4, 4]  # it went on
+        with (tmp_path / "bad.jsonl.progress").open("a") as journal:
+            journal.write('{"first": 8, "ro')  # a line that the interruption cut off
     assert not out.exists()
-    found = scan(source, out, workers=1)
-    assert looked.count(0) == 1  # it went on
+    rows = list[int]()
+    found = scan(source, out, workers=1, progress=lambda count, bad: rows.append(count))
+    assert rows == [16, 4, 3]
     assert tuple(found.bad) == BAD
     assert all("cut off" in reason for reason in found.bad.values())
     assert scan(source, out, workers=2) == found  # is not made again
@@ -140,23 +151,14 @@ def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path, monkeyp
         audio.decode(clean[row]["audio"])
 
 
-def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.data.recordings import decoded_cache as module
-
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 4)
+@pytest.mark.usefixtures("small_chunks")
+def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path) -> None:
     path = write(tmp_path / "data", "arrow stream")
     source = open_recordings(path, leave_out=BAD)
     pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0)
     expected = pipeline([source[row]["audio"] for row in range(len(source))])
-    made = list[int]()
-
-    def stop(rows: int, bad: int) -> None:
-        made.append(rows)
-        if len(made) == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        make_cache(source, pipeline, tmp_path / "cache", progress=stop)
+        make_cache(source, pipeline, tmp_path / "cache", progress=Stop())
     with pytest.raises(DataError, match="is not a finished cache"):
         DecodedCache(tmp_path / "cache")
     rows = list[int]()

@@ -40,8 +40,9 @@ class GroupedOrder:
         ends = np.cumsum(self.rows)
         steps, places = np.divmod(np.asarray(positions, dtype=np.int64), ends[-1])
         numbers = np.searchsorted(ends, places, side="right")
-        own = np.asarray(self.rows, dtype=np.int64)[numbers]
-        return locate_rows(self.streams, self.starts, numbers, steps * own + places - (ends[numbers] - own))
+        own: Indices = np.asarray(self.rows, dtype=np.int64)[numbers]
+        inside: Indices = steps * own + places - (ends[numbers] - own)
+        return locate_rows(self.streams, self.starts, numbers, inside)
 
     @property
     def size(self) -> int:

@@ -17,13 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from unisono.audio import CENTRE, FIRST, Pipeline, Window
+from unisono.data.recordings.journal import chunks, read_journal
 from unisono.data.recordings.source import Recordings, hash_rows
 from unisono.data.recordings.windowed import WindowedRecordings, cut_windows
 from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
-
-_CHUNK_ROWS = 64
 
 
 def make_cache(
@@ -67,30 +66,29 @@ def make_cache(
     shape = (len(rows), *pipeline.shape)
     values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
     lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
-    progress(sum(min(_CHUNK_ROWS, len(rows) - first) for first in finished), 0)
+    missing = [part for part in chunks(len(rows)) if part.start not in finished]
+    progress(len(rows) - sum(map(len, missing)), 0)
 
-    def build_chunk(first: int) -> tuple[int, dict[int, str]]:
-        numbers = range(first, min(first + _CHUNK_ROWS, len(rows)))
-        records = [rows[row] for row in numbers]
+    def build_chunk(part: range) -> dict[int, str]:
+        records = [rows[row] for row in part]
         places: list[Window] = [record.get("window", window) for record in records]
         batch = pipeline([r["audio"] for r in records], places, names=[r["name"] for r in records], on_error="mask")
         if batch.errors and on_error == "stop":
             raise BadSamplesError(
                 {row: f"row {records[row]['row']} of the source: {text}" for row, text in batch.errors.items()}
             )
-        values[first : first + len(records)] = batch.values
-        lengths[first : first + len(records)] = batch.lengths
-        return first, {first + row: text for row, text in batch.errors.items()}
+        values[part.start : part.stop] = batch.values
+        lengths[part.start : part.stop] = batch.lengths
+        return {part[row]: text for row, text in batch.errors.items()}
 
-    missing = [first for first in range(0, len(rows), _CHUNK_ROWS) if first not in finished]
     with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
-        for first, bad in pool.map(build_chunk, missing):
+        for part, bad in zip(missing, pool.map(build_chunk, missing), strict=True):
             values.flush()
             lengths.flush()
-            file.write(json.dumps({"first": first, "bad": bad}) + "\n")
+            file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
             file.flush()
-            finished[first] = bad
-            progress(min(_CHUNK_ROWS, len(rows) - first), len(bad))
+            finished[part.start] = bad
+            progress(len(part), len(bad))
     left_out = {row: text for bad in finished.values() for row, text in bad.items()}
     numbers = np.array(
         [rows[row]["row"] for row in range(len(rows))] if isinstance(rows, WindowedRecordings) else rows.rows,
@@ -200,13 +198,10 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
                 f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
                 "one"
             )
-        finished: dict[int, dict[int, str]] = {}
-        journal = folder / "progress.jsonl"
-        for line in journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []:
-            if line.endswith("\n"):
-                entry = json.loads(line)
-                finished[entry["first"]] = {int(row): text for row, text in entry["bad"].items()}
-        return finished
+        return {
+            entry["first"]: {int(row): text for row, text in entry["bad"].items()}
+            for entry in read_journal(folder / "progress.jsonl")
+        }
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
     create_cache_folder(folder)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from unisono import audio
+from unisono.data.recordings.journal import chunks, read_journal
 from unisono.data.recordings.source import Recordings
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
-
-_CHUNK_ROWS = 64  # rows that a worker decodes before it reports progress
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,18 @@ def scan(
     workers = workers or os.cpu_count() or 1
     journal = out.with_name(out.name + ".progress")
     done, bad = _load_progress(out, journal, source)
-    progress(len(done), len(bad))
-    missing = [first for first in range(0, len(source), _CHUNK_ROWS) if first not in done]
+    missing = [part for part in chunks(len(source)) if part.start not in done]
+    progress(len(source) - sum(map(len, missing)), len(bad))
     pool_type: Any = ThreadPoolExecutor if audio.Pipeline(features=None).native else ProcessPoolExecutor
     out.parent.mkdir(parents=True, exist_ok=True)
     with journal.open("a", encoding="utf-8") as file, pool_type(workers) as pool:
         if not file.tell():
             file.write(json.dumps({"fingerprint": source.fingerprint, "rows": len(source)}) + "\n")
-        for first, found in _map_bounded(pool, source, missing, 2 * workers):
-            rows = min(_CHUNK_ROWS, len(source) - first)
-            file.write(json.dumps({"first": first, "rows": rows, "bad": found}) + "\n")
+        for part, found in _map_bounded(pool, source, missing, 2 * workers):
+            file.write(json.dumps({"first": part.start, "rows": len(part), "bad": found}) + "\n")
             file.flush()
             bad.update(found)
-            progress(rows, len(found))
+            progress(len(part), len(found))
     ordered = {row: bad[row] for row in sorted(bad)}
     head = {"scanned": len(source), "bad": len(bad), "fingerprint": source.fingerprint}
     lines = [json.dumps(head), *(json.dumps({"row": row, "reason": reason}) for row, reason in ordered.items())]
@@ -82,23 +80,25 @@ def scan(
     return ScanResult(len(source), ordered, out)
 
 
-def _map_bounded(pool: Any, source: Recordings, missing: list[int], ahead: int) -> Iterator[tuple[int, dict[int, str]]]:
+def _map_bounded(
+    pool: Any, source: Recordings, parts: list[range], ahead: int
+) -> Iterator[tuple[range, dict[int, str]]]:
     """Results in order, with a bounded number of pending requests."""
-    firsts, asked = iter(missing), list[tuple[int, Future[dict[int, str]]]]()
-    for first in islice(firsts, ahead):
-        asked.append((first, pool.submit(_scan_rows, source, first)))
-    while asked:
-        first, future = asked.pop(0)
-        yield first, future.result()
-        for following in islice(firsts, 1):
-            asked.append((following, pool.submit(_scan_rows, source, following)))
+    asked = deque[tuple[range, Future[dict[int, str]]]]()
+    for part in parts:
+        asked.append((part, pool.submit(_scan_rows, source, part)))
+        if len(asked) >= ahead:
+            first, future = asked.popleft()
+            yield first, future.result()
+    for part, future in asked:
+        yield part, future.result()
 
 
-def _scan_rows(source: Recordings, first: int) -> dict[int, str]:
+def _scan_rows(source: Recordings, part: range) -> dict[int, str]:
     """The bad rows of a chunk: number in the source -> why."""
     whole = audio.Pipeline(duration=None, features=None)
     bad: dict[int, str] = {}
-    for row in range(first, min(first + _CHUNK_ROWS, len(source))):
+    for row in part:
         number = int(source.rows[row])
         try:
             record = source[row]
@@ -110,23 +110,15 @@ def _scan_rows(source: Recordings, first: int) -> dict[int, str]:
     return bad
 
 
-def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[dict[int, int], dict[int, str]]:
+def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[set[int], dict[int, str]]:
     """The finished chunks, by their first row, and the bad rows in them."""
-    done: dict[int, int] = {}
-    bad: dict[int, str] = {}
-    if journal.exists():
-        lines = journal.read_text(encoding="utf-8").splitlines(keepends=True)
-        head = json.loads(lines[0]) if lines and lines[0].endswith("\n") else {"fingerprint": source.fingerprint}
-        if head.get("fingerprint") != source.fingerprint:
-            raise DataError(f"{journal} belongs to a scan of other data; remove it, or choose another out=")
-        for line in lines[1:]:
-            if line.endswith("\n"):  # the last line may be truncated
-                entry = json.loads(line)
-                done[entry["first"]] = entry["rows"]
-                bad.update({int(row): reason for row, reason in entry["bad"].items()})
-    elif out.exists():
-        head, *entries = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-        if head.get("fingerprint") == source.fingerprint:
-            done = dict.fromkeys(range(0, len(source), _CHUNK_ROWS), _CHUNK_ROWS)
-            bad = {entry["row"]: entry["reason"] for entry in entries}
-    return done, bad
+    head, *entries = read_journal(journal) or [{"fingerprint": source.fingerprint}]
+    if head.get("fingerprint") != source.fingerprint:
+        raise DataError(f"{journal} belongs to a scan of other data; remove it, or choose another out=")
+    if journal.exists() or not out.exists():
+        bad = {int(row): reason for entry in entries for row, reason in entry["bad"].items()}
+        return {entry["first"] for entry in entries}, bad
+    head, *entries = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    if head.get("fingerprint") != source.fingerprint:
+        return set(), {}
+    return {part.start for part in chunks(len(source))}, {entry["row"]: entry["reason"] for entry in entries}
