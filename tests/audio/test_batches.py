@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.audio.backends import BACKENDS, native
 from tests.audio.make_golden import clip
-from tests.audio.test_decode import BACKENDS, bad_recordings, recording
+from tests.audio.test_decode import bad_recordings, recording
 from unisono import audio
-from unisono.audio import native_core
 from unisono.runtime.errors import BadSamplesError, ConfigError
 
 RATES = (44100, 22050, 16000, 48000, 8000)
-native = pytest.mark.skipif(native_core.module() is None, reason="the native core was not built")
 
 
 def pipeline(**more: Any) -> audio.Pipeline:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.audio.backends import BACKENDS, native
 from tests.audio.make_golden import clip
 from unisono import audio
-from unisono.audio import native_core
 from unisono.runtime.errors import DataError
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("miniaudio")
-BACKENDS = ["numpy", *(["native"] if native_core.module() else [])]
 FORMS = {
     "wav16": ("WAV", "PCM_16", 1e-3), "wav24": ("WAV", "PCM_24", 1e-6), "wav8": ("WAV", "PCM_U8", 0.1),
     "wav32": ("WAV", "PCM_32", 1e-6), "float": ("WAV", "FLOAT", 1e-7), "double": ("WAV", "DOUBLE", 1e-7),
@@ -68,29 +67,24 @@ def test_a_window_is_what_the_whole_has_there(form: str, backend: Any) -> None:
         assert expected.any()
 
 
-@pytest.mark.skipif(native_core.module() is None, reason="the native core was not built")
+@native
 @pytest.mark.parametrize("form", ["flac16", "vorbis", "mp3", "wav24", "adpcm"])
 def test_both_paths_decode_alike(form: str) -> None:
     data = recording(form, channels=2)
-    native, python = (audio.decode(data, 0.3, 0.8, backend=b).samples for b in ("native", "numpy"))
-    assert np.abs(native - python).max() < 2e-6
+    one, other = (audio.decode(data, 0.3, 0.8, backend=b).samples for b in ("native", "numpy"))
+    assert np.abs(one - other).max() < 2e-6
 
 
-def _wav(
-    channels: int = 1, rate: int = 16000, bits: int = 16, data: bytes = bytes(3200), size: int | None = None
-) -> bytes:
+def _wav(channels: int = 1, rate: int = 16000, bits: int = 16, data: bytes = bytes(3200)) -> bytes:
     width = channels * bits // 8
     head = struct.pack("<HHIIHH", 1, channels, rate & 0xFFFFFFFF, rate * width & 0xFFFFFFFF, width & 0xFFFF, bits)
-    size = len(data) if size is None else size
-    return b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I",
-    16) + head + b"data" + struct.pack(
-        "<I", size
-    ) + data  # fmt: skip
+    before = b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I", 16) + head
+    return before + b"data" + struct.pack("<I", len(data)) + data
 
 
-def _nan(kind: str) -> bytes:
-    x = clip(16000, 0.5).astype(np.float32)
-    x[1234] = np.nan if kind == "nan" else np.inf
+def _with(value: float) -> bytes:
+    x = clip(16000, 0.5)
+    x[1234] = value
     return recording("float", rate=16000, x=x)
 
 
@@ -117,8 +111,8 @@ def bad_recordings() -> dict[str, tuple[bytes, str]]:
         "many channels": (_wav(channels=200), "has 200 channels; at most 64 are read"),
         "rate 0": (_wav(rate=0), "has a sample rate of 0 Hz"),
         "rate 2 GHz": (_wav(rate=2_000_000_000), "has a sample rate of 2000000000 Hz"),
-        "NaN": (_nan("nan"), "has samples that are not finite, the first at frame 1234"),
-        "Inf": (_nan("inf"), "has samples that are not finite, the first at frame 1234"),
+        "NaN": (_with(np.nan), "has samples that are not finite, the first at frame 1234"),
+        "Inf": (_with(np.inf), "has samples that are not finite, the first at frame 1234"),
         "MP3 garbage": (mp3[:4] + bytes(range(256)) * 8, ""),
     }
 
@@ -145,7 +139,7 @@ def test_a_damaged_stretch_is_not_decoded_silently(backend: Any) -> None:
         audio.decode(bytes(data), backend=backend)
 
 
-@pytest.mark.skipif(native_core.module() is None, reason="the native core was not built")
+@native
 def test_a_damaged_page_of_ogg_is_named() -> None:
     data = bytearray(recording("vorbis"))
     data[len(data) // 2] ^= 0x10

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.audio.backends import BACKENDS, native
 from tests.audio.make_golden import FBANKS, GOLDEN, MELS, RATES, clip
 from unisono import audio
 from unisono.audio import native_core
@@ -14,7 +15,6 @@ from unisono.audio.batches import add_table, native_engine
 from unisono.audio.features import Fbank
 from unisono.runtime.errors import ConfigError, DataError
 
-BACKENDS = ["numpy", *(["native"] if native_core.module() else [])]
 golden = np.load(GOLDEN)
 
 
@@ -109,7 +109,7 @@ def test_nothing_of_one_clip_reaches_the_next(backend: Any) -> None:
     assert (rows[0] == rows[2]).all()
 
 
-@pytest.mark.skipif(native_core.module() is None, reason="the native core was not built")
+@native
 def test_every_instruction_set_gives_the_same_bits() -> None:
     x, spec = clip(44100), Fbank(128, window_type="hanning")
     sets = native_core.instruction_sets()

@@ -13,7 +13,7 @@ from tests.data.made import BATCH, SIZE, Augmented
 from tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
-from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, choose_count, lock_share
+from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, lock_share
 from unisono.data.order.mixture import Joined
 from unisono.data.views import Subset
 from unisono.runtime.communicator import ProcessInfo
@@ -35,12 +35,6 @@ def test_an_action_that_runs_python_holds_the_lock_and_one_that_sleeps_does_not(
 
     free = min(lock_share(lambda: time.sleep(0.05)) for _ in range(5))  # other processes make naps late as well
     assert lock_share(busy) > free
-
-
-def test_there_are_as_many_workers_as_are_needed_but_one_core_of_each_process_is_left() -> None:
-    assert [choose_count(*asked) for asked in ((16, 4, 100.0), (1, 4, 100.0), (64, 1, 0.001), (64, 1, 0.1))] == [
-        3, 1, 1, 5,
-    ]  # fmt: skip
 
 
 def test_auto_measures_and_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from unisono.data.order.plan import StreamPlan
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import SampleContext, Task
 
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 MASK = {"on_error": "mask", "contents": True}
 
 
@@ -279,12 +281,10 @@ for number, step in enumerate(loader.steps()):
     ],
 )
 def test_a_process_that_ends_in_any_way_leaves_no_workers(act: str, sent: signal.Signals | None) -> None:
-    root = Path(__file__).parents[2]
     code = textwrap.dedent(SCRIPT).replace("{act}", act)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
-    )  # fmt: skip
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+    )
     assert process.stdout is not None
     with process:
         workers: list[psutil.Process] = []
@@ -326,9 +326,7 @@ def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None
             print(sum(int(batch.arrays["row"].sum() - batch.rows.sum()) for step in made for batch in step))
         """)
     )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert done.stdout == "72\n", done.stderr  # one for every row, those of the idle micro-batch too
 
 

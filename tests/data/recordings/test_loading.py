@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.audio.backends import native
 from tests.data import made
 from tests.data.recordings.written import BAD, ROWS, Listener, write
-from unisono.audio import native_core
 from unisono.data.loading import worker_autotuning
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.loading.worker_autotuning import StageTimes
@@ -20,7 +20,6 @@ from unisono.runtime.errors import DataError
 pytest.importorskip("soundfile")
 STEPS = 6
 PLAN = StreamPlan.create(Order(ROWS, 5), 8, STEPS, None)
-native = pytest.mark.skipif(native_core.module() is None, reason="the native core was not built")
 
 
 @pytest.fixture(scope="module")

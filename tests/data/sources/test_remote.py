@@ -34,7 +34,7 @@ def memory() -> Iterator[Any]:
 def test_a_url_gives_what_local_files_give(tmp_path: Path, memory: Any, name: str) -> None:
     local = opened(write(name, tmp_path / "rows", ROWS))
     memory.put(str(tmp_path / "rows"), "/bucket/rows", recursive=True)
-    remote = opened("memory://bucket/rows")  # type: ignore[arg-type]
+    remote = opened("memory://bucket/rows")
     assert [plain(remote[row]) for row in range(29)] == ROWS
     assert [plain(r) for block in range(len(remote.blocks)) for r in remote.read_block(block)] == ROWS
     assert remote.fingerprint == local.fingerprint, "a copy of the data is the same data"
@@ -80,7 +80,7 @@ def test_damage_is_found_behind_a_url(tmp_path: Path, memory: Any) -> None:
         path = next(folder.iterdir())
         memory.pipe(f"/cut/{path.name}", path.read_bytes()[:-30])
         with pytest.raises(DataError, match=rf"memory://cut/{path.name} cannot be"):
-            opened(f"memory://cut/{path.name}")  # type: ignore[arg-type]
+            opened(f"memory://cut/{path.name}")
 
 
 @pytest.mark.parametrize("place", ["nowhere", "nowhere/*.parquet", "bucket/none.parquet"])
@@ -106,7 +106,7 @@ def test_an_object_that_became_shorter_is_named(tmp_path: Path, memory: Any) -> 
     write("Parquet", tmp_path / "rows", ROWS)
     content = (tmp_path / "rows" / "rows.parquet").read_bytes()
     memory.pipe("/rows.parquet", content)
-    source = opened("memory://rows.parquet", cache_mb=0)  # type: ignore[arg-type]
+    source = opened("memory://rows.parquet", cache_mb=0)
     memory.pipe("/rows.parquet", b"PAR1" + bytes(20))
     with pytest.raises(DataError, match=r"memory://rows\.parquet.*changed since it was opened"):
         [source[row] for row in range(29)]
@@ -137,7 +137,7 @@ def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
     folder = write(name, tmp_path / "rows", ROWS)
     path = next(folder.iterdir())
     with serving(folder) as server:
-        source = opened(f"{server.url}/{path.name}")  # type: ignore[arg-type]
+        source = opened(f"{server.url}/{path.name}")
         assert [plain(record) for record in source] == ROWS
         assert (source.remote, opened(path).remote) == (True, False)
         with pytest.raises(DataError, match=r"data\.path: http://.*/none\.parquet does not exist"):
@@ -148,7 +148,7 @@ def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
 def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mode: str) -> None:
     folder = write("Parquet", tmp_path / "rows", rows(400))
     with serving(folder) as server:
-        source = opened(f"{server.url}/rows.parquet", cache_mb=0)  # type: ignore[arg-type]
+        source = opened(f"{server.url}/rows.parquet", cache_mb=0)
         assert plain(source[0]) == rows(1)[0]
         before = server.requests
         if mode == "gone":
@@ -188,7 +188,7 @@ def test_forked_workers_read_for_themselves(tmp_path: Path) -> None:
     """Clients of object stores keep threads that a fork would lose."""
     folder = write("Parquet", tmp_path / "rows", ROWS)
     with serving(folder) as server:
-        source = opened(f"{server.url}/rows.parquet", cache_mb=0)  # type: ignore[arg-type]
+        source = opened(f"{server.url}/rows.parquet", cache_mb=0)
         source[0]
         threading.Thread(target=lambda: None).start()
         for method in ("fork", "spawn"):

@@ -100,14 +100,10 @@ def write(name: str, folder: Path, made: Rows, block: int = 4) -> Path:
     return folder
 
 
-def opened(folder: Path, columns: Any = None, **options: Any) -> Files:
+def opened(folder: Path | str, columns: Any = None, **options: Any) -> Files:
     """The rows as a source, with the types that JSON needs."""
-    wanted = (
-        TYPES
-        if columns is None
-        else {name: TYPES[name] for name in ([columns] if isinstance(columns, str) else columns)}
-    )
-    return open_source(folder, columns, expect=wanted, **options)
+    names = TYPES if columns is None else [columns] if isinstance(columns, str) else columns
+    return open_source(folder, columns, expect={name: TYPES[name] for name in names}, **options)
 
 
 def plain(record: Any) -> Any:
