@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,14 @@ def test_an_archive_that_cannot_be_unpacked_says_where_and_what_to_do(
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "occupied"))
     with pytest.raises(DataError, match=r"rows\.jsonl\.gz cannot be unpacked into .*occupied.*UNISONO_CACHE"):
+        opened(write("JSONL, gzip", tmp_path / "rows", ROWS))
+
+
+def test_a_full_disk_is_not_taken_for_an_archive_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "atomic_file", lambda place: nullcontext(Path("/dev/full")))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz cannot be unpacked into .*No space left on device"):
         opened(write("JSONL, gzip", tmp_path / "rows", ROWS))
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,13 @@ def unpack_file(file: File) -> File:
         DataError: if it is damaged, or the cache cannot be written.
     """
 
-    def unpack(out: Any) -> None:
+    def parts() -> Iterator[bytes]:
         with wrap_read_errors(file), file.open_plain() as plain:
-            shutil.copyfileobj(plain, out, _CHUNK)
+            while part := plain.read(_CHUNK):
+                yield part
 
     try:
-        place = _cache_file(file, "unpacked", "", unpack)
+        place = _cache_file(file, "unpacked", "", lambda out: out.writelines(parts()))
         status = place.stat()
     except OSError as error:
         raise DataError(
