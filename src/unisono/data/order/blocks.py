@@ -16,6 +16,7 @@ import numpy as np
 
 from unisono.data.order.lanes import Lanes, group_equal
 from unisono.data.order.order import Indices, Shuffle, apply_shuffles
+from unisono.data.row_numbers import locate_row
 from unisono.data.sources.cache import LruCache
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import key
@@ -192,11 +193,8 @@ class CachedBlocks:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, row: int) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        block = int(np.searchsorted(self._ends, row, side="right"))
-        start = int(self._ends[block - 1]) if block else 0
-        return self._open.get(block, lambda: self._source.read_block(block))[int(row) - start]
+        block, inside = locate_row(self._ends, row)
+        return self._open.get(block, lambda: self._source.read_block(block))[inside]
 
     def keep_blocks(self, count: int) -> None:
         """Set the number of blocks to cache: those open at a time, and some of the next ones."""

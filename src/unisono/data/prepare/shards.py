@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from unisono.data.prepare.manifest import MANIFEST_FILE, ContentHash, Lengths, Units, read_manifest
+from unisono.data.row_numbers import locate_row
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash
@@ -74,10 +75,8 @@ class Shards:
 
     def where(self, row: int) -> str:
         """The file that contains a row, and the row's number in it, for messages."""
-        ends = np.cumsum([entry["rows"] for entry in self.manifest["shards"]])
-        shard = int(np.searchsorted(ends, row, side="right"))
-        entry = self.manifest["shards"][shard]
-        return f"{self.folder / entry['file']}, row {row - int(ends[shard]) + entry['rows']} (from 0)"
+        shard, inside = locate_row(np.cumsum([entry["rows"] for entry in self.manifest["shards"]]), row)
+        return f"{self.folder / self.manifest['shards'][shard]['file']}, row {inside} (from 0)"
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -122,11 +121,8 @@ class Shards:
                 self._files[number] = now
 
     def _place(self, row: int) -> tuple[Units, int, int]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        batch = int(np.searchsorted(self._ends, row, side="right"))
+        batch, inside = locate_row(self._ends, row)
         begin = self._offsets[batch]
-        inside = row - int(self._ends[batch]) + len(begin) - 1
         return self._values[batch], int(begin[inside]), int(begin[inside + 1])
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.row_numbers import locate_row
+
 
 class Windows:
     """Rows cut into windows that never cross row boundaries; rows too short for a window are left out.
@@ -40,10 +42,8 @@ class Windows:
 
     def __getitem__(self, row: int) -> Any:
         """The window, of up to `size + overlap` units."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        which = int(np.searchsorted(self._last, row, side="right"))
-        first = (row - (int(self._last[which - 1]) if which else 0)) * self._size
+        which, inside = locate_row(self._last, row)
+        first = inside * self._size
         return self._store.slice(int(self._chosen[which]), first, first + self._size + self._overlap)
 
     @cached_property

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from unisono.audio.recordings import ByteRange
 from unisono.data.recordings import archives, metadata
 from unisono.data.recordings.metadata import RecordingTable
+from unisono.data.row_numbers import locate_row
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import open_source
 from unisono.data.views import View
@@ -201,9 +202,8 @@ class _ColumnTable(View, RecordingTable):
     def record(self, row: int) -> dict[str, Any]:
         """Columns, `audio` and `name`."""
         record = dict(self.source[row])
-        shard = int(self._ends.searchsorted(row, side="right"))
+        shard, local = locate_row(self._ends, row)
         path = self.source.shards[shard].file.path
-        local = row - (int(self._ends[shard - 1]) if shard else 0)
         given = record.pop(self._audio)
         inner = given.get("path") if isinstance(given, dict) else None
         held = given.get("bytes") if isinstance(given, dict) else given

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from unisono.data.row_numbers import locate_row
 from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
 from unisono.data.sources.cache import LruCache
 from unisono.data.sources.change_detection import find_change
@@ -185,20 +186,17 @@ class Files:
         self.schema = schemas[0][1]
         self.blocks: NDArray[np.int64] = np.concatenate([shard.rows for shard in self.shards])
         self._ends = np.cumsum(self.blocks)
-        self._size = int(self._ends[-1])
         self._first_block = np.cumsum([0, *(len(shard.rows) for shard in self.shards)])
         said = "\n".join(f"{shard.rows.sum()} {shard.digest}" for shard in self.shards)
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
     def __len__(self) -> int:
-        return self._size
+        return int(self._ends[-1])
 
     def __getitem__(self, row: int) -> Any:
         """A record: a dict of the columns, or a value if `columns` was a string."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        block = int(self._ends.searchsorted(row, side="right"))
-        return self._unwrap(self._block(block)[int(row) - int(self._ends[block] - self.blocks[block])])
+        block, inside = locate_row(self._ends, row)
+        return self._unwrap(self._block(block)[inside])
 
     def __iter__(self) -> Iterator[Any]:
         return (self._unwrap(record) for block in range(len(self.blocks)) for record in self._block(block))
