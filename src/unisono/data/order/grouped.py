@@ -37,12 +37,11 @@ class GroupedOrder:
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:  # (n,) -> (n,), (n,)
         """Rows and epochs at these positions, from the streams of their sources."""
-        ends = np.cumsum(self.rows)
+        own = np.asarray(self.rows, dtype=np.int64)
+        ends = np.cumsum(own)
         steps, places = np.divmod(np.asarray(positions, dtype=np.int64), ends[-1])
         numbers = np.searchsorted(ends, places, side="right")
-        own: Indices = np.asarray(self.rows, dtype=np.int64)[numbers]
-        inside: Indices = steps * own + places - (ends[numbers] - own)
-        return locate_rows(self.streams, self.starts, numbers, inside)
+        return locate_rows(self.streams, self.starts, numbers, steps * own[numbers] + places - (ends - own)[numbers])
 
     @property
     def size(self) -> int:
