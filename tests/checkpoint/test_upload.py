@@ -250,7 +250,7 @@ def test_an_owner_of_another_form_is_refused(store: ObjectStore, tmp_path: Path)
 
 
 def test_a_run_that_lives_elsewhere_is_not_taken_over_and_one_that_is_gone_is(
-    store: ObjectStore, tmp_path: Path
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
@@ -266,15 +266,18 @@ def test_a_run_that_lives_elsewhere_is_not_taken_over_and_one_that_is_gone_is(
             store_lock.write_heartbeat(store, start, next(number))
         return original(store, name)
 
+    monkeypatch.setattr(store_lock, "HEARTBEAT_TIMEOUT", 1.0)
     with (
         mock.patch.object(ObjectStore, "get", beating),
         pytest.raises(RunError, match="still trains elsewhere: process"),
     ):
-        store_lock.check_owner(store, here, fresh=True, patience=1.0)
-    assert store_lock.check_owner(store, here, fresh=True, patience=0.2) is not None  # no sign of life
+        store_lock.check_owner(store, here, fresh=True)
+    monkeypatch.setattr(store_lock, "HEARTBEAT_TIMEOUT", 0.2)
+    assert store_lock.check_owner(store, here, fresh=True) is not None  # no sign of life
     store_lock.write_heartbeat(store, start, None)
+    monkeypatch.setattr(store_lock, "HEARTBEAT_TIMEOUT", 60.0)
     began = time.monotonic()
-    assert store_lock.check_owner(store, here, fresh=True, patience=60.0) is not None  # it has said its last
+    assert store_lock.check_owner(store, here, fresh=True) is not None  # it has said its last
     assert time.monotonic() - began < 30
     store_lock.adopt(here, store_lock.read_owner(store) or {})
     store_lock.claim(store, here)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.callback import Callback, RunInfo
+from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger
@@ -258,7 +259,7 @@ class Training:
     def _on_saved(self, path: Path) -> None:
         """Hand a finished checkpoint over to be uploaded, and to the user's callbacks."""
         self._uploads.enqueue(path)
-        self._callbacks.on_save(int(path.name.rpartition("-")[2]), path)
+        self._callbacks.on_save(parse_step(path.name), path)
 
     def _wait_for_uploads(self, decision: Decision) -> bool:
         """Wait for the last upload, all ranks together; returns whether a preemption cut the wait short.

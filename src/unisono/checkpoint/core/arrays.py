@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -31,7 +31,7 @@ from unisono.runtime.errors import CheckpointError
 MAX_PIECE_BYTES = 64 << 20  # limit of a piece, unless a single index of its first axis is larger
 _PAIR_DTYPES = ("complex128",)  # not supported by safetensors; written as pairs of real numbers
 _CHUNK = 1 << 20  # bytes read and hashed at a time; fits into a core's cache
-_NAMES = {
+CODES = {  # of safetensors, by the name of a dtype
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -57,7 +57,7 @@ def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] 
         CheckpointError: for a dtype that safetensors does not have.
     """
     described, entries = _plan_file(file.name, shards)
-    header = _header(entries, note or {})
+    header = encode_header((_header_entry(piece["entry"], data) for piece, data in entries), note or {})
     whole = hashlib.sha256(header)
     position = len(header)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -80,6 +80,24 @@ def write_shards(file: Path, shards: Sequence[ArrayShard], note: dict[str, str] 
         os.close(descriptor)
     about = {"size": len(header), "sha256": hashlib.sha256(header).hexdigest()}
     return {"arrays": described, "file": {"size": position, "sha256": whole.hexdigest(), "header": about}}
+
+
+def encode_header(entries: Iterable[tuple[str, str, Sequence[int], int]], note: dict[str, str]) -> bytes:
+    """The beginning of a safetensors file, up to its first tensor.
+
+    Args:
+        entries: name, code of the dtype, shape and bytes of every tensor, in the order in which they follow.
+        note: additional entries.
+    """
+    header: dict[str, Json] = {"__metadata__": note} if note else {}
+    position = 0
+    for name, code, shape, size in entries:
+        assert name not in header, f"{name} is there twice"
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def total_bytes(shards: Sequence[ArrayShard]) -> int:
@@ -229,7 +247,7 @@ def _plan_file(file: str, shards: Sequence[ArrayShard]) -> tuple[dict[str, Any],
     entries: list[tuple[dict[str, Any], Any]] = []
     for shard in shards:
         dtype = host_arrays.dtype_name(shard.data)
-        if dtype not in _NAMES and dtype not in _PAIR_DTYPES:
+        if dtype not in CODES and dtype not in _PAIR_DTYPES:
             raise CheckpointError(f"'{shard.name}' has dtype {dtype}, which safetensors files do not support")
         array = {"shape": list(shard.shape), "dtype": dtype, "pieces": []}
         described.setdefault(shard.name, array)
@@ -254,19 +272,11 @@ def _split_shard(shard: ArrayShard) -> Iterator[tuple[list[int], Any]]:
         yield [shard.offset[0] + first, *shard.offset[1:]], data[first : first + at_once]
 
 
-def _header(entries: Sequence[tuple[dict[str, Any], Any]], note: dict[str, str]) -> bytes:
-    header: dict[str, Json] = {"__metadata__": note} if note else {}
-    position = 0
-    for piece, data in entries:
-        name, shape, end = host_arrays.dtype_name(data), list(data.shape), position + host_arrays.nbytes(data)
-        if name in _PAIR_DTYPES:
-            name, shape = "float64", [*shape, 2]
-        assert piece["entry"] not in header, f"{piece['entry']} is there twice"
-        header[piece["entry"]] = {"dtype": _NAMES[name], "shape": shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _header_entry(name: str, data: Any) -> tuple[str, str, Sequence[int], int]:
+    dtype, shape = host_arrays.dtype_name(data), tuple(data.shape)
+    if dtype in _PAIR_DTYPES:
+        dtype, shape = "float64", (*shape, 2)
+    return name, CODES[dtype], shape, host_arrays.nbytes(data)
 
 
 def _bytes_per_element(dtype: str) -> int:

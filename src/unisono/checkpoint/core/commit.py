@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from unisono.checkpoint.core import arrays, assets, manifest, verify
-from unisono.checkpoint.core.manifest import Checkpoint, read_manifest
+from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step, read_manifest
 from unisono.checkpoint.core.retention import Retention
 from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
@@ -38,7 +37,6 @@ from unisono.runtime.files import fsync_path, remove_folder
 __all__ = [
     "Checkpoint",
     "find_checkpoints",
-    "folder_name",
     "free_aside_path",
     "open_checkpoint",
     "read_manifest",
@@ -48,7 +46,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".writing-"
 # Errors of a file system that is temporarily unreachable or over quota. A full disk is not among them, since space is
 # checked before the first step.
@@ -168,8 +165,8 @@ def save_checkpoint(
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / manifest.NAME).is_file()]
-    return sorted(found, key=_parse_step)
+    found = [path for path in folder.glob("step-*") if parse_step(path.name) >= 0 and (path / manifest.NAME).is_file()]
+    return sorted(found, key=lambda path: parse_step(path.name))
 
 
 def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint:
@@ -201,11 +198,6 @@ def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint
         raise CheckpointError(f"{path}: ranks read different manifests; is this a shared folder?")
     assert checkpoint is not None
     return verify.verify_content(checkpoint, group)
-
-
-def folder_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step-{step:08d}"
 
 
 def _find_not_finite(shards: Sequence[ArrayShard]) -> list[str]:
@@ -286,7 +278,7 @@ def free_aside_path(final: Path) -> Path:
 
 
 def _previous_name(folder: Path, step: int) -> str | None:
-    earlier = [path.name for path in find_checkpoints(folder) if _parse_step(path) < step]
+    earlier = [path.name for path in find_checkpoints(folder) if parse_step(path.name) < step]
     return earlier[-1] if earlier else None
 
 
@@ -296,8 +288,8 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
     metrics: dict[int, Mapping[str, float] | None] = {}
     for path in find_checkpoints(folder):
         try:
-            metrics[_parse_step(path)] = read_manifest(path).metric
-            known[_parse_step(path)] = path
+            metrics[parse_step(path.name)] = read_manifest(path).metric
+            known[parse_step(path.name)] = path
         except CheckpointError as error:
             log.warning("%s", error)
     for step in retention.find_removable(made, metrics):
@@ -306,10 +298,6 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
             remove_folder(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             log.warning("%s could not be removed: %s", old, error)
-
-
-def _parse_step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def remove_leftovers(folder: Path) -> None:

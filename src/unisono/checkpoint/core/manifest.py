@@ -101,6 +101,21 @@ class Checkpoint:
         return ArrayReader(self.path, self.arrays, self.verified)
 
 
+def folder_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int:
+    """The step in the name of a checkpoint's folder; -1 for any other name.
+
+    >>> parse_step("step-00001000"), parse_step("step-x"), parse_step(".fetching-step-00001000")
+    (1000, -1, -1)
+    """
+    number = name.removeprefix("step-")
+    return int(number) if name.startswith("step-") and number.isdecimal() and len(number) >= 8 else -1
+
+
 def encode(content: Mapping[str, Json]) -> bytes:
     """The file content of a manifest; its hash comes last."""
     written = json.dumps({**content, "sha256": digest(content)}, indent=1).encode()
@@ -139,8 +154,7 @@ def read_manifest(path: Path) -> Checkpoint:
             path, content["step"], content["state"], content["arrays"], content["files"], content["parent"],
             content["holds"], content["metric"], content["about"], content.get("assets"), sha256,
         )  # fmt: skip
-        named = re.fullmatch(r"step-(\d+)", path.name)
-        if named and int(named[1]) != result.step:
+        if parse_step(path.name) not in (-1, result.step):
             raise CheckpointError(f"{file} belongs to step {result.step}, unlike its folder. {deletion_advice(path)}")
         _check(result)
         return result

@@ -23,8 +23,8 @@ from unisono.checkpoint.core.resume_point import (
     Refetch,
     RejectedCheckpoint,
     no_valid_checkpoint,
+    open_or_refetch,
     refetch_checkpoint,
-    try_open,
 )
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data import ledger
@@ -153,16 +153,11 @@ def open_newest(
         if candidate.damage:
             rejected.append(RejectedCheckpoint(candidate.name, candidate.damage))
             continue
-        verify = partial(commit.open_checkpoint, folder / candidate.name, communicator)
-        refetched = candidate.refetched and RejectedCheckpoint(candidate.name, *candidate.refetched)
-        checkpoint, why = try_open(verify)
-        if checkpoint is None and writing and refetch is not None:
-            aside, more = _refetch(folder / candidate.name, refetch, communicator)
-            if aside is not None:
-                refetched = RejectedCheckpoint(candidate.name, why, aside)
-                checkpoint, why = try_open(verify)
-            else:
-                why = f"{why} It could not be fetched again: {more}."
+        path, again = folder / candidate.name, None
+        if writing and refetch is not None:
+            again = partial(_refetch, path, refetch, communicator)
+        verify = partial(commit.open_checkpoint, path, communicator)
+        checkpoint, why, refetched = open_or_refetch(candidate.name, verify, again)
         if checkpoint is not None:
             break
         if strict:
@@ -172,6 +167,8 @@ def open_newest(
         raise no_valid_checkpoint(folder, rejected)
     if not writing:
         return Resumption(checkpoint)
+    if refetched is None and candidate.refetched is not None:  # by the process that resolved the run
+        refetched = RejectedCheckpoint(candidate.name, *candidate.refetched)
     host = _compare_host(run, checkpoint, here, communicator)
     gone = _check_ledger(run, checkpoint, communicator)
     kept = _set_aside(folder, rejected, communicator)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from unisono.checkpoint.core import commit, provenance
-from unisono.checkpoint.core.commit import Checkpoint
+from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.core.provenance import Provenance, ProvenanceDifference
 from unisono.config.resolved_run import Candidate, ResumePoint
 from unisono.config.schema.run import RunConfig
@@ -77,15 +77,8 @@ def newest_readable(folder: Path, refetch: Refetch | None = None) -> NewestCheck
     """
     rejected: list[RejectedCheckpoint] = []
     for path in reversed(commit.find_checkpoints(folder)):
-        refetched = None
-        checkpoint, why = try_open(partial(commit.read_manifest, path))
-        if checkpoint is None and refetch is not None:
-            aside, more = refetch_checkpoint(path, refetch)
-            if aside is not None:
-                refetched = RejectedCheckpoint(path.name, why, aside)
-                checkpoint, why = try_open(partial(commit.read_manifest, path))
-            else:
-                why = f"{why} It could not be fetched again: {more}."
+        again = None if refetch is None else partial(refetch_checkpoint, path, refetch)
+        checkpoint, why, refetched = open_or_refetch(path.name, partial(commit.read_manifest, path), again)
         if checkpoint is not None:
             _check_known_parts(checkpoint)
             return NewestCheckpoint(checkpoint, rejected, refetched)
@@ -123,7 +116,7 @@ def decide_resume_point(
         return None
 
     def damaged(name: str, why: str) -> Candidate:
-        return Candidate(name, _parse_step(name), damage=why)
+        return Candidate(name, parse_step(name), damage=why)
 
     paths = commit.find_checkpoints(folder / "checkpoints")
     candidate = _check_candidate(folder, config, here, first, steps, paths)
@@ -131,8 +124,8 @@ def decide_resume_point(
         candidate = replace(candidate, refetched=(newest.refetched.why, newest.refetched.aside))
     candidates = [*(damaged(one.name, one.why) for one in newest.rejected), candidate]
     for path in reversed(paths if not exact else []):
-        if _parse_step(path.name) < first.step:
-            older, why = try_open(partial(commit.read_manifest, path))
+        if parse_step(path.name) < first.step:
+            older, why = _try_open(partial(commit.read_manifest, path))
             if older is None:
                 candidates.append(damaged(path.name, why))
                 continue
@@ -145,7 +138,7 @@ def decide_resume_point(
 def list_all(folder: Path) -> ResumePoint | None:
     """All checkpoints of a run, without comparing provenance, for read-only uses."""
     names = [path.name for path in reversed(commit.find_checkpoints(folder / "checkpoints"))]
-    return ResumePoint(tuple(Candidate(name, _parse_step(name)) for name in names)) if names else None
+    return ResumePoint(tuple(Candidate(name, parse_step(name)) for name in names)) if names else None
 
 
 def _check_candidate(
@@ -155,12 +148,7 @@ def _check_candidate(
     provenance.check_compatible(str(folder), differs, config)
     if steps is not None:
         _check_resumable(checkpoint, steps, paths, differs)
-    name = commit.folder_name(checkpoint.step)
-    return Candidate(name, checkpoint.step, differs.to_json(), tuple(differs.lines()))
-
-
-def _parse_step(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    return Candidate(folder_name(checkpoint.step), checkpoint.step, differs.to_json(), tuple(differs.lines()))
 
 
 def no_valid_checkpoint(folder: Path, rejected: Sequence[RejectedCheckpoint]) -> CheckpointError:
@@ -171,7 +159,29 @@ def no_valid_checkpoint(folder: Path, rejected: Sequence[RejectedCheckpoint]) ->
     )
 
 
-def try_open(open_checkpoint: Callable[[], Checkpoint]) -> tuple[Checkpoint | None, str]:
+def open_or_refetch(
+    name: str, open_checkpoint: Callable[[], Checkpoint], refetch: Callable[[], tuple[str | None, str]] | None
+) -> tuple[Checkpoint | None, str, RejectedCheckpoint | None]:
+    """Open a checkpoint; if it is damaged, fetch it again and open what came.
+
+    Args:
+        name: of its folder.
+        open_checkpoint: opens it.
+        refetch: fetches it; returns the damaged copy's new name, or None and why that failed. None without a store.
+
+    Returns:
+        The checkpoint, or None and why it cannot be used; and the damaged copy if it was replaced.
+    """
+    checkpoint, why = _try_open(open_checkpoint)
+    if checkpoint is not None or refetch is None:
+        return checkpoint, why, None
+    aside, failed = refetch()
+    if aside is None:
+        return None, f"{why} It could not be fetched again: {failed}.", None
+    return *_try_open(open_checkpoint), RejectedCheckpoint(name, why, aside)
+
+
+def _try_open(open_checkpoint: Callable[[], Checkpoint]) -> tuple[Checkpoint | None, str]:
     """A checkpoint, or why it cannot be used, without the advice to delete it; an unknown format raises."""
     try:
         return open_checkpoint(), ""

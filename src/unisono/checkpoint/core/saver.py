@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.manifest import folder_name
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.core.staging import Staging
 from unisono.config.schema.run import Checkpoint as Settings
@@ -133,7 +134,7 @@ class Saver:
             return
         pending = self._pending = _PendingSave(made)
         copies = self._staging.copy(shards) if self._settings.background else shards
-        parent = commit.folder_name(self.saved) if self.saved else None
+        parent = folder_name(self.saved) if self.saved else None
 
         def attempt() -> Path:
             return commit.save_checkpoint(

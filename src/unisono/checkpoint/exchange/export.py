@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unisono.checkpoint.core import assets, commit
-from unisono.checkpoint.core.commit import Checkpoint
+from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
 from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
@@ -88,7 +88,7 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     checkpoint = commit.open_checkpoint(find_checkpoint(folder, words.step))  # every byte is verified here, once
     assets.check(checkpoint, folder)
     marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
-    name = f"step-{checkpoint.step:08d}-" + "-".join(filter(None, marks))
+    name = "-".join([folder_name(checkpoint.step), *filter(None, marks)])
     out = words.out or folder / "exports" / name
     if os.path.lexists(out):
         raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
@@ -139,7 +139,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
-    checkpoints = {int(path.name.rpartition("-")[2]): path for path in commit.find_checkpoints(folder / "checkpoints")}
+    checkpoints = {parse_step(path.name): path for path in commit.find_checkpoints(folder / "checkpoints")}
     if not checkpoints:
         raise RunError(f"{folder} has no checkpoint yet")
     if step is None:

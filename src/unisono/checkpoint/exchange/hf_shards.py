@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.core import arrays
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.text import one_line
 
 BLOCK = 64 << 20  # bytes that are read, converted and written at a time
-CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+CODES = {  # other libraries do not read `fnuz`
+    getattr(torch, name): code for name, code in arrays.CODES.items() if not name.endswith("fnuz")
+}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 LARGEST_INDEX = 256 << 20  # bytes; that of a model with a million tensors is smaller
 
@@ -98,15 +95,8 @@ def write(file: BinaryIO, entries: Iterable[TensorEntry], content: Callable[[Ten
         content: the blocks of a tensor in row-major order, in its dtype.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that each lies where its dtype wants it
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for entry in ordered:
-        place = [begin, begin + entry.size]
-        header[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
-        begin += entry.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    described = ((entry.name, CODES[entry.dtype], entry.shape, entry.size) for entry in ordered)
+    file.write(arrays.encode_header(described, {"format": "pt"}))
     for entry in ordered:
         written = 0
         for block in content(entry):

@@ -8,7 +8,6 @@ if none is intact, the start fails, since a run that has checkpoints must not si
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.commit import Checkpoint
+from unisono.checkpoint.core.manifest import NAME as MANIFEST
+from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.remote import description, store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectError, ObjectStore
 from unisono.checkpoint.remote.upload_process import (
     CHECKPOINTS,
     DESCRIPTION_FILE,
-    MANIFEST,
     description_object,
     list_checkpoints,
-    parse_step,
 )
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import safe_paths, secrets
+from unisono.observe import events
+from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path, remove_folder
@@ -233,10 +232,7 @@ class Restore:
         if name is not None:
             say(f"restored {name} from {self.store.url}")
         event = {"step": parse_step(name or ""), "restored": name, "from": self.store.url, "passed_over": self.skipped}
-        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(
-                f"\n{json.dumps(secrets.hidden(event))}\n"
-            )  # begins a new line, in case the last one is truncated
+        events.append_event(self.folder / "events.jsonl", event)
 
 
 def _warn(text: str) -> None:

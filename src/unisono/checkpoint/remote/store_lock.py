@@ -56,14 +56,13 @@ def read_local(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def check_owner(store: ObjectStore, folder: Path, fresh: bool, patience: float | None = None) -> dict[str, Any] | None:
+def check_owner(store: ObjectStore, folder: Path, fresh: bool) -> dict[str, Any] | None:
     """Raise if the store belongs to another run, or to this run while it still trains elsewhere; writes nothing.
 
     Args:
         store: of the run.
         folder: of the run; must be locked by this process.
         fresh: whether the folder has no run yet, so that it may become a copy of the one in the store.
-        patience: seconds to wait for a heartbeat of another process; None for `HEARTBEAT_TIMEOUT`.
 
     Returns:
         The current owner, or None.
@@ -80,7 +79,7 @@ def check_owner(store: ObjectStore, folder: Path, fresh: bool, patience: float |
             "checkpoint.upload.url"
         )
     # The folder is locked, so the start named in it has ended.
-    if here.get("start") != there["start"] and _is_alive(store, HEARTBEAT_TIMEOUT if patience is None else patience):
+    if here.get("start") != there["start"] and _is_alive(store):
         raise RunError(
             f"{store.url} is in use by a run that still trains elsewhere: {_format_owner(there)}. Stop it there, or "
             "choose another run.name or checkpoint.upload.url"
@@ -133,14 +132,14 @@ def write_heartbeat(store: ObjectStore, start: str, number: int | None) -> None:
     store.put(ALIVE, json.dumps({"start": start, "number": number}).encode())
 
 
-def _is_alive(store: ObjectStore, patience: float) -> bool:
+def _is_alive(store: ObjectStore) -> bool:
     """Whether heartbeats still arrive; waits for one unless the last one announced the end."""
     first = store.get(ALIVE)
     if first is None or _parse_heartbeat(first) is None:
         return False
-    end = time.monotonic() + patience
+    end = time.monotonic() + HEARTBEAT_TIMEOUT
     while time.monotonic() < end:
-        time.sleep(min(1.0, patience / 4))
+        time.sleep(min(1.0, HEARTBEAT_TIMEOUT / 4))
         if store.get(ALIVE) != first:
             return True
     return False

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.checkpoint.remote.upload_process import CHECKPOINTS, MANIFEST
+from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config.schema.run import Checkpoint, RunConfig
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
 from unisono.runtime.files import remove_folder

@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.core.manifest import NAME as MANIFEST
+from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
@@ -38,7 +40,7 @@ from unisono.runtime.errors import DataError, RunError
 from unisono.runtime.files import file_hash
 from unisono.runtime.remote import remote_options
 
-CHECKPOINTS, MANIFEST, INDEX = "checkpoints", "manifest.json", "checkpoints.json"
+CHECKPOINTS, INDEX = "checkpoints", "checkpoints.json"
 DESCRIPTION_FILE = "run.json"  # size and hash of every file of the description
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between attempts
 
@@ -187,16 +189,6 @@ def list_checkpoints(store: ObjectStore) -> list[str]:
     return sorted({*read_index(store), *listed}, key=parse_step)
 
 
-def parse_step(name: str) -> int:
-    """The step in a checkpoint's name; -1 for any other name.
-
-    >>> parse_step("step-00001000"), parse_step("step-x"), parse_step(".fetching-step-00001000")
-    (1000, -1, -1)
-    """
-    number = name.removeprefix("step-")
-    return int(number) if name.startswith("step-") and number.isdecimal() and len(number) >= 8 else -1
-
-
 class UploadWorker:
     """The loop of the process: uploads the newest waiting checkpoint until it succeeds.
 
@@ -300,7 +292,7 @@ def main() -> None:
         sys.stdout.flush()
 
     upload = CheckpointUploader(store, Path(settings["folder"]), start, Retention(**settings["retention"]))
-    worker = UploadWorker(upload, store, tell, settings.get("pause", _FIRST_PAUSE))
+    worker = UploadWorker(upload, store, tell, _FIRST_PAUSE)
 
     def listen() -> None:
         for line in sys.stdin:
@@ -314,7 +306,7 @@ def main() -> None:
         for number in itertools.count(1):
             with contextlib.suppress(Exception):  # if the store is unreachable, uploads report it
                 store_lock.write_heartbeat(store, start, number)
-            if ended.wait(settings.get("beat", store_lock.HEARTBEAT_SECONDS)):
+            if ended.wait(store_lock.HEARTBEAT_SECONDS):
                 return
 
     beats = threading.Thread(target=beat, daemon=True)
