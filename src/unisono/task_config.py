@@ -6,7 +6,6 @@ validated; `unisono.config` itself does not depend on tasks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from unisono.config import foreign_run, recipes, references, safe_yaml, validate
 from unisono.config.compose import GROUPS_DIR, ComposedConfig, apply_overrides, compose
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 
 
@@ -107,14 +106,7 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
     Raises:
         ConfigError: if the file, the class or one of its methods is missing, or a recipe has no task for the engine.
     """
-    place, _, name = references.resolve_reference(reference, engine).rpartition(":")
-    module = references.load_module(reference, place)
-    found = getattr(module, name, None)
-    tasks = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Task) and v is not Task]
-    if found is None:
-        raise ConfigError(f"{place} has no class '{name}', {nearest(name, tasks)}")
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise ConfigError(f"{reference} is not a unisono.Task")
+    found = references.load_class(reference, references.resolve_reference(reference, engine), Task)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")

@@ -25,8 +25,8 @@ def result(loss: float = 3.0, terms: Mapping[str, float] | None = None, **metric
     return StepResult(loss, terms or {"next": loss}, metrics, {"tokens": 1000.0, "rows": 8.0}, grad_norm=1.5)
 
 
-def record(folder: Path, first_step: int = 0, rank: int = 0, writing: bool = True, **observe: Any) -> RunRecord:
-    return RunRecord(folder, Observe(**observe), ProcessInfo(rank, rank + 1), first_step, 4, writing)
+def record(folder: Path, first_step: int = 0, rank: int = 0, **observe: Any) -> RunRecord:
+    return RunRecord(folder, Observe(**observe), ProcessInfo(rank, rank + 1), first_step, 4)
 
 
 def step_event(folder: Path, done: StepResult, scalars: Mapping[str, float] = SCALARS, how: Speed = SPEED) -> Any:
@@ -117,11 +117,8 @@ def test_without_progress_the_console_is_silent_and_the_file_is_written(
     assert len(events.read_events(tmp_path / "events.jsonl")) == 2
 
 
-@pytest.mark.parametrize("which", [{"rank": 1}, {"rank": 3}, {"writing": False}])
-def test_other_ranks_and_runs_that_do_not_write_leave_and_say_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: dict[str, Any]
-) -> None:
-    with record(tmp_path, trackers=["tensorboard"], **which) as recording:
+def test_other_ranks_leave_and_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with record(tmp_path, rank=1, trackers=["tensorboard"]) as recording:
         recording.say("a line")
         recording.step(1, result(), SCALARS, SPEED)
         recording.evaluation(1, result().values, 11, 0.5)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from unisono.config.schema.run import RunConfig
 
 
 def add_recipe(verb: argparse.ArgumentParser, text: str = "as for train") -> None:
@@ -31,16 +36,37 @@ def add_overrides(verb: argparse.ArgumentParser, text: str) -> None:
     verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
+def load_config(parsed: argparse.Namespace) -> RunConfig:
+    """The typed configuration of a command line, kept with its origins for whatever error may follow."""
+    from unisono.config import compose
+    from unisono.task_config import validate_config
+
+    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    return validate_config(parsed.composed)
+
+
+def recipe_words(parsed: argparse.Namespace) -> list[str]:
+    """The words of the command from the recipe on, for another command about the same."""
+    return [
+        parsed.recipe, *(["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []), *parsed.overrides
+    ]  # fmt: skip
+
+
 def parse_own_settings(parsed: argparse.Namespace, kind: Any) -> Any:
     """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
-    from pydantic import ValidationError
-
-    from unisono.runtime.errors import ConfigError
-
     words = dict(
         word.split("=", 1) for word in parsed.overrides if word.split("=")[0] in kind.model_fields and "=" in word
     )
     parsed.overrides = [word for word in parsed.overrides if word.split("=")[0] not in words]
+    return validate_words(words, kind)
+
+
+def validate_words(words: Mapping[str, Any], kind: Any) -> Any:
+    """The settings that words of a command give, or an error that names each that does not fit."""
+    from pydantic import ValidationError
+
+    from unisono.runtime.errors import ConfigError
+
     try:
         return kind.model_validate(words)
     except ValidationError as error:
@@ -48,7 +74,7 @@ def parse_own_settings(parsed: argparse.Namespace, kind: Any) -> Any:
             "; ".join(
                 f"{e['loc'][0]} is missing: add {e['loc'][0]}=…"
                 if e["type"] == "missing"
-                else f"{e['loc'][0]}: {e['msg'].lower()}, got {e['input']!r}"
+                else f"{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}, got {e['input']!r}"
                 for e in error.errors()
             )
         ) from error

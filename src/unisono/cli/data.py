@@ -31,19 +31,16 @@ examples:
 """
 
 
-def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
-    """Put the verb and its own verbs among the others.
-
-    Args:
-        verbs: where verbs are added.
-        load: the typed configuration of a command line.
-    """
+def add_verb(verbs: Any) -> None:
+    """Put the verb and its own verbs among the others."""
     parser = verbs.add_parser(
         "data", help=TEXT, description=TEXT, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     inner = parser.add_subparsers(dest="data_verb", metavar="VERB", required=True)
 
-    def verb(name: str, run: Callable[..., int], text: str, words: str, place: str = "") -> argparse.ArgumentParser:
+    def verb(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, words: str, place: str = ""
+    ) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = inner.add_parser(name, help=text, description=text)
         if place:
             added.add_argument("folder", type=str if place == "PATH" else Path, metavar=place)
@@ -51,7 +48,7 @@ def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
             arguments.add_recipe(added)
         if words:
             arguments.add_overrides(added, words)
-        added.set_defaults(run=lambda parsed: run(parsed, load))
+        added.set_defaults(run=run)
         return added
 
     verb(
@@ -89,7 +86,7 @@ def add_verb(verbs: Any, load: Callable[[argparse.Namespace], Any]) -> None:
     arguments.add_task_options(audit)
 
 
-def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _prepare(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Prepare
     from unisono.data.prepare.manifest import read_json
     from unisono.data.prepare.partitions import PLAN_FILE, Partition
@@ -99,7 +96,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
 
     own = arguments.parse_own_settings(parsed, Prepare)
     share = Partition.parse(own.shard)
-    config = load(parsed)
+    config = arguments.load_config(parsed)
     made_ahead = find_preparations(build_task(config))
     for name, (preparation, cached) in made_ahead.items():
         folder = (own.out / name if name else own.out) if own.out else cached
@@ -119,7 +116,7 @@ def _prepare(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0
 
 
-def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _merge(parsed: argparse.Namespace) -> int:
     from unisono.data.prepare.partitions import PLAN_FILE, merge_partitions
 
     folder: Path = parsed.folder
@@ -130,7 +127,7 @@ def _merge(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0
 
 
-def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _reshard(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Reshard
     from unisono.data.prepare.reshard import reshard
     from unisono.data.prepare.shards import Shards
@@ -142,14 +139,14 @@ def _reshard(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0
 
 
-def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _preview(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Preview
     from unisono.data import preview
     from unisono.launch import layout
     from unisono.task_config import build_task
 
     own = arguments.parse_own_settings(parsed, Preview)
-    config = layout.resolve_layout(load(parsed), None)
+    config = layout.resolve_layout(arguments.load_config(parsed), None)
     assert isinstance(config.layout.world_size, int)
     task = build_task(config)
     world = own.world_size or config.layout.world_size
@@ -157,7 +154,7 @@ def _preview(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0
 
 
-def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _audit(parsed: argparse.Namespace) -> int:
     from unisono.data.audit import audit
 
     report = audit(parsed.folder, task=parsed.task, trust=parsed.trust)
@@ -165,7 +162,7 @@ def _audit(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 0 if report.is_clean else 1
 
 
-def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _scan(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Scan
     from unisono.data.recordings import open_recordings
     from unisono.data.recordings.scan import scan
@@ -188,7 +185,7 @@ def _scan(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
     return 1 if found.bad else 0
 
 
-def _audio_cache(parsed: argparse.Namespace, load: Callable[..., Any]) -> int:
+def _audio_cache(parsed: argparse.Namespace) -> int:
     from unisono.audio import Fbank, Pipeline
     from unisono.config.schema.verbs import AudioCache
     from unisono.data.recordings import open_recordings

@@ -177,19 +177,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         ("save", "make a run write a checkpoint after its next step"),
     ):
         arguments.add_run(add(name, _request, text), "folder of a run that is training, on this host or another")
-    data.add_verb(verbs, _load)
+    data.add_verb(verbs)
     export.add_verbs(verbs)
     new.add_verb(verbs)
     return parser, verbs.choices
-
-
-def _load(parsed: argparse.Namespace) -> RunConfig:
-    """The typed configuration of a command line, kept with its origins for whatever error may follow."""
-    from unisono.config import compose
-    from unisono.task_config import validate_config
-
-    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    return validate_config(parsed.composed)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -212,8 +203,8 @@ def _start(parsed: argparse.Namespace) -> None:
     from unisono.launch import train
     from unisono.task_config import validate_config
 
-    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
-    command = ["unisono", "train", parsed.recipe, *own, *(["--proved"] if parsed.proved else []), *parsed.overrides]
+    recipe, *words = arguments.recipe_words(parsed)
+    command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
     parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
     with train.start_fork_server(parsed.composed) as server:
         config, origins = validate_config(parsed.composed), parsed.composed.origins
@@ -234,11 +225,8 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
         return None
     from unisono.proof import certificate
 
-    own = ["--config-dir", str(parsed.config_dir)] if parsed.config_dir else []
-    words = [parsed.recipe, *own, *parsed.overrides]
-
     def allow(config: RunConfig, facts: Mapping[str, Any] | None) -> None:
-        fits, skipped = certificate.require_certificate(config, facts, words)
+        fits, skipped = certificate.require_certificate(config, facts, arguments.recipe_words(parsed))
         if facts is not None:  # the last word
             say(fits)
             for line in skipped:
@@ -251,7 +239,7 @@ def _check(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve
     from unisono.task_config import build_task
 
-    asked = _load(parsed)
+    asked = arguments.load_config(parsed)
     task = build_task(asked)
     run, data = resolve.check_run(asked, task)
     config = run.config
@@ -273,7 +261,7 @@ def _autobatch(parsed: argparse.Namespace) -> int:
     from unisono.launch.preflight import preflight
     from unisono.task_config import build_task
 
-    config = layout.resolve_layout(_load(parsed), None)
+    config = layout.resolve_layout(arguments.load_config(parsed), None)
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
     preflight(build_task(config), config)
     say("\n".join(search.find_micro_batch(config).lines()))
@@ -285,7 +273,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
     from unisono.config import fingerprint
 
-    config = _load(parsed)
+    config = arguments.load_config(parsed)
     lines = [
         (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
         for key, value in fingerprint.flatten(fingerprint.to_json(config)).items()
@@ -297,22 +285,14 @@ def _config(parsed: argparse.Namespace) -> int:
 
 
 def _prove(parsed: argparse.Namespace) -> int:
-    from pydantic import ValidationError
-
     from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, user_errors, verdict
     from unisono.proof.cases import ProofSettings
-    from unisono.runtime.errors import ConfigError
 
     own, parsed.overrides = prove.split_words(parsed.overrides)
-    try:
-        proof = ProofSettings.model_validate(own)
-    except ValidationError as error:
-        raise ConfigError(
-            "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
-        ) from error
+    proof = arguments.validate_words(own, ProofSettings)
     with user_errors.raise_as_sentences():
-        asked = _load(parsed)
+        asked = arguments.load_config(parsed)
         config = run_directory.with_name(asked)
         resolve.refuse_other_run(config)
         verdicts, alone, about = prove.prove(config, proof)

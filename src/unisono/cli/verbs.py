@@ -62,7 +62,7 @@ def replaces_core(words: Sequence[str]) -> bool:
         reference = str(safe_yaml.read_yaml(run / foreign_run.CONFIG_FILE).get("recipe"))
     except ConfigError:
         return False  # the verb reports what is wrong with it
-    name = reference if reference in recipes.recipe_names() else recipes.find_recipe_name(reference)
+    name = recipes.find_recipe_name(reference)
     return name is not None and "export" in recipes.find_recipe(name).verbs
 
 
@@ -124,7 +124,7 @@ def _find(verb: str, reference: str, core: Collection[str]) -> Callable[..., Any
 def _verbs_of(reference: str) -> Mapping[str, Any]:
     from unisono.config import recipes, references
 
-    name = reference if reference in recipes.recipe_names() else recipes.find_recipe_name(reference)
+    name = recipes.find_recipe_name(reference)
     if name is not None:
         return recipes.find_recipe(name).verbs
     module = references.load_module(reference, reference.rpartition(":")[0])

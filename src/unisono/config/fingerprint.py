@@ -38,6 +38,10 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def _flat(config: RunConfig | dict[str, Any]) -> dict[str, Any]:
+    return flatten(to_json(config) if isinstance(config, RunConfig) else config)
+
+
 def mathematical_keys(config: RunConfig | dict[str, Any], random: bool) -> dict[str, Any]:
     """The keys that decide what is computed, and their values.
 
@@ -45,7 +49,7 @@ def mathematical_keys(config: RunConfig | dict[str, Any], random: bool) -> dict[
         config: of the run, or the same as JSON values.
         random: whether a forward pass draws random numbers.
     """
-    values = flatten(to_json(config) if isinstance(config, RunConfig) else config)
+    values = _flat(config)
     kept = {
         key: value
         for key, value in values.items()
@@ -70,7 +74,7 @@ def batch_norm_rows(config: RunConfig | dict[str, Any]) -> tuple[int, int] | Non
         Processes and rows of a micro-batch. None where it is always the same: the whole global batch, or where each
         process has statistics of its own micro-batches.
     """
-    values = flatten(to_json(config) if isinstance(config, RunConfig) else config)
+    values = _flat(config)
     world, micro_batch = values["layout.world_size"], values["layout.micro_batch"]
     if not (values.get("layout.sync_batch_norm") and isinstance(micro_batch, int) and isinstance(world, int)):
         return None
@@ -82,13 +86,12 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """Mathematical keys whose value is not the same, with the old and the new value."""
     before, after = mathematical_keys(old, random), mathematical_keys(new, random)
-    engines = [flatten(to_json(c) if isinstance(c, RunConfig) else c).get("layout.engine") for c in (old, new)]
+    there, here = _flat(old), _flat(new)
+    engines = there.get("layout.engine"), here.get("layout.engine")
     if "auto" not in engines and None not in engines:  # one recipe may have a task for each, with other first weights
         before["layout.engine"], after["layout.engine"] = engines
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    there, here = (
-        {**flatten(to_json(c) if isinstance(c, RunConfig) else c), **m} for c, m in ((old, before), (new, after))
-    )
+    there, here = {**there, **before}, {**here, **after}
     return {key: (there.get(key), here.get(key)) for key in keys}
 
 

@@ -73,18 +73,13 @@ def resolve_task(folder: Path, task: str | type[Task] | None = None, *, trust: b
     if task is not None:
         return task if isinstance(task, str) else _reference_to(task)
     named = str(safe_yaml.read_yaml(folder / CONFIG_FILE).get("recipe"))
-    if trust or is_packaged(named) or is_imported(named):
+    if trust or recipes.find_recipe_name(named) is not None or is_imported(named):
         return named
     raise TrustError(
         f"{folder / CONFIG_FILE} names a task of its own, {describe_reference(named)}. Using this run would execute "
         "that file with your rights, so it was not imported. Name the task yourself (--task path/to/file.py:Class), or "
         "add --trust if you trust everyone who can write that file"
     )
-
-
-def is_packaged(reference: str) -> bool:
-    """Whether a reference is to a recipe of an installed package, or to a task of one."""
-    return reference in recipes.recipe_names() or recipes.find_recipe_name(reference) is not None
 
 
 def is_imported(reference: str) -> bool:

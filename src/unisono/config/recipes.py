@@ -131,11 +131,9 @@ def config_folders() -> dict[str, Path]:
 
 
 def find_recipe_name(reference: str) -> str | None:
-    """The recipe that a task belongs to; None for a task of nobody's recipe.
-
-    Args:
-        reference: `package.module:Class`.
-    """
+    """The recipe that a reference names, or whose task it is; None for a task of nobody's recipe."""
+    if reference in recipe_names():
+        return reference
     return next((name for name, recipe in all_recipes().items() if reference in recipe.tasks.values()), None)
 
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from pathlib import Path
+from typing import TypeVar
 
 from unisono.config import recipes
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, nearest
+
+T = TypeVar("T")
 
 
 def resolve_reference(reference: str, engine: str = "auto") -> str:
@@ -26,6 +30,28 @@ def resolve_reference(reference: str, engine: str = "auto") -> str:
         ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
     """
     return reference if ":" in reference else recipes.task_of(reference, engine)
+
+
+def load_class(reference: str, resolved: str, base: type[T]) -> type[T]:
+    """The class of a reference, which has to extend `base`, a class of the public face.
+
+    Args:
+        reference: as the user wrote it.
+        resolved: as `file.py:Class` or `package.module:Class`.
+        base: the class that it extends.
+
+    Raises:
+        ConfigError: where the file or the class is missing, or is of another kind.
+    """
+    place, _, name = resolved.rpartition(":")
+    module = load_module(reference, place)
+    kinds = {n: v for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base) and v is not base}
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{place} has no class '{name}', {nearest(name, kinds)}")
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{reference} is not a unisono.{base.__name__}")
+    return found
 
 
 def load_module(reference: str, place: str) -> types.ModuleType:

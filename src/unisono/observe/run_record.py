@@ -25,7 +25,6 @@ class RunRecord:
         place: This process.
         first_step: Steps done by an earlier process.
         total: Steps in the run.
-        writing: False to record nothing.
         about: `config` and `facts` of the run, for trackers.
     """
 
@@ -36,10 +35,9 @@ class RunRecord:
         place: ProcessInfo,
         first_step: int,
         total: int,
-        writing: bool = True,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        mine = writing and place.is_first
+        mine = place.is_first
         self._progress = Progress(total, config.log_every, shown=mine and config.progress)
         self._trackers: trackers.Trackers | None = None
         if mine and config.trackers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,17 +35,10 @@ def find_callback(reference: str) -> type[Callback]:
     Raises:
         ConfigError: if the file or the class is missing, or it is not a callback.
     """
-    place, _, name = BUILT_IN.get(reference, reference).rpartition(":")
-    if not place:
+    resolved = BUILT_IN.get(reference, reference)
+    if ":" not in resolved:
         raise ConfigError(f"unknown callback '{reference}', {nearest(reference, BUILT_IN)} (or path/to/file.py:Class)")
-    module = references.load_module(reference, place)
-    found = getattr(module, name, None)
-    if found is None:
-        known = [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Callback)]
-        raise ConfigError(f"{place} has no class '{name}', {nearest(name, known)}")
-    if not (inspect.isclass(found) and issubclass(found, Callback)):
-        raise ConfigError(f"{reference} is not a unisono.Callback")
-    return found
+    return references.load_class(reference, resolved, Callback)
 
 
 def name_user_callbacks(config: RunConfig, task: Task) -> list[str]:
