@@ -270,6 +270,17 @@ def test_what_can_be_refused_is_refused_before_any_process_starts_and_leaves_not
     assert told in refused(*words.split(), "layout.world_size=2")
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("steps=x", "steps: input should be a valid integer, unable to parse string as an integer, got 'x'\n"),
+        ("engines=[torch]", "engines=['torch'] has to be [torch,jax]: two engines are compared\n"),
+    ],
+)
+def test_a_proof_of_other_settings_than_there_are_is_refused(unisono: Command, word: str, told: str):
+    assert unisono("prove", LINEAR, word) == (2, "", f"unisono: error: {told}")
+
+
 def test_a_directory_that_holds_another_run_is_refused(unisono: Command, monkeypatch: pytest.MonkeyPatch):
     unisono("train", LINEAR, *SHORT, "run.name=a")
     monkeypatch.setattr(local_processes, "launch", lambda *_: pytest.fail("processes were started"))

@@ -70,14 +70,17 @@ def validate_words(words: Mapping[str, Any], kind: Any) -> Any:
     try:
         return kind.model_validate(words)
     except ValidationError as error:
-        raise ConfigError(
-            "; ".join(
-                f"{e['loc'][0]} is missing: add {e['loc'][0]}=…"
-                if e["type"] == "missing"
-                else f"{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}, got {e['input']!r}"
-                for e in error.errors()
-            )
-        ) from error
+        raise ConfigError("; ".join(map(_format_mistake, error.errors()))) from error
+
+
+def _format_mistake(mistake: Mapping[str, Any]) -> str:
+    text = mistake["msg"].removeprefix("Value error, ")
+    if not mistake["loc"]:  # of several words together, which the text names
+        return str(text)
+    name = mistake["loc"][0]
+    if mistake["type"] == "missing":
+        return f"{name} is missing: add {name}=…"
+    return f"{name}: {text[0].lower()}{text[1:]}, got {mistake['input']!r}"
 
 
 def parse_settings(parsed: argparse.Namespace, kind: Any) -> Any:
