@@ -155,16 +155,10 @@ def _suggest(verb: str, own: Collection[str], core: Collection[str]) -> str:
 
 
 def _import_function(reference: str) -> Callable[..., Any]:
-    from importlib import import_module
+    from unisono.config import references
 
     module, _, name = reference.rpartition(":")
-    try:
-        function: Callable[..., Any] = getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name and (module + ".").startswith(error.name + "."):
-            raise
-        extra = module.removeprefix("unisono.recipes.").split(".")[0]
-        raise ConfigError(f"this verb needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+    function: Callable[..., Any] = getattr(references.load_module("this verb", module), name)
     return function
 
 

@@ -147,16 +147,16 @@ def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]
         for path in sorted(folder.rglob("*.yaml")):
             safe_yaml.check_yaml(path)
     if ":" in recipe:
-        _refuse_shadows(own[0] if own else None, [GROUPS_DIR])
+        _refuse_shadows(own, [GROUPS_DIR])
         return "task", [GROUPS_DIR, *own]
     packaged = recipes.config_folders()
     if own and (own[0] / f"{recipe}.yaml").is_file():
         if recipe in packaged:
             raise ConfigError(f"{own[0] / recipe}.yaml has the name of a packaged recipe; give it another name")
-        _refuse_shadows(own[0], [GROUPS_DIR, *packaged.values()])
+        _refuse_shadows(own, [GROUPS_DIR, *packaged.values()])
         return recipe, [*own, *packaged.values(), GROUPS_DIR]
     if recipe in packaged:
-        _refuse_shadows(own[0] if own else None, [GROUPS_DIR, packaged[recipe]])
+        _refuse_shadows(own, [GROUPS_DIR, packaged[recipe]])
         return recipe, [packaged[recipe], GROUPS_DIR, *own]
     if recipe in recipes.recipe_names():
         recipes.find_recipe(recipe)  # which says why it cannot be imported
@@ -167,10 +167,10 @@ def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]
     raise ConfigError(f"unknown recipe '{recipe}', {recipes.suggest_recipe(recipe)}")
 
 
-def _refuse_shadows(own: Path | None, packaged: Sequence[Path]) -> None:
-    for path in sorted(own.rglob("*.yaml")) if own else []:
-        for folder in packaged:
-            if own and (folder / path.relative_to(own)).is_file():
+def _refuse_shadows(own: Sequence[Path], packaged: Sequence[Path]) -> None:
+    for mine in own:
+        for path in sorted(mine.rglob("*.yaml")):
+            if any((folder / path.relative_to(mine)).is_file() for folder in packaged):
                 raise ConfigError(f"{path} has the name of a packaged file, which it would hide; rename it")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from unisono.audio import native_core
+from unisono.checkpoint.core import provenance
 from unisono.config import environment
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
@@ -102,7 +103,7 @@ def gather_facts(directory: Path) -> HostFacts:
     existing = next(parent for parent in (directory, *directory.resolve().parents) if parent.exists())
     return HostFacts(
         environment=dict(os.environ),
-        versions=_versions(kind),
+        versions=_versions(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         host=platform.node(),
         resolves=_resolve_name(platform.node()),
@@ -140,28 +141,18 @@ def _jax() -> str:
     return ", ".join(filter(None, [text, devices.fallback(), flags and f"XLA_FLAGS={flags}"]))
 
 
-def _versions(kind: str) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     import torch
 
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     found = {
         **environment.library_versions("jax"),
-        **environment.library_versions(),
+        **provenance.versions("torch"),
         **{name: metadata.version(name) for name in _PACKAGES if name in installed},
+        "torch": torch.__version__,  # including its build
     }
-    found["torch"] = torch.__version__  # including its build
-    with suppress(Exception):  # each of these exists on some builds only
-        if torch.version.cuda:
-            found["cuda"] = torch.version.cuda
-        if getattr(torch.version, "hip", None):
-            found["hip"] = str(torch.version.hip)
-        if kind == "cuda":
-            found["cudnn"] = str(torch.backends.cudnn.version())
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        found["driver"] = next(word for word in text.split() if word.count(".") >= 1 and word[0].isdigit())
-    return found
+    more = {"hip": torch.version.hip, "driver": environment.driver_version()}  # even if this build of torch has no use
+    return found | {name: version for name, version in more.items() if version}
 
 
 def _resolve_name(host: str) -> str:

@@ -31,7 +31,8 @@ from unisono.checkpoint.core.retention import Retention
 from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, Json, SingleProcess
-from unisono.runtime.errors import CheckpointError, FormatError, NonFiniteError, SaveError, UnisonoError
+from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError
 from unisono.runtime.files import fsync_path, remove_folder
 
 __all__ = [
@@ -181,20 +182,16 @@ def open_checkpoint(path: Path, group: Communicator | None = None) -> Checkpoint
         CheckpointError: naming the file that is missing, damaged or from another checkpoint, and an array in it; with a
             group on every rank, whichever found it.
     """
-    if group is None:
-        return verify.verify_content(read_manifest(path), SingleProcess())
-    checkpoint, fault, other = None, None, False
-    try:
+    checkpoint: Checkpoint | None = None
+
+    def read() -> str:
+        nonlocal checkpoint
         checkpoint = read_manifest(path)
-    except CheckpointError as error:
-        fault, other = str(error), isinstance(error, FormatError)
-    mine = [fault, checkpoint.sha256 if checkpoint else None, other]
-    everyone = group.gather(mine, "all ranks to read the manifest")
-    for rank, (fault, _, of_another_version) in enumerate(everyone):
-        if fault:
-            fault = fault if rank == 0 else f"rank {rank}: {fault}"
-            raise FormatError(fault) if of_another_version else CheckpointError(fault)
-    if any(digest != everyone[0][1] for _, digest, _ in everyone):
+        return checkpoint.sha256
+
+    group = group or SingleProcess()
+    digests = raise_everywhere(group, read, "all ranks to read the manifest")
+    if len(set(digests)) > 1:
         raise CheckpointError(f"{path}: ranks read different manifests; is this a shared folder?")
     assert checkpoint is not None
     return verify.verify_content(checkpoint, group)
