@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unisono.callback import Callback
-from unisono.checkpoint.core import provenance, resume_point
+from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.config.batch_split import BatchSplit
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.data import Data
@@ -26,6 +26,7 @@ from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
 from unisono.evaluation.held_out import HeldOut
+from unisono.observe import events
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
@@ -207,6 +208,24 @@ def assert_same(mine: Trace, one: Trace, floor: float, norms: float | None = Non
     for a, b in zip(mine.metrics, one.metrics, strict=True):
         assert a == pytest.approx(b, rel=floor)
     assert mine.evaluation == pytest.approx(one.evaluation, rel=floor)
+
+
+# what a run has left in its folder ------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that stand in its events, in order."""
+    return [event["step"] for event in events.step_events(events.read_events(folder / "events.jsonl"))]
+
+
+def evaluations(folder: Path) -> list[int]:
+    """The steps after which its events say that it was evaluated, in order."""
+    return [event["step"] for event in events.read_events(folder / "events.jsonl") if event.get("eval")]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """The steps of its checkpoints, in order."""
+    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
 # runs of the loop, without a launcher ---------------------------------------------------------------------------------

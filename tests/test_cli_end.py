@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,14 @@ class Busy(LinearTask):
 WORDS = ["train.steps=2", "train.global_batch=4", "observe.progress=false", "layout.threads=1", "layout.world_size=1"]
 
 
+def command(folder: Path, *words: str) -> dict[str, Any]:
+    """What `subprocess` needs for a command in this folder that can import the tasks of tests."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words = (sys.executable, "-m", "unisono", *words)
+    return {"args": words, "cwd": folder, "env": {**os.environ, "PYTHONPATH": path}, **pipes}
+
+
 @pytest.mark.parametrize(
     ("rows", "lr", "code", "told"), [(8, 0.1, 0, ""), (8, 1e38, 3, "is not finite"), (13, 0.1, 1, "a mistake of the")]
 )
@@ -46,10 +55,7 @@ def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
 ) -> None:
     (tmp_path / "busy.py").write_text(TASK)
     words = [*WORDS, f"task.rows={rows}", "train.steps=4", f"optim.lr={lr}"]
-    command = [sys.executable, "-m", "unisono", "train", "busy.py:Busy", *words]
-    found = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": found}
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run(**command(tmp_path, "train", "busy.py:Busy", *words), timeout=120)
     assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
     assert ended.stdout.endswith("the user's own end\n")
 
@@ -57,12 +63,8 @@ def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
 @pytest.mark.parametrize("words", [["config", "language"], ["train", "busy.py:LinearTask", *WORDS, "train.steps=9"]])
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "busy.py").write_text("from tests.tasks import LinearTask as Base\n\nclass LinearTask(Base): ...\n")
-    found = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "unisono", *words, *(["observe.progress=true"] if words[0] == "train" else [])]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": found},
-    ) as process:  # fmt: skip
+    more = ["observe.progress=true"] if words[0] == "train" else []
+    with subprocess.Popen(**command(tmp_path, *words, *more)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()  # as `head -1` does

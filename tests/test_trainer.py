@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import runs
-from tests.runs import configuration, interrupted
+from tests.runs import checkpoints, configuration, evaluations, interrupted, steps
 from tests.tasks import LinearTask, TransformerTask
 from unisono.checkpoint.core import commit, resume_point
 from unisono.config.schema.run import RunConfig
@@ -42,20 +42,6 @@ def run(folder: Path, how: RunConfig, task: Task | None = None) -> Result:
 
 def evaluate(folder: Path, how: RunConfig, task: Task | None = None) -> dict[str, float]:
     return runs.evaluate(folder, how, task or TransformerTask())
-
-
-def steps(folder: Path) -> list[int]:
-    """The steps that stand in the run's events, in order."""
-    return [event["step"] for event in events.read_events(folder / "events.jsonl") if not event.get("eval")]
-
-
-def evaluations(folder: Path) -> list[int]:
-    """The steps after which the run's events say it was evaluated, in order."""
-    return [event["step"] for event in events.read_events(folder / "events.jsonl") if event.get("eval")]
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
 
 
 # a whole run ----------------------------------------------------------------------------------------------------------
@@ -130,11 +116,6 @@ def test_training_learns_and_a_task_without_held_out_rows_is_not_evaluated(tmp_p
 def test_the_end_is_neither_evaluated_nor_saved_if_it_is_not_to_be(tmp_path: Path, every: int | None) -> None:
     run(tmp_path, config(3, eval={"every": every, "at_end": False}, checkpoint={"every": every, "at_end": False}))
     assert evaluations(tmp_path) == checkpoints(tmp_path) == ([2] if every else [])
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    run(tmp_path, config(4, checkpoint={"every": 1, "keep": 2}))
-    assert checkpoints(tmp_path) == [3, 4]
 
 
 def test_a_run_counted_in_epochs_ends_with_a_short_batch(tmp_path: Path) -> None:

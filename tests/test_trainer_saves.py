@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests import runs
-from tests.runs import configuration
+from tests.checkpoint.saved import load
+from tests.runs import checkpoints, configuration
 from tests.tasks import TransformerTask, Words
 from unisono.checkpoint.core import arrays, commit, staging
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import RunConfig
 from unisono.engines.state import ArrayShard
-from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.train_state import TrainState
 from unisono.observe import events
@@ -34,17 +34,6 @@ def config(steps: int = 6, **groups: Any) -> RunConfig:
 
 def run(folder: Path, how: RunConfig, task: Task | None = None) -> runs.Result:
     return runs.train(folder, how, task or TransformerTask())
-
-
-def checkpoints(folder: Path) -> list[int]:
-    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
-
-
-def content(path: Path) -> dict[str, torch.Tensor]:
-    reader = commit.open_checkpoint(path).reader()
-    return {
-        name: saved_tensors.read_tensor(reader, name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()
-    }
 
 
 @pytest.fixture
@@ -102,7 +91,7 @@ def test_what_is_saved_beside_the_steps_is_what_would_be_saved_between_them(
     for mine, theirs in zip(
         commit.find_checkpoints(beside / "checkpoints"), commit.find_checkpoints(between / "checkpoints"), strict=True
     ):
-        one, other = content(mine), content(theirs)
+        one, other = load(mine), load(theirs)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert not before or any(not torch.equal(one[name], before[name]) for name in one), "steps change nothing"
@@ -240,7 +229,7 @@ def test_looking_for_the_names_of_metrics_changes_no_bit(tmp_path: Path) -> None
     task = TransformerTask.Config(dropout=0.1)
     run(tmp_path / "a", config(6, **with_names), TransformerTask(task))
     run(tmp_path / "b", config(6, **plain), TransformerTask(task))
-    one, other = (content(commit.find_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in "ab")
+    one, other = (load(commit.find_checkpoints(tmp_path / name / "checkpoints")[-1]) for name in "ab")
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 

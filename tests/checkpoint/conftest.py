@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint import stores
 from tests.checkpoint.saved import STATE, Threads, shards
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.remote.object_store import ObjectStore
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,12 @@ def environment(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Itera
     s3fs.S3FileSystem.clear_instance_cache()  # they remember the endpoint of the environment
     yield
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    """That of one run, in a folder."""
+    return ObjectStore(f"file://{tmp_path}/store/run")
 
 
 @pytest.fixture

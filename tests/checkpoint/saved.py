@@ -47,6 +47,15 @@ def is_of(path: Path, step: int) -> bool:
     )
 
 
+def flip_bit(file: Path, at: int = -1) -> bytes:
+    """Damage a byte of a file, and of no other that is linked to it; returns the content."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+    return bytes(content)
+
+
 def steps(folder: Path) -> list[int]:
     return [commit.open_checkpoint(path).step for path in commit.find_checkpoints(folder)]
 

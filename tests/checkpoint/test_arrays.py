@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.checkpoint.saved import flip_bit
 from unisono.checkpoint.core import arrays
 from unisono.checkpoint.core.arrays import ArrayReader, hash_range, write_shards
 from unisono.engines.state import ArrayShard
@@ -148,15 +149,6 @@ def test_of_a_known_piece_only_the_rows_that_are_asked_for_are_read(
     assert read == [60 * 4]
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4, 2)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_scalar_and_an_empty_array_are_read_back(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    array, zeros = random_bits(shape, dtype, 5), (0,) * len(shape)
-    piece = saved_tensors.read_tensor(written(tmp_path, array, [(zeros, shape)]), "a", zeros, shape)
-    assert (tuple(piece.shape), piece.dtype) == (shape, dtype)
-    assert torch.equal(bits(piece), bits(array))
-
-
 @settings(max_examples=75, deadline=None)
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 99), data=st.data())
 def test_a_region_that_is_in_no_file_is_an_error(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
@@ -272,9 +264,7 @@ def test_what_is_read_is_verified_and_named(tmp_path: Path) -> None:
         "arrays"
     ]
     (piece,) = described["b"]["pieces"]
-    content = bytearray((tmp_path / "file").read_bytes())
-    content[piece["at"] + 5] ^= 1
-    (tmp_path / "file").write_bytes(content)
+    flip_bit(tmp_path / "file", piece["at"] + 5)
     reader = ArrayReader(tmp_path, described)
     assert torch.equal(saved_tensors.read_tensor(reader, "a", (0,), (4,)), torch.ones(4))
     with pytest.raises(CheckpointError, match="file is damaged: the content of 'b' is not what was written"):

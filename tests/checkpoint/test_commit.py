@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.checkpoint.saved import FILES, STATE, Threads, is_of, load, save, shards, steps
+from tests.checkpoint.saved import FILES, STATE, Threads, flip_bit, is_of, load, save, shards, steps
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
 from unisono.runtime.communicator import SingleProcess
@@ -197,9 +197,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_kept_aside(tmp_path: Path) -> 
     contents = []
     for number in range(3):
         path = save(tmp_path, 4, state={"number": number})
-        damaged = bytearray((path / FILES[0]).read_bytes())
-        damaged[-1] ^= 1
-        (path / FILES[0]).write_bytes(damaged)
+        flip_bit(path / FILES[0])
         contents.append({file.name: file.read_bytes() for file in path.iterdir()})
     assert commit.open_checkpoint(save(tmp_path, 6)).step == 6
     names = ["damaged-step-00000004", "damaged-step-00000004-1"]

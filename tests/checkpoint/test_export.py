@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import unisono
+from tests.checkpoint.saved import flip_bit
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.exchange import export, hf_shards
@@ -146,10 +147,7 @@ def test_a_disk_that_is_or_becomes_full_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_damaged_commit_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path / "run", TENSORS)
-    file = next((run / "checkpoints").rglob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
+    flip_bit(next((run / "checkpoints").rglob("*.safetensors")))
     with pytest.raises(CheckpointError, match="damaged"):
         export.export(run, Export(to="safetensors", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

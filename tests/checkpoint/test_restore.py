@@ -18,8 +18,9 @@ from unittest import mock
 import pytest
 
 from tests.checkpoint import stores
-from tests.checkpoint.saved import is_of, load, save
+from tests.checkpoint.saved import flip_bit, is_of, load, save
 from tests.launch import jobs
+from tests.runs import checkpoints
 from unisono.checkpoint.core import commit, manifest
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import restore, store_lock
@@ -74,10 +75,6 @@ def begun(store: ObjectStore, here: Path, exact: bool = False) -> Restore:
     return found
 
 
-def steps(folder: Path) -> list[int]:
-    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
-
-
 def damage(store: ObjectStore, step: int, fault: str, name: str = "rank-00000.safetensors") -> None:
     at = f"checkpoints/step-{step:08d}/{name}"
     content = bytearray(store.get(at) or b"")
@@ -92,7 +89,7 @@ def test_the_newest_checkpoint_comes_with_what_describes_the_run(store: ObjectSt
     assert (here / "config.yaml").read_text() == "recipe: test\n"
     assert (here / "assets" / "vocabulary").read_text() == "a b c"
     assert [commit.read_manifest(path).step for path in restore.find_partial(here)] == [8]
-    assert steps(here) == [], "its files are not there yet, so it has no name"
+    assert checkpoints(here) == [], "its files are not there yet, so it has no name"
     found.finish()
     assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], 8)
     assert restore.find_partial(here) == []
@@ -108,7 +105,7 @@ def test_a_folder_gets_what_it_lacks_and_is_else_left_alone(store: ObjectStore, 
     assert sorted(path.name for path in there.rglob("*")) == before
     shutil.rmtree(there / "checkpoints" / "step-00000008")
     begun(store, there).finish()
-    assert steps(there) == [4, 6, 8]
+    assert checkpoints(there) == [4, 6, 8]
 
 
 @pytest.mark.parametrize("fault", ["missing", "shorter", "a bit"])
@@ -118,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 ) -> None:
     damage(store, 8, fault, name)
     begun(store, here).finish()
-    assert steps(here) == [6]
+    assert checkpoints(here) == [6]
     assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], 6)
     told = capfd.readouterr().err
     if (name, fault) == ("manifest.json", "missing"):
@@ -138,7 +135,7 @@ def test_the_files_of_another_step_with_or_without_its_manifest_are_passed_over(
         assert len(content) == store.size(f"checkpoints/step-00000008/{name}"), "or its size would tell"
         store.put(f"checkpoints/step-00000008/{name}", content)
     begun(store, here).finish()
-    assert steps(here) == [6]
+    assert checkpoints(here) == [6]
 
 
 def test_exact_passes_over_nothing(store: ObjectStore, here: Path) -> None:
@@ -148,7 +145,7 @@ def test_exact_passes_over_nothing(store: ObjectStore, here: Path) -> None:
     damage(store, 8, "a bit")
     with pytest.raises(CheckpointError, match=r"run\.resume=exact"):
         begun(store, here, exact=True).finish()
-    assert steps(here) == []
+    assert checkpoints(here) == []
 
 
 def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: ObjectStore, here: Path) -> None:
@@ -157,23 +154,15 @@ def test_where_no_checkpoint_is_whole_nothing_begins_anew(store: ObjectStore, he
     found = begun(store, here)
     with pytest.raises(CheckpointError, match=r"has checkpoints, but none is intact: step-00000008.*step-00000004"):
         found.finish()
-    assert steps(here) == []
+    assert checkpoints(here) == []
 
 
 NEWEST = "checkpoints/step-00000008"
 
 
-def flip(file: Path) -> bytes:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.unlink()
-    file.write_bytes(content)
-    return bytes(content)
-
-
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
 def test_what_is_damaged_here_is_brought_again_and_nothing_is_lost(store: ObjectStore, there: Path, name: str) -> None:
-    damaged = flip(there / NEWEST / name)
+    damaged = flip_bit(there / NEWEST / name)
     kept, why = restore.refetch(store, there / NEWEST)
     assert (kept, why) == (there / "checkpoints" / "damaged-step-00000008", "")
     assert kept is not None and (kept / name).read_bytes() == damaged
@@ -187,7 +176,7 @@ def test_only_what_is_damaged_here_is_fetched(store: ObjectStore, there: Path) -
         kept, _ = restore.refetch(store, there / NEWEST)
     assert kept is not None
     assert is_of(there / NEWEST, 8)
-    flip(there / NEWEST / "rank-00000.safetensors")
+    flip_bit(there / NEWEST / "rank-00000.safetensors")
     assert (kept / "rank-00000.safetensors").read_bytes() == store.get(f"{NEWEST}/rank-00000.safetensors")
 
 
@@ -215,7 +204,7 @@ def test_a_store_that_cannot_help_says_why_and_leaves_the_folder(
         shutil.rmtree(there / NEWEST)
         state = {"step": 8, "random": True}
         save(there / "checkpoints", 8, state=state)
-    flip(there / NEWEST / "rank-00000.safetensors")
+    flip_bit(there / NEWEST / "rank-00000.safetensors")
     before = {path: path.read_bytes() for path in sorted(there.rglob("*")) if path.is_file()}
     if case == "absent":
         store.remove(f"{NEWEST}/manifest.json")
@@ -237,7 +226,7 @@ def test_neither_a_late_list_nor_a_late_index_decides(store: ObjectStore, here: 
         store.put("checkpoints.json", b'{"step-00000004": 7, "step-00000099": null, "../../elsewhere": null}')
     with mock.patch.object(ObjectStore, "names", return_value=[]) if late == "the list" else nullcontext():
         begun(store, here).finish()
-    assert steps(here) == [8]
+    assert checkpoints(here) == [8]
 
 
 def test_what_was_brought_before_an_interruption_is_not_brought_again(store: ObjectStore, here: Path) -> None:
@@ -251,11 +240,11 @@ def test_what_was_brought_before_an_interruption_is_not_brought_again(store: Obj
 
     with mock.patch.object(ObjectStore, "fetch", interrupted), pytest.raises(DataError, match="no answer"):
         found.finish()
-    assert (steps(here), found.skipped) == ([], {}), "a store that does not answer damages nothing"
+    assert (checkpoints(here), found.skipped) == ([], {}), "a store that does not answer damages nothing"
     again = begun(store, here)
     with mock.patch.object(ObjectStore, "read", side_effect=AssertionError("it was read again")):
         again.finish()
-    assert steps(here) == [8]
+    assert checkpoints(here) == [8]
 
 
 def test_a_description_that_leads_out_of_the_folder_is_refused(store: ObjectStore, here: Path) -> None:
@@ -274,7 +263,7 @@ def test_a_manifest_whose_files_lead_out_of_the_folder_is_passed_over(store: Obj
     store.put(at, manifest.encode({**content, "sha256": manifest.digest(content)}))
     found = begun(store, here)
     found.finish()
-    assert (steps(here), list(found.skipped)) == ([6], ["step-00000008"])
+    assert (checkpoints(here), list(found.skipped)) == ([6], ["step-00000008"])
     assert not list(here.parent.rglob("outside"))
 
 
@@ -316,7 +305,7 @@ def test_whenever_an_upload_is_killed_the_newest_whole_checkpoint_is_found_and_t
         (there / store_lock.LOCAL_FILE).unlink()
         here = tmp_path / f"here {instant}"
         begun(store, here).finish()
-        found += steps(here)
+        found += checkpoints(here)
         assert is_of(commit.find_checkpoints(here / "checkpoints")[-1], found[-1])
         assert (here / "config.yaml").read_text().startswith("recipe: test")
         again = CheckpointUploader(store, there, None, Retention(1))

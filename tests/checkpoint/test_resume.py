@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests import processes, runs
-from tests.runs import configuration
+from tests.checkpoint.saved import flip_bit
+from tests.runs import configuration, steps
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit, manifest, resume, resume_point
 from unisono.checkpoint.core.commit import Checkpoint
@@ -59,9 +60,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def damage(folder: Path, step: int) -> Path:
     """Flip a bit in the middle of a checkpoint's file."""
     (file,) = (folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 4
-    file.write_bytes(content)
+    flip_bit(file, -100)
     return file
 
 
@@ -75,10 +74,6 @@ def rewrite(path: Path, change: Any) -> None:
 
 def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in events.read_events(folder / "events.jsonl") if kind in event]
-
-
-def steps(folder: Path) -> list[int]:
-    return [event["step"] for event in events.step_events(events.read_events(folder / "events.jsonl"))]
 
 
 def names(folder: Path) -> list[str]:

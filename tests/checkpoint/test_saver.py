@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import processes
+from tests.checkpoint.saved import steps
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core import saver as saver_module
 from unisono.checkpoint.core.saver import Saver
@@ -35,10 +36,6 @@ def state(value: float, rank: int = 0, size: int = 1) -> list[ArrayShard]:
 def of(path: Path) -> list[float]:
     reader = commit.open_checkpoint(path).reader()
     return list(reader.read("model/w", (0,), reader.shapes["model/w"]).tolist())
-
-
-def steps(folder: Path) -> list[int]:
-    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder)]
 
 
 @contextmanager

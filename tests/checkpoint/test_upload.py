@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.checkpoint.saved import save
+from tests.checkpoint.saved import flip_bit, save
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import store_lock, upload_process
@@ -31,11 +31,6 @@ pytest.importorskip("moto.server")
 
 MANIFEST = "checkpoints/step-00000004/manifest.json"
 SHARD = "checkpoints/step-00000004/rank-00000.safetensors"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return ObjectStore(f"file://{tmp_path}/store/run")
 
 
 @pytest.fixture
@@ -172,9 +167,7 @@ def test_what_arrives_as_something_else_has_no_manifest(store: ObjectStore, run:
 
 
 def test_a_file_that_is_damaged_here_is_told_as_that_and_never_gets_a_manifest(store: ObjectStore, run: Path) -> None:
-    content = bytearray((run / SHARD).read_bytes())
-    content[-1] ^= 1
-    (run / SHARD).write_bytes(content)
+    flip_bit(run / SHARD)
     with pytest.raises(
         upload_process.DamagedError, match=r"run/checkpoints/step-00000004/rank-00000\.safetensors is damaged"
     ):

@@ -23,12 +23,6 @@ from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload import Uploads
 from unisono.runtime.errors import ConfigError, UploadError
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return ObjectStore(f"file://{tmp_path}/store/run")
-
-
 # beside a run -------------------------------------------------------------------------------------------------------
 
 
@@ -36,6 +30,7 @@ class Beside:
     """The uploads of a run, with a process of their own; `lines` and `notes` are what they said."""
 
     def __init__(self, folder: Path, server: stores.Server, name: str, **settings: Any) -> None:
+        folder.mkdir(exist_ok=True)
         given = {"upload": {"url": f"s3://{stores.BUCKET}", "deadline": 3.0, "timeout": 60.0, **settings}}
         self.config = configuration(checkpoint=given, run={"name": name})
         self.folder, self.lines, self.notes = folder, list[str](), list[tuple[int, dict[str, Any]]]()
@@ -64,7 +59,6 @@ def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
     server: stores.Server, tmp_path: Path
 ) -> None:
     name, folder = uuid.uuid4().hex, tmp_path / "run"
-    folder.mkdir()
     beside = Beside(folder, server, name)
     store = server.store(name)
     try:
@@ -93,7 +87,6 @@ def test_a_server_that_dies_is_told_and_what_waits_is_uploaded_when_it_is_back(
 @pytest.mark.usefixtures("environment")
 def test_an_upload_that_is_killed_is_taken_up_by_the_next_start(server: stores.Server, tmp_path: Path) -> None:
     name, folder = uuid.uuid4().hex, tmp_path / "run"
-    folder.mkdir()
     first = Beside(folder, server, name)
     server.stop()
     try:
@@ -121,7 +114,6 @@ def test_a_run_whose_last_checkpoint_is_not_there_in_the_end_says_so(
     server: stores.Server, tmp_path: Path, required: bool
 ) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
     beside = Beside(folder, server, uuid.uuid4().hex, timeout=1.0, required=required)
     told = r"the checkpoint of step 4 is not in s3://.* \(nothing uploaded since the start\); it is complete in "
     server.stop()
@@ -179,7 +171,6 @@ def test_a_checkpoint_that_cannot_be_kept_for_its_upload_ends_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder = tmp_path / "run"
-    folder.mkdir()
     beside = Beside(folder, server, uuid.uuid4().hex)
     try:
         with monkeypatch.context() as patch:

@@ -19,7 +19,6 @@ from tests import runs as runs_
 from tests.runs import configuration, interrupted
 from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.core.resume import Resumption
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.random_state import RandomState
@@ -77,7 +76,7 @@ def state(folder: Path) -> dict[str, str]:
     """A digest of every kind of state at the end: each array's kind, and what stands beside the arrays."""
     checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
     assert checkpoint.step == STEPS
-    reader, kinds = ArrayReader(checkpoint.path, checkpoint.arrays), {}
+    reader, kinds = checkpoint.reader(), {}
     for name, shape in sorted(reader.shapes.items()):
         digest = kinds.setdefault(name.partition("/")[0], hashlib.sha256())
         digest.update(name.encode() + reader.read(name, (0,) * len(shape), shape).tobytes())
@@ -199,12 +198,6 @@ def test_what_is_told_of_the_tracked_runs_outlives_their_file(tmp_path: Path) ->
     (tmp_path / "trackers.json").unlink()
     runs_.train(tmp_path, shorter, task)
     assert (tmp_path / "trackers.json").read_text() == '{\n "wandb": "abc"\n}\n'
-
-
-def _alone() -> tuple[ProcessInfo, Communicator]:
-    from unisono.runtime.communicator import SingleProcess
-
-    return ProcessInfo(), SingleProcess()
 
 
 def test_the_best_of_an_evaluation_is_kept_with_its_step_and_the_first_of_equals() -> None:

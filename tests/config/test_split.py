@@ -115,23 +115,24 @@ def test_every_micro_batch_and_global_batch_that_a_refusal_lists_works(world_siz
     assert all(BatchSplit.create(n, world_size, micro_batch) for n in batches)
 
 
-def test_more_processes_than_rows_are_refused_with_the_largest_number_that_works():
-    told = refusal(4, 6, None)
-    assert "layout.world_size=6 is more than the 4 rows of train.global_batch" in told
-    assert "Use at most 4 processes" in told
-
-
-def test_a_batch_that_cannot_be_split_names_the_keys_and_the_numbers():
-    told = refusal(12, 5, None)
-    assert "train.global_batch=12 cannot be split evenly over layout.world_size=5" in told
-    assert "[1, 2, 3, 4, 6, 12]" in told
-    assert "[10, 15]" in told
-
-
-def test_a_micro_batch_that_does_not_divide_names_the_keys_and_the_numbers():
-    told = refusal(12, 2, 4)
-    assert (
-        "layout.micro_batch=4 does not divide the 6 rows that each of 2 processes has of train.global_batch=12" in told
-    )
-    assert "[1, 2, 3, 6]" in told
-    assert "[8, 16]" in told
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ((4, 6, None), ["layout.world_size=6 is more than the 4 rows of train.global_batch", "at most 4 processes"]),
+        (
+            (12, 5, None),
+            ["train.global_batch=12 cannot be split evenly over layout.world_size=5", "[1, 2, 3, 4, 6, 12]", "[10, 15"],
+        ),
+        (
+            (12, 2, 4),
+            [
+                "layout.micro_batch=4 does not divide the 6 rows that each of 2 processes has of train.global_batch=12",
+                "[1, 2, 3, 6]", "[8, 16]",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_split_that_cannot_be_names_the_keys_and_the_numbers_that_work(
+    numbers: tuple[int, int, int | None], told: list[str]
+):
+    assert all(text in refusal(*numbers) for text in told)

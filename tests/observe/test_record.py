@@ -86,24 +86,15 @@ def test_terms_are_recorded_if_there_are_several_and_a_single_one_is_the_loss(tm
     assert not any("/" in name for name in of(tmp_path / "one", result(3.0, {"next": 3.0})))
 
 
-def test_an_evaluation_is_recorded_as_one(tmp_path: Path) -> None:
+def test_an_evaluation_is_recorded_as_one_and_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     event = eval_event(tmp_path, result(2.0, accuracy=0.5))
+    assert capsys.readouterr().out == "eval after step 2: loss 2.0000  accuracy 0.5000  (11 held-out rows, 0.5 s)\n"
     assert event == {"step": 2, "eval": True, "loss": 2.0, "accuracy": 0.5, "rows": 11, "seconds": 0.5}
 
 
-def test_only_evaluations_are_marked_as_such(tmp_path: Path) -> None:
-    with record(tmp_path) as recording:
-        recording.step(1, result(), SCALARS, SPEED)
-        recording.evaluation(1, result().values, 11, 0.5)
-    assert [event.get("eval", False) for event in events.read_events(tmp_path / "events.jsonl")] == [False, True]
-
-
 # the console ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_evaluation_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    eval_event(tmp_path, result(2.0, accuracy=0.5))
-    assert capsys.readouterr().out == "eval after step 2: loss 2.0000  accuracy 0.5000  (11 held-out rows, 0.5 s)\n"
 
 
 def test_without_progress_the_console_is_silent_and_the_file_is_written(

@@ -11,7 +11,7 @@ import pytest
 from pydantic import PositiveInt
 
 from tests import processes, runs
-from tests.runs import configuration
+from tests.runs import checkpoints, configuration, evaluations
 from tests.tasks import TransformerTask
 from unisono.callback import Callback, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.checkpoint.core import commit
@@ -62,14 +62,6 @@ def run(folder: Path, how: RunConfig, *callbacks: Callback) -> runs.Result:
     return runs.train(folder, how, TransformerTask(), callbacks=callbacks)
 
 
-def saved(folder: Path) -> list[int]:
-    return [commit.read_manifest(path).step for path in commit.find_checkpoints(folder / "checkpoints")]
-
-
-def evaluated(folder: Path) -> list[int]:
-    return [event["step"] for event in events.read_events(folder / "events.jsonl") if event.get("eval")]
-
-
 # when -----------------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +109,7 @@ def test_a_run_is_stopped_saved_and_resumes(tmp_path: Path, capsys: pytest.Captu
     how = config(6, observe={"progress": True}, checkpoint={"every": 100})
     result = run(tmp_path, how, Recording({("step", 3): Stop("enough")}))
     assert (result.step, result.stopped) == (3, "Recording asks to stop: enough")
-    assert saved(tmp_path) == [3]
+    assert checkpoints(tmp_path) == [3]
     output = capsys.readouterr().out
     assert "step 3: Recording asks to stop: enough\n" in output
     assert "stopped after step 3 of 6: Recording asks to stop: enough. Resume with:\n  " in output
@@ -133,20 +125,20 @@ def test_a_run_is_stopped_saved_and_resumes(tmp_path: Path, capsys: pytest.Captu
 def test_a_save_and_an_evaluation_are_made_when_they_are_asked_for(tmp_path: Path) -> None:
     asks: dict[tuple[str, int], CallbackResult] = {("step", 2): [Save("now"), Evaluate()], ("evaluation", 2): Save()}
     run(tmp_path, config(4, checkpoint={"at_end": False}, eval={"at_end": False}), Recording(asks))
-    assert (saved(tmp_path), evaluated(tmp_path)) == ([2], [2])
+    assert (checkpoints(tmp_path), evaluations(tmp_path)) == ([2], [2])
 
 
 @pytest.mark.parametrize("point", ["evaluation", "save"])
 def test_a_stop_may_be_asked_for_at_any_point(tmp_path: Path, point: str) -> None:
     how = config(6, eval={"every": 2}, checkpoint={"every": 2, "background": False})
     assert run(tmp_path, how, Recording({(point, 2): Stop()})).step == 2
-    assert saved(tmp_path) == [2]
+    assert checkpoints(tmp_path) == [2]
 
 
 def test_what_was_asked_for_by_a_save_that_ended_later_is_done_at_the_next_step(tmp_path: Path) -> None:
     result = run(tmp_path, config(40, checkpoint={"every": 2, "keep": 50}), Recording({("save", 2): Stop()}))
     assert 2 < result.step < 40
-    assert saved(tmp_path)[-1] == result.step
+    assert checkpoints(tmp_path)[-1] == result.step
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
