@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
+from unisono.config.schema.base import Settings
 from unisono.config.schema.data import Data as DataGroup
 from unisono.config.schema.run import EVENT_NAMES
 from unisono.runtime.errors import ConfigError, DataError
@@ -38,10 +38,8 @@ class Source(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-class EmptyConfig(BaseModel):
+class EmptyConfig(Settings):
     """The config of a task without settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,6 @@ def test_the_last_evaluation_is_loss_and_metrics_of_the_newest_one() -> None:
 def test_a_full_disk_is_told_as_a_checkpoint_that_cannot_be_written(path: Path) -> None:
     events = Events(path)
     events.write({"step": 1})
-    assert events._file is not None
     events._file.close()
     events._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(

@@ -34,7 +34,6 @@ class Events:
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
-        self._file: IO[str] | None = None
         self._path = path
         kept = []
         if path.exists():
@@ -46,7 +45,7 @@ class Events:
             ]
         self._notes = {line for line in kept if _is_note(line)}
         write_whole(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event and flush it.
@@ -54,7 +53,6 @@ class Events:
         Raises:
             RecordError: If it cannot be written.
         """
-        assert self._file is not None
         with wrap_record_errors(self._path):
             self._file.write(_line(event))
             self._file.flush()
@@ -66,9 +64,8 @@ class Events:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            with suppress(OSError):  # of a write that failed before and has been reported
-                self._file.close()
+        with suppress(OSError):  # of a write that failed before and has been reported
+            self._file.close()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

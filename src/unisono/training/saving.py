@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.checkpoint.core import resume
 from unisono.checkpoint.core.resume import Resumption
+from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.resolved_run import ResolvedRun
+from unisono.data import ledger
 from unisono.data.ledger import Ledger
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
@@ -81,12 +82,12 @@ class Saving:
         at_end = step == self._last_step and (self._last_step < total or self._settings.at_end)
         return at_end or (every is not None and step % every == 0)
 
-    def save(self, step: int, ledger: Ledger, at_once: bool) -> None:
+    def save(self, step: int, file: Ledger, at_once: bool) -> None:
         """Save the state after `step` updates.
 
         Args:
             step: updates made.
-            ledger: of this process; flushed before, and its position is saved.
+            file: the ledger of this process; flushed before, and its position is saved.
             at_once: wait until it is finished, without retries, since the run must end.
 
         Raises:
@@ -94,11 +95,11 @@ class Saving:
         """
         self._sync.refuse_if_lost()
         self._parts.check_files()
-        ledger.flush()
+        file.flush()
         if at_once:
             self.saver.stop_retrying()
         with heartbeat.phase("save"), self._sync.saving():
-            self._commit(step, ledger)
+            self._commit(step, file)
             if at_once:
                 self.saver.finish()
 
@@ -107,31 +108,49 @@ class Saving:
         failed = kind is not None and not issubclass(kind, Preempted)
         self.saver.__exit__(kind if failed else None, None, None)
 
-    def _commit(self, step: int, ledger: Ledger) -> None:
-        engine, run, plan = self._parts.engine, self._run, self._parts.plan
+    def _commit(self, step: int, file: Ledger) -> None:
+        engine = self._parts.engine
         engine.check_replicas(step)  # a checkpoint combines pieces of replicas from different ranks
-        rank = self._communicator.rank
-        state = resume.collect_state(
-            self._resumption, step, plan, run.split.rows_of(rank), self._communicator, random=engine.random,
-            micro_batch=run.split.micro_batch, mark=ledger.mark(), best=self._evaluation.best.state(),
-            trackers=trackers.read_ids(run.directory),
-        )  # fmt: skip
-        state["callbacks"] = self._callback_state()
-        holds = self._settings.final if step == plan.steps else "everything"
+        state = self._collect_state(step, file)
+        holds = self._settings.final if step == self._parts.plan.steps else "everything"
         shards = engine.state()
-        shards = resume.weight_shards(shards) if holds == "model" else shards
+        if holds == "model":
+            shards = [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]
         metric = self._evaluation.values if self._evaluation.step == step else None
         self.saver.save(step, shards, state, self._parts.provenance, metric, holds=holds)
 
+    def _collect_state(self, step: int, file: Ledger) -> dict[str, Json]:
+        """What a checkpoint saves besides arrays, as JSON, the same on every rank; collective."""
+        engine, plan, split, rank = self._parts.engine, self._parts.plan, self._run.split, self._communicator.rank
+        ids = trackers.read_ids(self._run.directory) if rank == 0 else None
+        mine = [engine.random, plan.state(step, split.rows_of(rank)), file.mark(), ids]
+        randoms, plans, marks, ids_by_rank = zip(*self._communicator.gather(mine, "what every rank saves"), strict=True)
+        before = self._resumption.saved_value("ledger")
+        if before:
+            kept = {name: at for name, at in before["files"].items() if name not in self._resumption.missing_files}
+            before = {**before, "files": kept}
+        return {
+            "step": step,
+            "total": plan.steps,
+            "random": any(randoms),
+            "micro_batch": split.micro_batch,
+            "plan": None if all(part is None for part in plans) else list(plans),
+            "ledger": None if None in marks else ledger.merge_marks(before, marks),
+            "best": self._evaluation.best.state(),
+            "trackers": ids_by_rank[0],
+            "callbacks": self._callback_state(),
+        }
+
     def _callback_state(self) -> dict[str, Json]:
         """The state of the user's callbacks, which is the same on every rank."""
-        everyone = raise_everywhere(self._communicator, self._callbacks, "the state of the callbacks of all ranks")
-        for rank, theirs in enumerate(everyone):
-            for name in {*everyone[0], *theirs}:
-                if theirs.get(name) != everyone[0].get(name):
+        first, *others = raise_everywhere(
+            self._communicator, self._callbacks, "the state of the callbacks of all ranks"
+        )
+        for rank, theirs in enumerate(others, start=1):
+            for name in {*first, *theirs}:
+                if theirs.get(name) != first.get(name):
                     raise CallbackError(
                         f"callback {name}: state() differs between rank 0 and rank {rank}, so a resumed run could "
                         "not be the same; return only what follows from values that are the same on all ranks"
                     )
-        kept: dict[str, Json] = everyone[0]
-        return kept
+        return dict(first)

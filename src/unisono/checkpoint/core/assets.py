@@ -7,7 +7,6 @@ model. They are not checked on resume: the task writes its files again, and the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.checkpoint.core.manifest import Checkpoint
@@ -45,18 +44,14 @@ def check(checkpoint: Checkpoint, run: Path) -> None:
         there = digests(run)
     except OSError as error:
         raise CheckpointError(f"the assets of {run} cannot be read: {one_line(error)}") from error
-    if (found := difference(checkpoint.assets, there)) is not None:
+    written = checkpoint.assets
+    for name in sorted(written.keys() | there.keys()):
+        if written.get(name) == there.get(name):
+            continue
+        how = "is missing, but existed when" if name not in there else "has changed since"
+        how = "did not exist when" if name not in written else how
         raise CheckpointError(
-            f"{run / FOLDER / found[0]} {found[1]} {checkpoint.path.name} was written, so its arrays would be "
+            f"{run / FOLDER / one_line(name)} {how} {checkpoint.path.name} was written, so its arrays would be "
             "interpreted as another model. Restore the original assets; if the run is yours and was started again "
             "since, resume it: its next checkpoint will match the current assets"
         )
-
-
-def difference(written: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first name that differs, and how, as the beginning of a sentence that continues with a checkpoint's name."""
-    for name in sorted(written.keys() | there.keys()):
-        if written.get(name) != there.get(name):
-            how = "is missing, but existed when" if name not in there else "has changed since"
-            return one_line(name), "did not exist when" if name not in written else how
-    return None

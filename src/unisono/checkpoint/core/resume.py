@@ -1,4 +1,4 @@
-"""Opens the checkpoint that a run resumes from, and collects the state that a checkpoint saves besides arrays.
+"""Opens the checkpoint that a run resumes from.
 
 Before the model is built, all ranks together verify the newest of the checkpoints from which the run may resume (see
 `unisono.checkpoint.core.resume_point`). If it is damaged, the run falls back to the previous one with a warning, and
@@ -19,7 +19,6 @@ from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.core.provenance import Provenance, ProvenanceDifference
 from unisono.checkpoint.core.resume_point import (
     EXACT_ADVICE,
-    WEIGHT_PREFIXES,
     Refetch,
     RejectedCheckpoint,
     no_valid_checkpoint,
@@ -30,7 +29,6 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.data import ledger
 from unisono.data.order.plan import Plan
 from unisono.engines.protocol import Engine
-from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, Json
 from unisono.runtime.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import CheckpointError
@@ -174,61 +172,6 @@ def open_newest(
     kept = _set_aside(folder, rejected, communicator)
     changes = {**candidate.changes, **host.to_json()}
     return Resumption(checkpoint, kept, changes, (*candidate.lines, *host.lines()), gone, refetched)
-
-
-# what a checkpoint saves --------------------------------------------------------------------------------------------
-
-
-def weight_shards(shards: Sequence[ArrayShard]) -> list[ArrayShard]:
-    """The pieces of a state for a checkpoint that holds only the model."""
-    return [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]
-
-
-def collect_state(
-    found: Resumption,
-    made: int,
-    plan: Plan,
-    own: range,
-    communicator: Communicator,
-    *,
-    random: bool,
-    micro_batch: int,
-    mark: Mapping[str, Any] | None,
-    best: Json,
-    trackers: Mapping[str, str],
-) -> dict[str, Json]:
-    """The state that a checkpoint saves besides arrays, as JSON, the same on every rank; collective.
-
-    Args:
-        found: what this start resumed from.
-        made: number of updates.
-        plan: of the run.
-        own: rows of the global batch that belong to this process.
-        communicator: of all ranks.
-        random: whether a forward pass of this process drew random numbers.
-        micro_batch: rows per micro-batch.
-        mark: position of this process's ledger.
-        best: of the evaluations so far.
-        trackers: ids of the tracked runs, as rank 0 knows them.
-    """
-    mine = [random, plan.state(made, own), mark, dict(trackers) if communicator.rank == 0 else None]
-    before = found.saved_value("ledger")
-    if before:
-        before = {
-            **before,
-            "files": {name: at for name, at in before["files"].items() if name not in found.missing_files},
-        }
-    randoms, plans, marks, ids = zip(*communicator.gather(mine, "what every rank saves"), strict=True)
-    return {
-        "step": made,
-        "total": plan.steps,
-        "random": any(randoms),
-        "micro_batch": micro_batch,
-        "plan": None if all(part is None for part in plans) else list(plans),
-        "ledger": None if None in marks else ledger.merge_marks(before, marks),
-        "best": best,
-        "trackers": ids[0],
-    }
 
 
 # helpers ------------------------------------------------------------------------------------------------------------

@@ -29,10 +29,6 @@ KEYS = frozenset({"step", "total", "random", "micro_batch", "plan", "ledger", "b
 OPTIONAL_KEYS = frozenset({"callbacks"})  # of a checkpoint's state, since they came later
 WEIGHT_PREFIXES = ("model/", "ema/", "adapter/")  # arrays of a checkpoint that holds the model only
 _ARRAYS = (*WEIGHT_PREFIXES, "optimizer/", "carry/", "spikes/", "rank-")
-_MODEL_ONLY_NOTICE = (
-    "holds the model only (checkpoint.final=model): it can be loaded (unisono.load_weights, unisono.load_model), "
-    "exported, evaluated and fine-tuned from, but not resumed"
-)
 
 
 @dataclass(frozen=True)
@@ -230,7 +226,10 @@ def _check_resumable(checkpoint: Checkpoint, steps: int, paths: Sequence[Path], 
             if older
             else f"no checkpoint in {checkpoint.path.parent} can be"
         )
-        raise RunError(f"{checkpoint.path} {_MODEL_ONLY_NOTICE}; {way}")
+        raise RunError(
+            f"{checkpoint.path} holds the model only (checkpoint.final=model): it can be loaded (unisono.load_weights, "
+            f"unisono.load_model), exported, evaluated and fine-tuned from, but not resumed; {way}"
+        )
     was = checkpoint.state["total"]
     if was != steps and not differs.mathematics:  # remaining differences were allowed by run.allow_change
         raise RunError(
