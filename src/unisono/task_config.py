@@ -106,7 +106,8 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
     Raises:
         ConfigError: if the file, the class or one of its methods is missing, or a recipe has no task for the engine.
     """
-    found = references.load_class(reference, references.resolve_reference(reference, engine), Task)
+    resolved = references.resolve_reference(reference, engine)
+    found = references.load_class(reference, resolved, Task)  # type: ignore[type-abstract]
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")

@@ -43,14 +43,7 @@ class BatchSplit:
         """Create a split, or raise an error that lists valid numbers.
 
         `micro_batch=None` gives each device all its rows at once, and so does `auto` until it is resolved; of a mixture
-        with groups, as many as leave no micro-batch with rows of two sources.
-
-        Args:
-            global_batch: As the attribute.
-            world_size: As the attribute.
-            micro_batch: As the attribute, `auto` or None.
-            devices: As the attribute.
-            of_sources: From `rows_of_sources`.
+        with groups (`of_sources`, from `rows_of_sources`), as many as leave no micro-batch with rows of two sources.
         """
         micro_batch = micro_batch if isinstance(micro_batch, int) else None
         if world_size > global_batch:
@@ -121,10 +114,7 @@ class BatchSplit:
 
 
 def resolve_split(config: RunConfig) -> BatchSplit:
-    """Return the split of a run's global batch, from its layout.
-
-    Args:
-        config: With a concrete layout; its micro-batch may be undecided.
+    """Return the split of a run's global batch, from its concrete layout; its micro-batch may be undecided.
 
     Raises:
         ConfigError: As for `BatchSplit.create`.

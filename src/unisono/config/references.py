@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def resolve_reference(reference: str, engine: str = "auto") -> str:
-    """The `file.py:Class` or `package.module:Class` of a reference to a task, which may be the name of a recipe.
-
-    Args:
-        reference: to the task.
-        engine: that a layout asks for; of a recipe's tasks the one for it.
+    """The `file.py:Class` or `package.module:Class` of a reference; of a recipe's tasks the one for the engine.
 
     Raises:
         ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.

@@ -33,11 +33,7 @@ def task_reference(composed: ComposedConfig) -> str:
 
 
 def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
-    """A typed configuration from composed values.
-
-    Args:
-        composed: as `compose` returns it.
-        groups: the types of the groups `task`, `model` and `data`.
+    """A typed configuration from composed values and the types of the groups `task`, `model` and `data`.
 
     Raises:
         ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.

@@ -48,13 +48,7 @@ class Rate:
 
 
 def measure_rates(facts: HostFacts, directory: Path, processes: int) -> list[Rate]:
-    """All rates of this host.
-
-    Args:
-        facts: of it.
-        directory: where runs will lie; made if it is not there.
-        processes: that add up a tensor together.
-    """
+    """All rates of this host; `directory` is where runs will lie, `processes` add up a tensor together."""
     device = torch.device(facts.accelerator, 0) if facts.devices else torch.device("cpu")
     rates = [measure_matmul(name, dtype, device) for name, dtype in PRECISIONS.items()]
     rates += [measure_memory_copy(device), measure_disk(directory)]

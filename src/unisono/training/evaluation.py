@@ -18,12 +18,6 @@ from unisono.training.parts import TrainingParts
 class Evaluation:
     """Says when evaluations are due, and runs them.
 
-    Args:
-        config: of the run.
-        parts: of the run.
-        communicator: of all processes.
-        best: the best values so far.
-
     Attributes:
         values: loss and metrics of the newest evaluation of this start; empty before.
         step: updates made before it; None before.

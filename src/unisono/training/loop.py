@@ -64,15 +64,7 @@ def train(
     communicator: Communicator,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train, resuming from the newest checkpoint if there is one.
-
-    Args:
-        task: what to train.
-        run: resolved; its directory exists.
-        process: this process.
-        communicator: of all processes.
-        callbacks: the user's.
-    """
+    """Train, resuming from the newest checkpoint if there is one. The directory of the run exists."""
     logs.start_logging(run.directory, process)
     try:
         with _suggest_proof(run.config.recipe), Training(task, run, process, communicator, callbacks) as training:
@@ -102,13 +94,6 @@ def evaluate(task: Task, run: ResolvedRun, process: ProcessInfo, communicator: C
 
 class Training:
     """One process's part of a run. Entering it builds everything and resumes; `steps` is the loop.
-
-    Args:
-        task: what to train.
-        run: resolved.
-        process: this process.
-        communicator: of all processes.
-        callbacks: the user's.
 
     Attributes:
         first: updates made before this start.

@@ -29,12 +29,7 @@ from unisono.task import Task, run_setup
 class TrainingParts:
     """Rows, plan, loader and engine of a process. A context manager that closes them; entering it builds nothing yet.
 
-    Args:
-        task: what is trained.
-        run: resolved.
-        process: this process.
-        communicator: of all processes.
-        writing: whether the run continues, rather than only being read.
+    With `writing=False` the run does not continue, and is only read.
 
     Attributes:
         source: the rows to train on.

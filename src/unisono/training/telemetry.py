@@ -24,16 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Shows and records every step.
-
-    Args:
-        run: resolved.
-        parts: of the run.
-        process: this process.
-        communicator: of all processes.
-        facts: of the model.
-        about: facts about the data and the task.
-        first: updates made before this start.
+    """Shows and records every step; `about` are facts of the data and the task, `first` is the updates made before.
 
     Attributes:
         record: where everything is recorded and shown; to be entered and left by the caller.

@@ -108,12 +108,8 @@ def total_bytes(shards: Sequence[ArrayShard]) -> int:
 class ArrayReader:
     """Reads and verifies the arrays of a checkpoint piece by piece; see `unisono.engines.state.StateReader`.
 
-    Safe to use from several threads: reading and hashing release the GIL.
-
-    Args:
-        folder: of the checkpoint.
-        arrays: of its manifest.
-        verified: pieces, by file and entry, that need not be verified again.
+    Safe to use from several threads: reading and hashing release the GIL. Pieces in `verified`, by file and entry, are
+    not verified again.
     """
 
     def __init__(
@@ -153,12 +149,9 @@ class ArrayReader:
         self._check_covered(name, offset, shape)
         values = _as_storable(into)
         for piece, first, last in self._find_overlaps(name, offset, shape):
-            there: tuple[Any, ...] = tuple(
-                slice(a - o, b - o) for a, b, o in zip(first, last, piece["offset"], strict=True)
-            )
-            here: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+            there, here = (_slices(first, last, start) for start in (piece["offset"], offset))
             shared = [b - a for a, b in zip(first, last, strict=True)]
-            target = values[(*here, ...)]  # a view, even of an array without axes
+            target = values[here]  # a view, even of an array without axes
             known = (piece["file"], piece["entry"]) in self._verified
             rows = known and shared[1:] == piece["shape"][1:]  # contiguous in the file; not hashed separately
             if (rows or shared == piece["shape"]) and target.flags.c_contiguous:
@@ -167,7 +160,7 @@ class ArrayReader:
             else:
                 saved = np.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
                 self._read_piece(name, piece, saved)
-                values[(*here, ...)] = saved[(*there, ...)]
+                target[...] = saved[there]
 
     def covers(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether the saved pieces have every element of a piece."""
@@ -277,6 +270,11 @@ def _header_entry(name: str, data: Any) -> tuple[str, str, Sequence[int], int]:
     if dtype in _PAIR_DTYPES:
         dtype, shape = "float64", (*shape, 2)
     return name, CODES[dtype], shape, host_arrays.nbytes(data)
+
+
+def _slices(first: Sequence[int], last: Sequence[int], start: Sequence[int]) -> tuple[Any, ...]:
+    """The index of a region in a piece that starts there."""
+    return *(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True)), ...
 
 
 def _bytes_per_element(dtype: str) -> int:

@@ -119,13 +119,9 @@ class ProvenanceDifference:
 
 
 def compare(there: Provenance, here: Provenance, config: RunConfig, random: bool) -> ProvenanceDifference:
-    """Compare a checkpoint's provenance with that of this start.
+    """Compare a checkpoint's provenance with that of this start; parts that are None are not compared.
 
-    Args:
-        there: of the checkpoint.
-        here: of this start; parts that are None are not compared.
-        config: of this start, concrete.
-        random: whether forward passes draw random numbers, so that the micro-batch is part of the mathematics.
+    `random` says whether forward passes draw random numbers, so that the micro-batch is part of the mathematics.
     """
     before = fill_defaults(there["config"], config)
     mathematics = fingerprint.changed_keys(before, config, random)
@@ -149,12 +145,7 @@ def compare_host(there: Provenance, here: Provenance) -> ProvenanceDifference:
 
 
 def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfig) -> None:
-    """Raise if this start is a different run.
-
-    Args:
-        where: the run's folder.
-        differs: from its checkpoint.
-        config: of this start.
+    """Raise if this start is a different run than that of the checkpoint in `where`.
 
     Raises:
         RunError: naming every key and the way out.

@@ -89,9 +89,9 @@ def decide_resume_point(
 
     Args:
         folder: of the run.
-        config: of this start, concrete.
-        here: provenance of this start; parts that are None are not compared.
-        newest: of the run; it may be in a store, about to be fetched.
+        config: concrete.
+        here: provenance of this start.
+        newest: may be in a store, about to be fetched.
         steps: of the whole run; None if not known yet.
 
     Raises:

@@ -63,11 +63,7 @@ class ExportFormat:
 
 
 def safetensors_format(arrays: Mapping[str, TensorEntry]) -> ExportFormat:
-    """Every array as it is, under its own name.
-
-    Args:
-        arrays: by their names in the model; each has the name of the array in the commit.
-    """
+    """Every array as it is, under its own name; each entry has the name of the array in the checkpoint."""
     outputs = tuple(Output(TensorEntry(name, array.dtype, array.shape), array.name) for name, array in arrays.items())
     return ExportFormat("safetensors", outputs, "model", True, lambda folder: None)
 

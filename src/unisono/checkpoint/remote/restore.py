@@ -91,10 +91,6 @@ def _fetch_files(store: ObjectStore, begun: Checkpoint) -> None:
 def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
     """Download a locally damaged checkpoint again and replace it; intact local files are kept.
 
-    Args:
-        store: of the run.
-        path: its folder.
-
     Returns:
         Where the damaged copy is kept now, or None with the reason why the store could not help.
     """

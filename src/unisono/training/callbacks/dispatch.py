@@ -23,12 +23,7 @@ _VERBS = {Stop: "stop", Save: "save", Evaluate: "evaluate"}
 
 
 class Callbacks:
-    """The user's callbacks in a process.
-
-    Args:
-        users: the callbacks.
-        rank: of this process.
-    """
+    """The user's callbacks in a process."""
 
     def __init__(self, users: Sequence[Callback], rank: int) -> None:
         self._rank, self._callbacks = rank, _name_callbacks(users)
