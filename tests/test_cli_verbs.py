@@ -6,7 +6,7 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,53 +132,56 @@ print(sorted({"torch", "numpy", "pydantic", "hydra", "transformers"} & set(sys.m
     assert told.endswith("[]\n")
 
 
-def _registered(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
-    """Let these be the recipes that are installed: a recipe, or an error that its package raises."""
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Lets these be the recipes that are installed: each a recipe, or an error that its package raises."""
 
     def load(recipe: Any) -> Any:
         if isinstance(recipe, Exception):
             raise recipe
         return recipe
 
-    entries = {
-        name: SimpleNamespace(value=f"{name}:RECIPE", module="tests.tasks", load=lambda recipe=recipe: load(recipe))
-        for name, recipe in found.items()
-    }
+    def replace(**found: Any) -> None:
+        entries = {
+            name: SimpleNamespace(value=f"{name}:RECIPE", module="tests.tasks", load=lambda recipe=recipe: load(recipe))
+            for name, recipe in found.items()
+        }
+        recipes.find_recipe.cache_clear()
+        monkeypatch.setattr(recipes, "_entry_points", lambda: entries)
+
+    yield replace
     recipes.find_recipe.cache_clear()
-    monkeypatch.setattr(recipes, "_entry_points", lambda: entries)
 
 
 def test_a_recipe_that_cannot_be_imported_is_listed_and_stops_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[..., Told]
+    register: Callable[..., None], command: Callable[..., Told]
 ) -> None:
     good = Recipe(tasks={"torch": "tests.tasks:LinearTask"}, verbs={"count": ("builtins:len", "count")})
-    _registered(monkeypatch, good=good, broken=ImportError("no such library"))
+    register(good=good, broken=ImportError("no such library"))
     told = command()[1]
     assert "count      good         count" in told
     assert "broken       cannot be imported" in told
     assert recipes.find_recipe_name("tests.tasks:LinearTask") == "good"
     with pytest.raises(ConfigError, match=r"recipe 'broken' \(broken:RECIPE\) cannot be imported: no such library"):
         recipes.find_recipe("broken")
-    recipes.find_recipe.cache_clear()
 
 
-def test_what_an_entry_point_names_has_to_be_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    _registered(monkeypatch, odd=3)
+def test_what_an_entry_point_names_has_to_be_a_recipe(register: Callable[..., None]) -> None:
+    register(odd=3)
     with pytest.raises(ConfigError, match=r"recipe 'odd': odd:RECIPE is a int, not a unisono\.Recipe"):
         recipes.find_recipe("odd")
     with pytest.raises(ConfigError, match="unknown recipe 'od', did you mean 'odd'"):
         recipes.find_recipe("od")
-    _registered(monkeypatch)
+    register()
     with pytest.raises(ConfigError, match=r"older than its source\. Reinstall it \(pip install -e \.\)"):
         recipes.find_recipe("language")
-    recipes.find_recipe.cache_clear()
 
 
-def test_a_recipe_has_a_task_for_each_engine_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_has_a_task_for_each_engine_and_refuses_others(register: Callable[..., None]) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     both = Recipe(tasks={"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"})
     one = Recipe(tasks={"jax": "tests.jax_tasks:UnevenTask"})
-    _registered(monkeypatch, both=both, one=one)
+    register(both=both, one=one)
     assert [find_task("both", engine).engine for engine in ("auto", "torch", "jax")] == ["torch", "torch", "jax"]
     assert find_task("one").engine == find_task("one", "jax").engine == "jax"
     with pytest.raises(
@@ -187,13 +190,12 @@ def test_a_recipe_has_a_task_for_each_engine_and_refuses_others(monkeypatch: pyt
         find_task("one", "torch")
     with pytest.raises(ConfigError, match="at least one task"):
         Recipe(tasks={})
-    recipes.find_recipe.cache_clear()
 
 
-def test_the_layout_of_a_run_chooses_the_task_of_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_a_run_chooses_the_task_of_its_recipe(register: Callable[..., None]) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     tasks = {"torch": "tests.tasks:LinearTask", "jax": "tests.jax_tasks:UnevenTask"}
-    _registered(monkeypatch, both=Recipe(tasks=tasks), one=Recipe(tasks={"jax": tasks["jax"]}))
+    register(both=Recipe(tasks=tasks), one=Recipe(tasks={"jax": tasks["jax"]}))
 
     def engine(recipe: str, **layout: str) -> str:
         composed = compose(tasks["torch"], ["layout.device=cpu", *(f"layout.{key}={layout[key]}" for key in layout)])
@@ -211,15 +213,14 @@ def test_the_layout_of_a_run_chooses_the_task_of_its_recipe(monkeypatch: pytest.
     assert with_engine(composed, find_task(tasks["jax"])).values["layout"] == {"strategy": "single", "engine": "jax"}
     with pytest.raises(ConfigError, match=r"layout\.engine=jax, but LinearTask is written in torch"):
         with_engine(ComposedConfig({"recipe": "both", "layout": {"engine": "jax"}}, {}), find_task(tasks["torch"]))
-    recipes.find_recipe.cache_clear()
 
 
 def test_a_recipe_s_own_export_is_the_one_for_its_runs_unless_a_form_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    register: Callable[..., None], tmp_path: Path
 ) -> None:
     own = Recipe(tasks={"torch": "tests.tasks:LinearTask"}, verbs={"export": ("builtins:len", "export")})
     none = Recipe(tasks={"torch": "tests.tasks:TransformerTask"})
-    _registered(monkeypatch, own=own, none=none)
+    register(own=own, none=none)
     for name, reference in (("own", "own"), ("task", "tests.tasks:LinearTask"), ("none", "none"), ("file", "x.py:X")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(f"recipe: {reference}\n")
@@ -230,7 +231,6 @@ def test_a_recipe_s_own_export_is_the_one_for_its_runs_unless_a_form_is_named(
     assert not verbs.replaces_core(["export", str(tmp_path / "nowhere")])
     (tmp_path / "own" / "config.yaml").write_text("recipe: [")
     assert not verbs.replaces_core(["export", str(tmp_path / "own")])
-    recipes.find_recipe.cache_clear()
 
 
 # predict, which every task has ----------------------------------------------------------------------------------------
