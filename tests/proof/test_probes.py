@@ -14,12 +14,17 @@ import torch
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.order.plan import SampleIndices
-from unisono.proof.probes.loss_probe import LossProbe, probe_loss
-from unisono.proof.probes.model_probe import ModelProbe, probe_model
+from unisono.proof.probes.loss_probe import probe_loss
+from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes, restore_model
+from unisono.proof.recording.trace import RunFacts
 from unisono.task import Task
+
+
+def micro_batch(*values: float) -> MicroBatch:
+    return MicroBatch(0, np.arange(len(values)), {"x": np.array(values)}, {"term": float(len(values))}, {})
 
 
 class View:
@@ -47,12 +52,12 @@ class Counting:
         self.counts = lambda arrays: {"term": float(count(arrays["x"]))}
 
 
-def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) -> LossProbe:
-    values = np.array([3.0, 1.0, 4.0, 1.5, 9.0])
-    micro = MicroBatch(0, np.arange(5), {"x": values}, {"term": 5.0}, {})
-    view: Any = View(loss)
+def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len, kind: type[View] = View) -> RunFacts:
+    view: Any = kind(loss)
     task: Any = Counting(count)
-    return probe_loss(view, task, micro, {}, 1e-9)
+    facts = RunFacts()
+    probe_loss(facts, view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9)
+    return facts
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len) ->
     ],
 )
 def test_a_loss_is_a_sum_over_rows_a_mean_of_its_own_or_a_statistic(loss: Any, count: Any, kind: Any) -> None:
-    assert probed(loss, count) == LossProbe(additivity=kind)
+    assert probed(loss, count) == RunFacts(additivity=kind)
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -84,13 +89,7 @@ def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_doe
         def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
             return {"out": micro.arrays["x"] / (len(micro.arrays["x"]) if divided else 1)}
 
-        def flatten(self, outputs: Any) -> Any:
-            return outputs
-
-    micro = MicroBatch(0, np.arange(5), {"x": np.array([3.0, 1.0, 4.0, 1.5, 9.0])}, {"term": 5.0}, {})
-    view: Any = Dividing(lambda x: np.square(x / len(x)).sum())
-    task: Any = Counting(len)
-    found = probe_loss(view, task, micro, {}, 1e-9)
+    found = probed(lambda x: np.square(x / len(x)).sum(), kind=Dividing)
     assert (found.additivity, found.by_number) == ({"term": "number"}, "out" if divided else "")
 
 
@@ -101,7 +100,7 @@ def test_a_loss_that_remembers_is_another_the_second_time() -> None:
         calls.append(x)
         return float(x.sum()) * len(calls)
 
-    assert probed(loss).unstable.startswith("'term' of the same outputs came to 18.5 and then to 55.5")
+    assert probed(loss).unstable_loss.startswith("'term' of the same outputs came to 18.5 and then to 55.5")
 
 
 def test_a_loss_whose_history_has_settled_on_these_rows_is_another_after_others() -> None:
@@ -111,7 +110,7 @@ def test_a_loss_whose_history_has_settled_on_these_rows_is_another_after_others(
         mean[:] = [0.5 * (mean[0] if mean else x.mean()) + 0.5 * x.mean()]
         return float(x.sum() / mean[0])
 
-    assert probed(loss).unstable
+    assert probed(loss).unstable_loss
 
 
 def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:
@@ -119,7 +118,7 @@ def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:
         x += 1
         return float(x.sum())
 
-    assert probed(loss) == LossProbe(overwritten="x")
+    assert probed(loss) == RunFacts(overwritten="x")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:
 )
 def test_the_generator_that_a_loss_draws_from_is_named_and_restored(draw: Any, name: str) -> None:
     before = str(random.getstate()), str(np.random.get_state(legacy=False))
-    said = probed(lambda x: x.sum() * draw()).unstable
+    said = probed(lambda x: x.sum() * draw()).unstable_loss
     assert f"it draws from {name} (" in said and "test_probes.py:" in said
     assert (str(random.getstate()), str(np.random.get_state(legacy=False))) == before
 
@@ -135,7 +134,7 @@ def test_the_generator_that_a_loss_draws_from_is_named_and_restored(draw: Any, n
 @pytest.mark.parametrize("seed", range(5))
 def test_a_coin_that_falls_alike_twice_is_tossed_again(seed: int) -> None:
     random.seed(seed)
-    said = probed(lambda x: x.sum() * (1 + (random.random() < 0.5))).unstable
+    said = probed(lambda x: x.sum() * (1 + (random.random() < 0.5))).unstable_loss
     assert "it draws from Python's random (" in said
 
 
@@ -158,20 +157,24 @@ class Model(View):
         return False
 
 
-def passed(forward: Callable[[Any], Any]) -> ModelProbe:
-    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
-    view: Any = Model(forward)
-    return probe_model(view, Rows(), micro, {}, 1e-9)
+def tried(view: Any) -> RunFacts:
+    facts = RunFacts()
+    probe_model(facts, view, Rows(), micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9)
+    return facts
+
+
+def passed(forward: Callable[[Any], Any]) -> RunFacts:
+    return tried(Model(forward))
 
 
 def test_a_pass_that_repeats_and_looks_at_one_row_at_a_time() -> None:
-    assert passed(np.square) == ModelProbe()
+    assert passed(np.square) == RunFacts()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_layer_that_a_coin_leaves_out_is_found_however_it_falls(seed: int) -> None:
     random.seed(seed)
-    said = passed(lambda x: x * (1 + (random.random() < 0.5))).unstable
+    said = passed(lambda x: x * (1 + (random.random() < 0.5))).unstable_forward
     assert "it draws from Python's random (" in said
 
 
@@ -179,8 +182,8 @@ def test_rows_that_are_mixed_are_told_from_a_statistic_of_all() -> None:
     found = passed(lambda x: 0.7 * x + 0.3 * np.roll(x, 1))
     assert found.neighbours
     assert found.beside == "row 0 on 3; row 1 on 0; row 2 on 1; row 3 on 2"
-    assert passed(lambda x: x - x.mean()) == ModelProbe(neighbours=True)
-    assert passed(lambda x: x / x.max()) == ModelProbe(neighbours=True)  # on the same one row, all of them
+    assert passed(lambda x: x - x.mean()) == RunFacts(neighbours=True)
+    assert passed(lambda x: x / x.max()) == RunFacts(neighbours=True)  # on the same one row, all of them
 
 
 def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None:
@@ -192,7 +195,7 @@ def test_a_pass_that_has_settled_on_these_rows_is_another_after_others() -> None
         return made
 
     passed(forward)
-    assert "after one of other rows" in passed(forward).unstable
+    assert "after one of other rows" in passed(forward).unstable_forward
 
 
 class Carrying(Model):
@@ -214,10 +217,8 @@ class Carrying(Model):
         return {name: value.copy() for name, value in self.buffers.items()}
 
 
-def kept(forward: Callable[[Any, dict[str, Any]], Any]) -> ModelProbe:
-    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
-    view: Any = Carrying(forward)
-    return probe_model(view, Rows(), micro, {}, 1e-9)
+def kept(forward: Callable[[Any, dict[str, Any]], Any]) -> RunFacts:
+    return tried(Carrying(forward))
 
 
 def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with_the_same_ones() -> None:
@@ -242,11 +243,11 @@ def test_buffers_that_a_pass_reads_and_changes_are_found_and_rows_are_tried_with
         buffers["codes"][0] = max(buffers["codes"][0], x.max())
         return x / buffers["codes"][0]
 
-    assert kept(add_up) == ModelProbe(carried=("codes",))
-    assert kept(count) == ModelProbe()
-    assert kept(iterate) == ModelProbe(carried=("codes",))
-    assert kept(use_first) == ModelProbe(carried=("codes",), neighbours=True)
-    assert kept(take_largest) == ModelProbe(carried=("codes",), neighbours=True)
+    assert kept(add_up) == RunFacts(carried=["codes"])
+    assert kept(count) == RunFacts()
+    assert kept(iterate) == RunFacts(carried=["codes"])
+    assert kept(use_first) == RunFacts(carried=["codes"], neighbours=True)
+    assert kept(take_largest) == RunFacts(carried=["codes"], neighbours=True)
 
 
 class Seeded(Model):
@@ -272,9 +273,7 @@ class Seeded(Model):
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_pass_that_seeds_its_generator_anew_is_found(anew: bool) -> None:
-    micro = MicroBatch(0, np.arange(4), {"x": np.array([3.0, 1.0, 4.0, 1.5])}, {"term": 4.0}, {})
-    view: Any = Seeded(anew)
-    assert probe_model(view, Rows(), micro, {}, 1e-9).reseeded == anew
+    assert tried(Seeded(anew)).reseeded == anew
 
 
 # samples and batches --------------------------------------------------------------------------------------------------
@@ -386,12 +385,14 @@ def test_a_batch_that_the_next_one_is_written_into_is_told_with_the_attribute_th
     )
 
 
-def near(loss: Callable[[Any], float], collate: Any = None) -> Any:
+def near(loss: Callable[[Any], float], collate: Any = None) -> RunFacts:
     task = Rows(collate=collate)
     samples = task.data()
     micro = MicroBatch(0, np.arange(4), task.collate(samples), {}, {})
     view: Any = View(loss)
-    return probe_neighbours(view, task, micro, samples, {}, 1e-9)
+    facts = RunFacts()
+    probe_neighbours(facts, view, task, micro, samples, {}, 1e-9)
+    return facts
 
 
 def test_padding_that_is_masked_is_no_neighbour() -> None:

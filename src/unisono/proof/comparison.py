@@ -376,7 +376,7 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
     if facts.mixed:
         result.append(_build_invariant("rows keep their places", False, facts.mixed))
     if any(len(step.by_rank) > 1 and any(step.by_rank) for step in steps):
-        shared = next((s for s in steps if _all_ranks_same_rows(s)), None)
+        shared = next((step for step in steps if step.has_equal_ranks), None)
         shown = f"{shared.by_rank}" if shared else ""
         result.append(_build_invariant("ranks computed different rows", shared is None, shown))
     return [*result, *_check_movement(trace)]
@@ -398,11 +398,6 @@ def _check_gradient(facts: RunFacts) -> list[ComparedQuantity]:
         shown = f"step{'s' * (len(without) > 1)} {join_names([str(n) for n in without])}"
         return [ComparedQuantity(GRADIENT, "ABSTAIN", why=f"its norm is 0 in {shown}; layouts cannot differ there")]
     return [_build_invariant(GRADIENT, not without, "its norm is 0 in every step")] if norms else []
-
-
-def _all_ranks_same_rows(step: StepFacts) -> bool:
-    """Whether all ranks had the same rows. Some rows in common may be right, where a batch straddles epochs."""
-    return len(step.rows) > 1 and all(rank == step.by_rank[0] for rank in step.by_rank)
 
 
 def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:

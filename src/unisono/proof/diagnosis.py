@@ -14,7 +14,7 @@ from unisono.proof.comparison import GRADIENT, SWITCHED, ComparedQuantity, first
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
-from unisono.proof.recording.trace import StepFacts, Trace
+from unisono.proof.recording.trace import Trace
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
@@ -134,7 +134,7 @@ def _diagnose_sample_ids(pattern: Pattern) -> Diagnosis:
             "Rows are dropped", f"{len(ours)} steps instead of {len(theirs)}: the last batch is not there"
         )
     m, r, at = ours[number], theirs[number], f"step {number + 1}"
-    if _all_ranks_same_rows(m):
+    if m.has_equal_ranks:
         return build_diagnosis("Every rank reads the same rows", f"{at}: all ranks computed rows {m.by_rank[0][:6]}")
     if len(m.rows) < len(r.rows):
         return build_diagnosis("Rows are dropped", f"{at} has {len(m.rows)} rows instead of {len(r.rows)}")
@@ -149,10 +149,6 @@ def _diagnose_sample_ids(pattern: Pattern) -> Diagnosis:
     if sorted(m.rows) == sorted(r.rows):
         return build_diagnosis("The order inside the global batch depends on the world size", "same rows, other places")
     return build_diagnosis("The order of samples depends on the world size", f"{at} computed other rows")
-
-
-def _all_ranks_same_rows(step: StepFacts) -> bool:
-    return len(step.by_rank) > 1 and all(rank == step.by_rank[0] for rank in step.by_rank)
 
 
 def _find_period(trace: Trace) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -14,38 +14,21 @@ from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import Subsets, find_constant, is_additive, is_equal, own_mean_weights
+from unisono.proof.probes.rows import take_rows
 from unisono.proof.probes.state import describe_state, repeat_call
-from unisono.proof.recording.recorder import is_per_row
+from unisono.proof.recording.trace import RunFacts
 from unisono.task import Task
 
 _ROWS = 4  # whose subsets are tried: 15 of them
 
 
-@dataclass(frozen=True)
-class LossProbe:
-    """What the loss of some rows of one micro-batch says.
-
-    Attributes:
-        unstable: why it is another each time, empty if it is the same.
-        overwritten: the input that is changed in place, empty if none is.
-        additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
-            a sum beside one of the rows, such as the longest, `number` for one that is a sum times a number that
-            depends on how many rows there are, `statistic` for anything else.
-        by_number: an output of the model that is another for the same rows beside others, where there is a statistic.
-    """
-
-    unstable: str = ""
-    overwritten: str = ""
-    additivity: dict[str, str] = field(default_factory=dict)
-    by_number: str = ""
-
-
-def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> LossProbe:
+def probe_loss(
+    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> None:
     """Compute the loss of the same rows twice, and of every set of the first few.
 
     Args:
+        facts: to write what was found into.
         view: of the model; its outputs for these rows are the same each time, and do not depend on their neighbours.
         task: whose `counts` go with the sums.
         micro: whose rows they are.
@@ -55,7 +38,8 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
     with view.without_side_effects(), restore_global_generators():
         used = copy.deepcopy(micro)
         once = view.sums(used, scalars)
-        overwritten = next((n for n, array in used.arrays.items() if checksum(array) != checksum(micro.arrays[n])), "")
+        changed = (n for n, array in used.arrays.items() if checksum(array) != checksum(micro.arrays[n]))
+        overwritten = next(changed, "")
         if once and micro.size > 1:  # what is remembered of the same rows alone may have settled by now
             view.sums(_select_rows(micro, range(micro.size // 2)), scalars)
         again = repeat_call(
@@ -66,11 +50,13 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
         for name, value in once.items():
             if not is_equal(value, again[name], floor):
                 why = describe_state(task, lambda: view.sums(copy.deepcopy(micro), scalars), None)
-                return LossProbe(
+                facts.unstable_loss = (
                     f"'{name}' of the same outputs came to {value:.6g} and then to {again[name]:.6g}; {why}"
                 )
+                return
+        facts.overwritten = overwritten
         if not once or micro.size < 3:
-            return LossProbe("", overwritten)
+            return
         rows = tuple(range(min(micro.size, _ROWS)))
         found = {
             subset: _of_rows(view, task, micro, scalars, subset)
@@ -84,10 +70,9 @@ def probe_loss(view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[
             counts = {subset: value[1][name] for subset, value in found.items()}
             at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
             kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
-        by_number = (
-            _find_by_number(view, micro, scalars, rows, floor) if {"statistic", "number"} & {*kinds.values()} else ""
-        )
-    return LossProbe("", overwritten, {name: kind for name, kind in kinds.items() if kind}, by_number)
+        facts.additivity = {name: kind for name, kind in kinds.items() if kind}
+        if {"statistic", "number"} & {*kinds.values()}:
+            facts.by_number = _find_by_number(view, micro, scalars, rows, floor)
 
 
 def _kind(found: Subsets, floor: float) -> str:
@@ -156,6 +141,4 @@ def _of_rows(
 
 
 def _select_rows(micro: MicroBatch, rows: Sequence[int]) -> MicroBatch:
-    chosen = list(rows)
-    arrays = {n: a[chosen] if is_per_row(a, micro.size) else a for n, a in micro.arrays.items()}
-    return replace(micro, arrays=arrays, rows=micro.rows[chosen])
+    return replace(micro, arrays=take_rows(micro.arrays, micro.size, rows), rows=micro.rows[list(rows)])

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from unisono.data.loading.draws import find_drawing_lines, restore_global_genera
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
+from unisono.proof.probes.rows import is_per_row, take_rows
 from unisono.proof.probes.state import TORCH, describe_state, digest_kept, find_kept, repeat_call
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
-from unisono.proof.recording.recorder import is_per_row
-from unisono.proof.recording.trace import Array
+from unisono.proof.recording.trace import Array, RunFacts
 from unisono.runtime.text import join_names
 from unisono.task import Task
 
@@ -30,35 +30,13 @@ _FEW = 16  # rows, each of which a pass is made for where they are mixed
 _ROUNDING = 1e-4  # what kernels that add in another order each time stay below
 
 
-@dataclass(frozen=True)
-class ModelProbe:
-    """What a few forward passes say of a model.
-
-    Attributes:
-        unrepeatable: why the pass cannot be repeated, empty if it can.
-        unstable: the same where it is more than rounding; or what the model keeps of an earlier pass.
-        reseeded: whether something in a pass seeds the generator that was seeded for it anew, and draws from that.
-        carried: the buffers that a pass reads and changes, if passes that begin with the same ones are the same.
-        neighbours: whether a row depends on those beside it.
-        beside: which of those, where it is not all of them, in words; empty otherwise.
-        mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
-    """
-
-    unrepeatable: str = ""
-    unstable: str = ""
-    reseeded: bool = False
-    carried: tuple[str, ...] = ()
-    neighbours: bool = False
-    beside: str = ""
-    mixed: str = ""
-
-
 def probe_model(
-    view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> ModelProbe:
+    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> None:
     """Make a forward pass twice, once for each of the first rows with copies of it in place of the others, and again.
 
     Args:
+        facts: to write what was found into.
         view: of the model.
         task: whose model it is.
         micro: whose rows they are.
@@ -66,10 +44,10 @@ def probe_model(
         floor: relative difference that is rounding.
     """
     with view.without_side_effects(), restore_global_generators():
-        carried = _find_carried(view, micro, scalars, floor)
-        fixed = with_same_buffers(view) if carried else view
-        reseeded = _is_reseeded(fixed, micro, scalars, floor)
-    return replace(_try_passes(fixed, task, micro, scalars, floor), carried=carried, reseeded=reseeded)
+        facts.carried = _find_carried(view, micro, scalars, floor)
+        fixed = with_same_buffers(view) if facts.carried else view
+        facts.reseeded = _is_reseeded(fixed, micro, scalars, floor)
+    _try_passes(facts, fixed, task, micro, scalars, floor)
 
 
 def with_same_buffers(view: ModelView) -> ModelView:
@@ -88,13 +66,22 @@ def with_same_buffers(view: ModelView) -> ModelView:
     return result
 
 
+def _copy(micro: MicroBatch, arrays: Mapping[str, Any] | None = None) -> MicroBatch:
+    """The same with arrays of its own, which a task may change; these, if some are given."""
+    return replace(micro, arrays=copy.deepcopy(dict(micro.arrays if arrays is None else arrays)))
+
+
+def _make_outputs(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
+    return view.flatten(view.outputs(micro, scalars))
+
+
 def _try_passes(
-    view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> ModelProbe:
+    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
+) -> None:
     count = micro.size
 
-    def outputs(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Array]:
-        return view.flatten(view.outputs(replace(micro, arrays=copy.deepcopy(dict(arrays))), scalars))
+    def outputs(arrays: Mapping[str, Any] | None = None) -> dict[str, Array]:
+        return _make_outputs(view, _copy(micro, arrays), scalars)
 
     with view.without_side_effects(), restore_global_generators():
         once = outputs()
@@ -109,18 +96,19 @@ def _try_passes(
         if size > floor:
             said = f"a second forward pass{after} with the same weights, rows and seeds gave another {name}"
             said = f"{said}; {describe_state(task, call, micro.arrays, model=getattr(view, 'module', None))}"
-            return ModelProbe(said, said if size > _ROUNDING else "")
-        neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
-        mixed = beside = ""
-        if neighbours and count <= _FEW:
-            beside = _describe_beside(micro, once, outputs, floor)
+            facts.unrepeatable = facts.unrepeatable or said
+            facts.unstable_forward = said if size > _ROUNDING else ""
+            return
+        facts.neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
+        if facts.neighbours and count <= _FEW:
+            facts.beside = _describe_beside(micro, once, outputs, floor)
             alike += [(row, outputs(copy_row(micro, row))) for row in range(len(alike), count)]
             by_row = {
                 n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if is_per_row(a, count)
             }
-            mixed = mixed_rows(once, by_row, floor)
-        remembered = "" if neighbours else _find_remembered(view, outputs, micro, once, floor)
-    return ModelProbe(unstable=remembered, neighbours=neighbours, beside=beside, mixed=mixed)
+            facts.mixed = mixed_rows(once, by_row, floor)
+        elif not facts.neighbours:
+            facts.unstable_forward = _find_remembered(view, outputs, micro, once, floor)
 
 
 def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any, floor: float) -> str:
@@ -133,7 +121,7 @@ def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any,
     for changed in range(count):
         order = [*range(count)]
         order[changed] = (changed + 1) % count
-        made = outputs({n: a[order] if is_per_row(a, count) else a for n, a in micro.arrays.items()})
+        made = outputs(take_rows(micro.arrays, count, order))
         for row in order[:changed] + order[changed + 1 :]:
             if row_differs(once, made, row, count, floor):
                 of_row[row].append(changed)
@@ -154,8 +142,7 @@ def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Map
     kept = _find_tensors_by_row(getattr(view, "module", None), count)
     if count < 2 or not kept:
         return ""
-    turned = {n: a[order] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
-    wanted = build_sketches({n: a[order] if is_per_row(a, count) else a for n, a in once.items()})
+    turned, wanted = take_rows(micro.arrays, count, order), build_sketches(take_rows(once, count, order))
     if sketch_distance(build_sketches(outputs(turned)), wanted)[0] <= floor:
         return ""
     for holder, key, value in kept.values():
@@ -195,26 +182,21 @@ def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float
         return False
     found = []
     for number in (micro.number, micro.number + 1):
-        given = replace(micro, arrays=copy.deepcopy(micro.arrays), number=number)
-        made = build_sketches(view.flatten(view.outputs(given, scalars)))
-        sums = view.sums(given, scalars)
-        found.append((made, sums, view.random_digest()))
+        given = replace(_copy(micro), number=number)
+        made = build_sketches(_make_outputs(view, given, scalars))
+        found.append((made, view.sums(given, scalars), view.random_digest()))
     (made, sums, state), (others, other_sums, other_state) = found
-    alike = sketch_distance(made, others)[0] <= floor and all(
-        is_equal(v, other_sums[n], floor) for n, v in sums.items()
-    )
-    return state != 0 and state == other_state and alike
+    return state != 0 and state == other_state and not _find_other((made, sums), (others, other_sums), floor)
 
 
-def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> tuple[str, ...]:
+def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> list[str]:
     """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same.
 
     The next one may be of the same rows, or of copies of one: a largest value so far moves by other rows alone.
     """
 
-    def sketch(arrays: Mapping[str, Any] = micro.arrays) -> dict[str, Sketch]:
-        given = replace(micro, arrays=copy.deepcopy(dict(arrays)))
-        return build_sketches(view.flatten(view.outputs(given, scalars)))
+    def sketch(arrays: Mapping[str, Any] | None = None) -> dict[str, Sketch]:
+        return build_sketches(_make_outputs(view, _copy(micro, arrays), scalars))
 
     with view.without_side_effects():
         before = {name: buffer.copy() for name, buffer in view.whole("buffers").items()}
@@ -231,20 +213,19 @@ def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
             sketch()
             moved = sketch_distance(fresh, sketch(copy_row(micro, row)))[0]
     if not moved:
-        return ()
+        return []
     with view.without_side_effects():
         again = sketch_distance(once, sketch())[0]
     # A power iteration that has nearly converged moves outputs by less than rounding may, and gradients by more: where
     # a pass repeats in every bit, any difference comes from the buffers.
     repeats = again <= floor and (moved > floor or not again)
     shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
-    return tuple(shared or changed) if repeats else ()
+    return (shared or changed) if repeats else []
 
 
 def copy_row(micro: MicroBatch, row: int) -> dict[str, Any]:
     """The arrays of a micro-batch with a copy of one row in place of every other."""
-    count = micro.size
-    return {n: a[[row] * count] if is_per_row(a, count) else a for n, a in micro.arrays.items()}
+    return take_rows(micro.arrays, micro.size, [row] * micro.size)
 
 
 def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
@@ -290,8 +271,8 @@ def find_remembered_by_evaluation(
 
     def train() -> tuple[dict[str, Sketch], dict[str, float]]:
         with view.without_side_effects():
-            given = replace(micro, arrays=copy.deepcopy(micro.arrays))
-            return build_sketches(view.flatten(view.outputs(given, scalars))), view.sums(given, scalars)
+            given = _copy(micro)
+            return build_sketches(_make_outputs(view, given, scalars)), view.sums(given, scalars)
 
     def evaluate() -> None:
         with view.without_side_effects():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,34 +12,29 @@ from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
-from unisono.proof.recording.recorder import is_per_row
+from unisono.proof.probes.rows import take_rows
+from unisono.proof.recording.trace import RunFacts
 from unisono.task import Task
 
 _ROWS = 4  # that are tried alone
 
 
-@dataclass(frozen=True)
-class NeighbourProbe:
-    """What rows alone and together say of `collate`.
-
-    Attributes:
-        padding: how padding to the longest row changes the loss, empty if it does not.
-        collated: how `collate` gives a row other numbers beside others, and so another loss; empty if it does not.
-    """
-
-    padding: str = ""
-    collated: str = ""
-
-
 def probe_neighbours(
-    view: ModelView, task: Task, micro: MicroBatch, samples: Sequence[Any], scalars: Mapping[str, float], floor: float
-) -> NeighbourProbe:
+    facts: RunFacts,
+    view: ModelView,
+    task: Task,
+    micro: MicroBatch,
+    samples: Sequence[Any],
+    scalars: Mapping[str, float],
+    floor: float,
+) -> None:
     """Compute the loss of each row twice: from a batch of its own, and cut out of the batch with the others.
 
     All that differs between the two is what `collate` made of the row, so the sums over the rows are the same unless
     that changes the loss. Padding that is masked changes nothing but the order of a sum.
 
     Args:
+        facts: to write what was found into.
         view: of a model that draws nothing and looks at one row at a time.
         task: whose `collate` it is.
         micro: the batch of these samples.
@@ -49,24 +44,25 @@ def probe_neighbours(
     """
     count = min(len(samples), _ROWS)
     if len(samples) != micro.size or micro.size < 2:
-        return NeighbourProbe()
+        return
     with view.without_side_effects(), restore_global_generators():
         alone = [task.collate([sample]) for sample in samples[:count]]
-        cut = [_cut_row(micro, row) for row in range(count)]
+        cut = [take_rows(micro.arrays, micro.size, [row]) for row in range(count)]
         if count < micro.size and not all(map(_is_padded, alone, cut)):
-            return NeighbourProbe()  # rows may have changed places, and with some alone one would compare others
+            return  # rows may have changed places, and with some alone one would compare others
         ours, theirs = (_add_up(view, task, micro, batches, scalars) for batches in (alone, cut))
     different = [name for name in theirs if not is_equal(ours.get(name, 0.0), theirs[name], floor)]
     if not different or not ours:
-        return NeighbourProbe()
+        return
     name = different[0]
     said = f"{name} of {count} rows is {ours[name]:.6g} where each has a batch of its own, and {theirs[name]:.6g}"
     pairs = _pair_up(alone, cut)
     if all(_is_padded(a, c) for a, c in pairs):
         widest = next((n for n in alone[0] if any(np.shape(a[n]) != np.shape(c[n]) for a, c in pairs)), "")
-        return NeighbourProbe(padding=f"{said} where collate() pads '{widest}' to the longest" if widest else "")
+        facts.padding = f"{said} where collate() pads '{widest}' to the longest" if widest else ""
+        return
     wrong = next(n for n in cut[0] if not all(n in a and _fits(a[n], c[n]) for a, c in pairs))
-    return NeighbourProbe(collated=f"{said} beside others; collate() gives a row another '{wrong}' then")
+    facts.collated = f"{said} beside others; collate() gives a row another '{wrong}' then"
 
 
 def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
@@ -78,10 +74,6 @@ def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> 
             return [*zip(alone, cut, strict=True)]
         pairs.append((one, left.pop(place)))
     return pairs
-
-
-def _cut_row(micro: MicroBatch, row: int) -> dict[str, Any]:
-    return {n: a[[row]] if is_per_row(a, micro.size) else a for n, a in micro.arrays.items()}
 
 
 def _add_up(

@@ -69,9 +69,7 @@ def probe_task(
             facts.evaluation_switched = find_switched(view, held, scalars)
 
     def loss() -> None:
-        found = probe_loss(view, task, micro, scalars, _FLOOR)
-        facts.unstable_loss, facts.additivity, facts.overwritten = found.unstable, found.additivity, found.overwritten
-        facts.by_number = found.by_number
+        probe_loss(facts, view, task, micro, scalars, _FLOOR)
 
     def neighbours() -> None:
         with view.without_side_effects():  # a pass may mark in a buffer that this step was made
@@ -80,8 +78,7 @@ def probe_task(
             return
         indices = plan.samples(0, range(micro.size))
         made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices)[1]
-        found = probe_neighbours(view, task, micro, made, scalars, _FLOOR)
-        facts.padding, facts.collated = found.padding, found.collated
+        probe_neighbours(facts, view, task, micro, made, scalars, _FLOOR)
 
     facts.probed = True
     _try(samples)

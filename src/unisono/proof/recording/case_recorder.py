@@ -181,12 +181,9 @@ class _CaseRun:
         view, scalars, on_cpu = self.engine.view, self.scalars(0), self.config.layout.device == "cpu"
         floor = 1e-9 if self.case.precision == "fp64" else 1e-3
         before = digest_parameters(view) if of_terms else {}
-        found = probe_model(view, self.task, micro, scalars, floor)
-        facts.neighbours, facts.beside, facts.mixed = found.neighbours, found.beside, found.mixed
-        facts.carried, facts.reseeded = list(found.carried), found.reseeded
-        if found.unstable and on_cpu:  # an accelerator's kernels may add as they like
-            facts.unstable_forward = found.unstable
-        facts.unrepeatable = facts.unrepeatable or found.unrepeatable
+        probe_model(facts, view, self.task, micro, scalars, floor)
+        if not on_cpu:  # an accelerator's kernels may add as they like
+            facts.unstable_forward = ""
         if of_terms and not facts.changed_by_passes:
             facts.changed_by_passes = changed_parameters(view, before)
         if of_terms and not (self.case.reference or facts.probed):
@@ -194,7 +191,7 @@ class _CaseRun:
                 probe_build(facts, view, self.task, self.config.run.seed)
             if on_cpu:
                 self.engine.observe(PassProbe(view, self.task, facts))
-            fixed = with_same_buffers(view) if found.carried else view
+            fixed = with_same_buffers(view) if facts.carried else view
             task_probes.probe_task(
                 facts, fixed, self.task, self.fresh, self.source, self.plan, micro, self.held_out, scalars, self.mask
             )

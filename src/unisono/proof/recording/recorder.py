@@ -100,8 +100,7 @@ class Recorder(Observer):
             for micro, outputs, loss, draws in zip(self._batches, self._outputs, self._losses, self._draws, strict=True)
             if not micro.idle
         ]
-        by_row = _counted_by_row([micro for micro in self._batches if not micro.idle], list(result.terms))
-        mine = [own, self._view.learning_rates(), dict(result.metrics), self._is_clean, by_row]
+        mine = [own, self._view.learning_rates(), dict(result.metrics), self._is_clean]
         everyone = self._communicator.gather(mine, "the facts of a step")
         numbered = sorted((entry for rank in everyone for entry in rank[0]), key=lambda entry: entry[0])
         self.steps.append(
@@ -114,7 +113,6 @@ class Recorder(Observer):
                 draws=[entry[5] for entry in numbered],
                 buffers=buffers,
                 parts=[Part(**entry[4]) for entry in numbered if entry[4]],
-                by_row=sorted(set.intersection(*(set(rank[4]) for rank in everyone))),
                 loss=result.loss,
                 terms=dict(result.terms),
                 grad_norm=result.grad_norm,
@@ -152,13 +150,3 @@ def _part(micro: MicroBatch, rank: int, loss: Loss | None) -> dict[str, Any]:
 
 def _as_number(value: Any) -> float:
     return float(value.detach() if hasattr(value, "detach") else value)
-
-
-def _counted_by_row(batches: Sequence[MicroBatch], terms: Sequence[str]) -> list[str]:
-    """The terms that count as many as there are rows, in each of these micro-batches."""
-    return [name for name in terms if all(micro.counts.get(name) == micro.size for micro in batches)]
-
-
-def is_per_row(array: Any, rows: int) -> bool:
-    """Whether an array has one entry for each row."""
-    return getattr(array, "ndim", 0) > 0 and len(array) == rows

@@ -83,7 +83,6 @@ class StepFacts:
         samples: a digest of the arrays of every micro-batch, in the order of the global batch.
         replicas: parameters that ranks which hold copies have with other bits, each with these ranks.
         outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
-        by_row: terms of the loss that count every row once, in all micro-batches.
         parts: of every micro-batch, in the order of the global batch; empty where an engine does not tell.
         draws: of every micro-batch, digests of the random state before and after its forward pass.
         buffers: that should be the same on all ranks and are not, each with these ranks.
@@ -100,7 +99,6 @@ class StepFacts:
     samples: list[str] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     outputs: list[dict[str, list[float]]] = field(default_factory=list)
-    by_row: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     draws: list[list[int]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
@@ -109,6 +107,12 @@ class StepFacts:
     def computed(self) -> bool:
         """Whether the run made this step itself, and did not take it over with a checkpoint."""
         return bool(self.lr)
+
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Whether several ranks had just the same rows; some in common may be right, where a batch straddles epochs."""
+        several = len(self.by_rank) > 1 and len(self.rows) > 1
+        return several and all(rank == self.by_rank[0] for rank in self.by_rank)
 
 
 @dataclass
