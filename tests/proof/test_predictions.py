@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unisono.proof import predictions
-from unisono.proof.predictions import PartGradients, Subsets
+from unisono.proof.predictions import PartGradients
 from unisono.proof.recording.trace import Part
 
 # Four micro-batches on two ranks: their sums and counts are uneven on purpose.
@@ -68,8 +68,8 @@ def test_a_micro_batch_that_counts_nothing_is_in_the_mean_or_not() -> None:
 def test_the_weights_that_predict_the_loss_predict_the_gradient() -> None:
     (way,) = (w for w in predictions.means(PARTS) if w.words.endswith("ranks of what each divides by its own count"))
     observed = summed([1 / 42, 1 / 42, 1 / 66, 1 / 66])
-    assert predictions.reproduces(GRADIENTS.predict(way), observed)
-    assert not predictions.reproduces(GRADIENTS.predict(way), summed([1 / 54] * 4))
+    assert predictions.reproduces(GRADIENTS.predict(way.weigh), observed)
+    assert not predictions.reproduces(GRADIENTS.predict(way.weigh), summed([1 / 54] * 4))
 
 
 def test_terms_that_count_other_things_are_weighed_apart() -> None:
@@ -82,7 +82,7 @@ def test_terms_that_count_other_things_are_weighed_apart() -> None:
     way = predictions.means(parts)[3]  # over ranks
     wanted = summed([1 / 42, 1 / 42, 1 / 66, 1 / 66])
     wanted = {n: v + 0.3 / 8 * sum(other[i][n] for i in range(4)) for n, v in wanted.items()}
-    assert predictions.reproduces(gradients.predict(way), wanted)
+    assert predictions.reproduces(gradients.predict(way.weigh), wanted)
 
 
 def test_a_factor_is_one_for_every_tensor_or_none() -> None:
@@ -171,11 +171,8 @@ def test_a_constant_beside_the_sum_of_rows_is_found_and_nothing_else_is_taken_fo
     assert predictions.find_constant(pairs) is None  # any three numbers would do
 
 
-@pytest.mark.parametrize("count", [lambda rows: 1.0, lambda rows: float(len(rows))])
-def test_a_loss_that_divides_by_its_own_targets_shows_their_numbers(count: object) -> None:
-    assert callable(count)
-    sums = {rows: mean(rows) * count(rows) for rows in SETS}
-    weights = predictions.own_mean_weights(Subsets(sums, {rows: count(rows) for rows in SETS}))
+def test_a_loss_that_divides_by_its_own_targets_shows_their_numbers() -> None:
+    weights = predictions.own_mean_weights({rows: mean(rows) for rows in SETS})
     assert weights == pytest.approx([target / 5 for target in TARGETS])
 
 
@@ -189,8 +186,7 @@ def test_a_loss_that_divides_by_its_own_targets_shows_their_numbers(count: objec
 )
 def test_what_is_no_mean_of_its_rows_is_not(loss: object) -> None:
     assert callable(loss)
-    ones = dict.fromkeys(SETS, 1.0)
-    assert predictions.own_mean_weights(Subsets({rows: loss(rows) for rows in SETS}, ones)) is None
+    assert predictions.own_mean_weights({rows: loss(rows) for rows in SETS}) is None
 
 
 def test_no_weights_are_fitted_to_what_is_not_finite() -> None:

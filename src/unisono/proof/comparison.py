@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.proof.recording.gradient_sample import norm_of
 from unisono.proof.recording.output_digest import sketch_distance
 from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, RunFacts, StepFacts, Trace
 from unisono.runtime.text import join_names
@@ -140,8 +141,8 @@ def find_zero_gradients(reference: Trace, floor: float) -> frozenset[str]:
     silent, seen = set(reference.facts.trainable), set[str]()
     for step in range(len(reference.facts.steps)):
         gradients = reference.tensors("raw gradients", step)
-        whole = _norm(gradients.values())
-        silent -= {name for name, value in gradients.items() if _norm([value]) > 0.1 * floor * whole}
+        whole = norm_of(gradients.values())
+        silent -= {name for name, value in gradients.items() if norm_of([value]) > 0.1 * floor * whole}
         seen |= set(gradients)  # where two optimizers take turns, no step has them all
     return frozenset(silent & seen if seen else silent)
 
@@ -160,7 +161,7 @@ def find_zero_gradient_elements(
         if trace is mine and mine.shares(reference, "raw gradients", step):
             continue
         for name, value in trace.tensors("raw gradients", step).items():
-            typical = _norm([value]) / math.sqrt(max(1, value.size))
+            typical = norm_of([value]) / math.sqrt(max(1, value.size))
             small[name] = small.get(name, np.ones(value.shape, bool)) & (np.abs(value) <= 0.1 * floor * typical)
             some[name] = some.get(name, np.zeros(value.shape, bool)) | (value != 0)
     both = {name: small[name] & some[name] for name in sorted(small) if name not in names}
@@ -171,7 +172,7 @@ def relative_distances(
     mine: Mapping[str, Array], reference: Mapping[str, Array], least: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """‖a − b‖ / max(‖b‖, 10⁻³ ‖all b‖, least) per tensor; infinite where it is on one side or of another shape."""
-    whole = _norm(reference.values())
+    whole = norm_of(reference.values())
     result = {}
     for name in sorted({*mine, *reference}):
         a, b = mine.get(name), reference.get(name)
@@ -180,8 +181,8 @@ def relative_distances(
         elif np.array_equal(a, b):
             result[name] = 0.0
         else:
-            size = max(_norm([b]), _SMALL_TENSOR * whole, (least or {}).get(name, 0.0))
-            distance = _norm([np.subtract(a, b, dtype=np.float64)]) / size if size else math.inf
+            size = max(norm_of([b]), _SMALL_TENSOR * whole, (least or {}).get(name, 0.0))
+            distance = norm_of([np.subtract(a, b, dtype=np.float64)]) / size if size else math.inf
             result[name] = distance if math.isfinite(distance) else math.inf
     return result
 
@@ -299,7 +300,7 @@ def _tensor_differences(
     mine: Mapping[str, Array], reference: Mapping[str, Array], step: int, least: Mapping[str, float] | None = None
 ) -> Iterator[Difference]:
     for name, size in relative_distances(mine, reference, least).items():
-        a, b = (_norm([values[name]]) if name in values else None for values in (mine, reference))
+        a, b = (norm_of([values[name]]) if name in values else None for values in (mine, reference))
         yield Difference(size, step, name, a, b)
 
 
@@ -333,11 +334,6 @@ def _relative_difference(a: float | None, b: float | None, least: float = 0.0) -
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b), least)
-
-
-def _norm(values: Iterable[Array]) -> float:
-    flat = (np.asarray(value, np.float64).ravel() for value in values)
-    return math.sqrt(sum(float(np.einsum("i,i->", value, value)) for value in flat))  # without an array of squares
 
 
 def check_invariants(trace: Trace) -> list[ComparedQuantity]:
@@ -409,8 +405,8 @@ def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
     with_gradient: set[str] = set()
     for step in range(len(facts.steps)):
         gradients = trace.tensors("raw gradients", step)
-        whole = _norm(gradients.values())
-        with_gradient |= {n for n, value in gradients.items() if _norm([value]) > _ROUNDING * whole}
+        whole = norm_of(gradients.values())
+        with_gradient |= {n for n, value in gradients.items() if norm_of([value]) > _ROUNDING * whole}
     silent = [name for name in facts.trainable if name not in with_gradient]
     name = "every trainable parameter got a gradient"
     if silent:

@@ -15,8 +15,7 @@ from unisono.proof import predictions
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.loss_rules import find_means
 from unisono.proof.pattern import Pattern
-from unisono.proof.predictions import Reduction
-from unisono.proof.recording.gradient_sample import add_gradients
+from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.trace import Array, Part
 from unisono.runtime.text import join_names
 
@@ -37,7 +36,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     if missing := sorted({*b} - {*a}):
         return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
     if (parts := pattern.reference_gradients) is not None and not predictions.reproduces(
-        parts.predict(Reduction("", predictions.of_all)), pattern.true_gradient, pattern.fitting
+        parts.whole, pattern.true_gradient, pattern.fitting
     ):
         detail = (
             "the gradient of one process is not the sum of what its micro-batches add by themselves: a hook, a "
@@ -171,9 +170,8 @@ def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> tup
 
 def _clipped_before(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     """Whether ranks' gradients were clipped to the limit of the norm before they were averaged."""
-    limit = _norm_of(pattern.reference.tensors("clipped gradients", pattern.number))
-    shares = pattern.rank_shares
-    if not limit < _norm_of(whole) * (1 - 1e-6) or any(
+    limit, shares = pattern.limit, pattern.rank_shares
+    if not limit < norm_of(whole.values()) * (1 - 1e-6) or any(
         pattern.gradient.get(n, np.zeros(0)).size != v.size for n, v in whole.items()
     ):
         return ""  # nothing is clipped on one process, or norms of ranks are not known
@@ -185,7 +183,7 @@ def _clipped_before(pattern: Pattern, whole: Mapping[str, Array]) -> str:
 
 def _clipped_by_pass(pattern: Pattern, whole: Mapping[str, Array]) -> str:
     """Whether ranks clip what they have accumulated after every backward pass but the last, which reduces it."""
-    limit, ranks = _norm_of(pattern.reference.tensors("clipped gradients", pattern.number)), range(pattern.world_size)
+    limit, ranks = pattern.limit, range(pattern.world_size)
     passes = [[own for rank, own in pattern.local_gradients if rank == number] for number in ranks]
     local = [own for each in passes for own in each]
     if not limit or {*map(len, passes)} == {1} or any(pattern.gradient[n].size != v.size for n, v in whole.items()):
@@ -208,8 +206,8 @@ def _factors_of_clipping(passes: Sequence[Mapping[str, Array]], limit: float) ->
     result: list[float] = []
     for number in range(len(passes)):
         result.append(1.0)
-        norm = _norm_of(add_gradients([{n: f * v for n, v in p.items()} for f, p in zip(result, passes, strict=False)]))
-        if number < len(passes) - 1 and norm > limit:
+        made = add_gradients([{n: f * v for n, v in p.items()} for f, p in zip(result, passes, strict=False)])
+        if number < len(passes) - 1 and (norm := norm_of(made.values())) > limit:
             result = [factor * limit / norm for factor in result]
     return result
 
@@ -221,11 +219,11 @@ def _clipped_by_hand(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, A
     """
     if pattern.mine.tensors("clipped gradients", pattern.number):
         return ""
-    limit, ranks = _norm_of(b), range(pattern.world_size)
+    limit, ranks = norm_of(b.values()), range(pattern.world_size)
     shards = [(_shard(a, rank, pattern.world_size), _shard(b, rank, pattern.world_size)) for rank in ranks]
-    there = [(ours, theirs) for ours, theirs in shards if _norm_of(theirs)]
+    there = [(ours, theirs) for ours, theirs in shards if norm_of(theirs.values())]
     factors = [predictions.common_factor(ours, theirs, pattern.fitting) for ours, theirs in there]
-    norms = [_norm_of(ours) for ours, _ in there]
+    norms = [norm_of(ours.values()) for ours, _ in there]
     known = all(f is not None and f > 1 for f in factors) and max(norms) <= limit * (1 + _CLIPPED)
     if len(there) < 2 or not known or not any(predictions.is_equal(norm, limit, _CLIPPED) for norm in norms):
         return ""
@@ -333,9 +331,7 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
     if pattern.is_resumed:
         detail = "rows, weights and loss agree, the gradients do not"
         return build_diagnosis("The state was not carried on", detail)
-    wrong = [
-        n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(_norm_of({n: b[n]}), 1e-300)
-    ]
+    wrong = [n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(norm_of([b[n]]), 1e-300)]
     only = (
         f"only {', '.join(wrong[:3])} differ{_describe_zero(a, wrong)}" if 2 * len(wrong) <= len(b) else "they differ"
     )
@@ -378,11 +374,11 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
     worst, size = pattern.worst, pattern.world_size
     whole = pattern.mine.tensors("raw gradients", pattern.number)
     shown = f"{worst.mine:.9g} instead of {worst.reference:.9g}"
-    exact = _norm_of(whole)
+    exact = norm_of(whole.values())
     if pattern.abstains("raw gradients") or (exact and predictions.is_equal(worst.mine, exact, 1e-9)):
         detail = f"the norm is {shown}, and that of the run's own gradients is {exact:.9g}: it is they that differ"
         return build_diagnosis("The gradients depend on the layout", detail)
-    parts = {f"the shards of rank {rank}": _norm_of(_shard(whole, rank, size)) for rank in range(size)}
+    parts = {f"the shards of rank {rank}": norm_of(_shard(whole, rank, size).values()) for rank in range(size)}
     parts |= {
         f"{size} copies of it": exact * math.sqrt(size),
         f"an N-th of its squares, N = {size}": exact / math.sqrt(size),
@@ -407,12 +403,11 @@ def diagnose_clipped(pattern: Pattern) -> Diagnosis:
         detail = "clipped gradients differ; whether those before it do is not known, since they were not compared"
         return build_diagnosis("The gradients depend on the layout", detail)
     raw, clipped = (pattern.mine.tensors(f"{kind} gradients", number) for kind in ("raw", "clipped"))
-    limit = _norm_of(pattern.reference.tensors("clipped gradients", number))
-    factors, known = [], True
+    limit, factors, known = pattern.limit, [], True
     for rank in range(size):
         shard = _shard(raw, rank, size)
         factor = predictions.common_factor(_shard(clipped, rank, size), shard, 1e-6)
-        wanted = min(1.0, limit / norm) if (norm := _norm_of(shard)) else 1.0
+        wanted = min(1.0, limit / norm) if (norm := norm_of(shard.values())) else 1.0
         known = known and factor is not None and predictions.is_equal(factor, wanted, 1e-4)
         factors.append(math.nan if factor is None else factor)
     if known and max(factors) > min(factors):
@@ -420,7 +415,7 @@ def diagnose_clipped(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("Clipped by a local norm", detail)
     some = {name: value for name, value in raw.items() if not np.array_equal(value, clipped.get(name, value))}
     factor = predictions.common_factor({name: clipped[name] for name in some}, some, 1e-6)
-    if factor and len(some) < len(raw) and predictions.is_equal(factor, limit / _norm_of(some), 1e-4):
+    if factor and len(some) < len(raw) and predictions.is_equal(factor, limit / norm_of(some.values()), 1e-4):
         detail = f"{join_names(sorted(some), 3)} are scaled by {factor:.4g}, by the norm of these alone; others are not"
         return build_diagnosis("The norm is that of a part of the gradient", detail)
     return build_diagnosis("The clipping depends on the layout", "gradients and norm agree before it")
@@ -434,10 +429,6 @@ def _shard(tensors: Mapping[str, Array], rank: int, size: int) -> dict[str, Arra
         rows = -(-len(value) // size)
         result[name] = value[rank * rows : (rank + 1) * rows]
     return result
-
-
-def _norm_of(tensors: Mapping[str, Array]) -> float:
-    return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in tensors.values()))
 
 
 def _shown(numbers: list[float]) -> str:

@@ -100,7 +100,8 @@ def find_means(pattern: Pattern) -> str:
     loss = _differing(pattern)
     if gradients is not None:
         found = next(
-            (w for w in ways if predictions.reproduces(gradients.predict(w), pattern.gradient, pattern.rounding)), None
+            (w for w in ways if predictions.reproduces(gradients.predict(w.weigh), pattern.gradient, pattern.rounding)),
+            None,
         )
         if found is None:
             return ""

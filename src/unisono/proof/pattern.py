@@ -9,7 +9,7 @@ from functools import cached_property
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.predictions import ROUNDING, PartGradients, fit_weights, is_equal
-from unisono.proof.recording.gradient_sample import add_gradients, sample_elements
+from unisono.proof.recording.gradient_sample import add_gradients, norm_of, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, Part, RunFacts, StepFacts, Trace
 
@@ -124,6 +124,11 @@ class Pattern:
         """The same elements of the reference's."""
         return sample_elements(self.reference.tensors("raw gradients", self.number))
 
+    @property
+    def limit(self) -> float:
+        """The norm that the reference's gradient was clipped to, or has without that."""
+        return norm_of(self.reference.tensors("clipped gradients", self.number).values())
+
     @cached_property
     def reference_gradients(self) -> PartGradients | None:
         """What each micro-batch of the reference adds to its gradient by term of the loss, if it has recorded that."""
@@ -143,7 +148,7 @@ class Pattern:
     def shares(self) -> list[tuple[int, dict[str, Array]]]:
         """What each micro-batch rightly adds to the gradient, with the rank that computed it; none where not known."""
         if self.part_gradients is not None:
-            return [(p.rank, g) for p, g in zip(self.parts, self.part_gradients.each(), strict=True)]
+            return [(p.rank, g) for p, g in zip(self.parts, self.part_gradients.each, strict=True)]
         local = self.local_gradients
         weights = fit_weights(self.true_gradient, [g for _, g in local], self.fitting)
         if weights is None:

@@ -12,15 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from unisono.proof.recording.trace import Part
+from unisono.proof.recording.gradient_sample import norm_of
+from unisono.proof.recording.trace import Array, Part
 
-Array = NDArray[Any]
 Weights = dict[int, float]  # of a part, by its place in the list of parts
+Weigh = Callable[[Sequence[Part], str], Weights]  # for one term; ZeroDivisionError where it cannot be done
 ROUNDING = 1e-9  # a prediction in fp64 holds if it is no further off than this
 
 
@@ -30,11 +29,11 @@ class Reduction:
 
     Attributes:
         words: what is done.
-        weigh: the weights of the parts for one term; raises ZeroDivisionError where it cannot be done.
+        weigh: the weights of the parts.
     """
 
     words: str
-    weigh: Callable[[Sequence[Part], str], Weights]
+    weigh: Weigh
 
 
 def is_equal(a: float, b: float, limit: float = ROUNDING) -> bool:
@@ -45,91 +44,80 @@ def is_equal(a: float, b: float, limit: float = ROUNDING) -> bool:
 # ways to reduce -------------------------------------------------------------------------------------------------------
 
 
-def of_all(parts: Sequence[Part], term: str) -> Weights:
-    """What is right: all sums over all counts."""
-    total = _count(parts, term)
-    return dict.fromkeys(range(len(parts)), 1 / total)
-
-
 def means(parts: Sequence[Part]) -> list[Reduction]:
     """The ways to average averages."""
     ranks, micros = _by_rank(parts), [[i] for i in range(len(parts))]
     result = []
     for groups, of_what in ((micros, "micro-batches"), (ranks, "ranks")):
-        words = f"the mean over {of_what} of what each divides by its own"
-        result.append(Reduction(f"{words} count", _averaging(groups, empty=True)))
-        result.append(Reduction(f"{words} count, without empty ones", _averaging(groups, empty=False)))
-        result.append(Reduction(f"{words} count, weighted by rows", _averaging(groups, empty=True, by_rows=True)))
-    result.append(Reduction("the mean over ranks of their micro-batches' means", _nested(ranks)))
-    return result
+        words = f"the mean over {of_what} of what each divides by its own count"
+        alike, by_rows = [1.0] * len(groups), [float(sum(parts[i].rows for i in group)) for group in groups]
+        result.append(Reduction(words, _averaging(groups, alike)))
+        result.append(Reduction(f"{words}, without empty ones", _averaging(groups, alike, empty=False)))
+        result.append(Reduction(f"{words}, weighted by rows", _averaging(groups, by_rows)))
+    of_rank = {i: 1 / len(rank) for rank in ranks for i in rank}
+    nested = _averaging(micros, [of_rank[i] for (i,) in micros])
+    return [*result, Reduction("the mean over ranks of their micro-batches' means", nested)]
 
 
 def of_some(parts: Sequence[Part]) -> list[Reduction]:
     """The ways to leave out what other ranks, or other micro-batches, have."""
-    result = []
+    result, every = [], range(len(parts))
     for places in _by_rank(parts):
-        rank = parts[places[0]].rank
-        result.append(Reduction(f"the sums and counts of rank {rank} alone", _own(places, own_count=True)))
-        result.append(Reduction(f"the sums of rank {rank} alone, over all counts", _own(places, own_count=False)))
-        last = places[-1:]
-        result.append(Reduction(f"the last micro-batch of rank {rank} alone", _own(last, own_count=True)))
+        rank, last = parts[places[0]].rank, places[-1:]
+        result.append(Reduction(f"the sums and counts of rank {rank} alone", _dividing(places, places)))
+        result.append(Reduction(f"the sums of rank {rank} alone, over all counts", _dividing(places, every)))
+        result.append(Reduction(f"the last micro-batch of rank {rank} alone", _dividing(last, last)))
     return result
 
 
 def by_count_of_one(parts: Sequence[Part]) -> list[Reduction]:
     """All sums over the counts of one rank."""
     return [
-        Reduction(f"all sums over the counts of rank {parts[places[0]].rank} alone", _over(places))
+        Reduction(
+            f"all sums over the counts of rank {parts[places[0]].rank} alone", _dividing(range(len(parts)), places)
+        )
         for places in _by_rank(parts)
     ]
 
 
-def _averaging(groups: list[list[int]], empty: bool, by_rows: bool = False) -> Callable[..., Weights]:
-    """The mean over groups of what each has divided by its own count."""
+def _averaging(groups: list[list[int]], shares: list[float], empty: bool = True) -> Weigh:
+    """The mean, with these shares, over groups of what each has divided by its own count; with empty ones or without."""
 
     def weigh(parts: Sequence[Part], term: str) -> Weights:
-        counts = [_count([parts[i] for i in group], term) for group in groups]
-        shares = [float(sum(parts[i].rows for i in group)) if by_rows else 1.0 for group in groups]
-        shares = [share if empty or count else 0.0 for share, count in zip(shares, counts, strict=True)]
-        whole = sum(shares)
+        counts = [_count(parts, group, term) for group in groups]
+        own = [share if empty or count else 0.0 for share, count in zip(shares, counts, strict=True)]
+        whole = sum(own)
         return {
             i: share / whole / count if count else 0.0
-            for group, count, share in zip(groups, counts, shares, strict=True)
+            for group, count, share in zip(groups, counts, own, strict=True)
             for i in group
         }
 
     return weigh
 
 
-def _nested(ranks: list[list[int]]) -> Callable[..., Weights]:
+def _dividing(places: Sequence[int], by: Sequence[int]) -> Weigh:
+    """The sums of some parts over the counts of some."""
+
     def weigh(parts: Sequence[Part], term: str) -> Weights:
-        return {
-            i: 1 / len(ranks) / len(group) / parts[i].counts[term] if parts[i].counts[term] else 0.0
-            for group in ranks
-            for i in group
-        }
-
-    return weigh
-
-
-def _own(places: Sequence[int], own_count: bool) -> Callable[..., Weights]:
-    def weigh(parts: Sequence[Part], term: str) -> Weights:
-        count = _count([parts[i] for i in places] if own_count else parts, term)
+        count = _count(parts, by, term)
         return {i: 1 / count if i in places else 0.0 for i in range(len(parts))}
 
     return weigh
 
 
-def _over(places: Sequence[int]) -> Callable[..., Weights]:
+def _sharing(places: Sequence[int]) -> Weigh:
+    """What some parts rightly have in the whole: their sums over all counts, and nothing of a term that counts none."""
+
     def weigh(parts: Sequence[Part], term: str) -> Weights:
-        count = _count([parts[i] for i in places], term)
-        return dict.fromkeys(range(len(parts)), 1 / count)
+        total = _count(parts, range(len(parts)), term)
+        return {i: 1 / total if total and i in places else 0.0 for i in range(len(parts))}
 
     return weigh
 
 
-def _count(parts: Sequence[Part], term: str) -> float:
-    return sum(part.counts[term] for part in parts)
+def _count(parts: Sequence[Part], places: Iterable[int], term: str) -> float:
+    return sum(parts[i].counts[term] for i in places)
 
 
 def _by_rank(parts: Sequence[Part]) -> list[list[int]]:
@@ -187,10 +175,10 @@ class PartGradients:
     parts: Sequence[Part]
     of_terms: Mapping[str, Mapping[int, Mapping[str, Array]]]
 
-    def predict(self, reduction: Reduction) -> dict[str, Array]:
+    def predict(self, weigh: Weigh) -> dict[str, Array]:
         """The gradient by a way of reducing; empty where it divides by zero."""
         try:
-            weights = {term: reduction.weigh(self.parts, term) for term in self.of_terms}
+            weights = {term: weigh(self.parts, term) for term in self.of_terms}
         except ZeroDivisionError:
             return {}
         result: dict[str, Array] = {}
@@ -201,23 +189,15 @@ class PartGradients:
                     result[name] = result.get(name, 0.0) + factor * value
         return result
 
-    def each(self) -> list[dict[str, Array]]:
-        """What each part rightly adds."""
-        return [self.predict(Reduction("", _only(i))) for i in range(len(self.parts))]
+    @property
+    def whole(self) -> dict[str, Array]:
+        """What all parts rightly add up to."""
+        return self.predict(_sharing(range(len(self.parts))))
 
     @property
-    def of_ranks(self) -> list[dict[str, Array]]:
-        """What each rank rightly adds: the sum of its parts."""
-        groups = _by_rank(self.parts)
-        return [self.predict(Reduction("", _own(group, own_count=False))) for group in groups]
-
-
-def _only(place: int) -> Callable[..., Weights]:
-    def weigh(parts: Sequence[Part], term: str) -> Weights:
-        total = _count(parts, term)
-        return {i: (1 / total if total else 0.0) if i == place else 0.0 for i in range(len(parts))}
-
-    return weigh
+    def each(self) -> list[dict[str, Array]]:
+        """What each part rightly adds."""
+        return [self.predict(_sharing([i])) for i in range(len(self.parts))]
 
 
 def reproduces(predicted: Mapping[str, Array], observed: Mapping[str, Array], limit: float = ROUNDING) -> bool:
@@ -297,9 +277,9 @@ def find_clipping(weights: Sequence[float], ranks: Sequence[Mapping[str, Array]]
         limit: of the norm.
     """
     size = len(ranks)  # a rank's own gradient is its share times the number of ranks
-    norms = [size * math.sqrt(sum(float(np.square(v).sum()) for v in rank.values())) for rank in ranks]
-    wanted = [min(1.0, limit / norm) if norm else 1.0 for norm in norms]
-    known = [(w, f) for w, f, norm in zip(weights, wanted, norms, strict=True) if norm]
+    norms = [size * norm_of(rank.values()) for rank in ranks]
+    wanted = [min(1.0, limit / own) if own else 1.0 for own in norms]
+    known = [(w, f) for w, f, own in zip(weights, wanted, norms, strict=True) if own]
     return any(f < 1 for _, f in known) and all(is_equal(w, f, 1e-4) for w, f in known)
 
 
@@ -370,19 +350,6 @@ def stepped_per_process(mine: Sequence[float], schedule: Sequence[float], size: 
 # a loss of some of its rows -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Subsets:
-    """A term of the loss on rows of one micro-batch, by sets of their places.
-
-    Attributes:
-        sums: that the loss returned.
-        counts: that it would be divided by.
-    """
-
-    sums: Mapping[tuple[int, ...], float]
-    counts: Mapping[tuple[int, ...], float]
-
-
 def is_additive(values: Mapping[tuple[int, ...], float], limit: float = ROUNDING) -> bool:
     """Whether the value of every set of rows is the sum of the values of its rows."""
     largest = max(map(abs, values.values()), default=0.0)
@@ -406,24 +373,21 @@ def find_constant(values: Mapping[tuple[int, ...], float], limit: float = ROUNDI
     return constant if holds and abs(constant) > 1e3 * limit * largest else None
 
 
-def own_mean_weights(found: Subsets, limit: float = ROUNDING) -> list[float] | None:
-    """The weights of rows, if a term is, on every set of rows, a mean of what the rows have alone; None otherwise.
+def own_mean_weights(values: Mapping[tuple[int, ...], float], limit: float = ROUNDING) -> list[float] | None:
+    """The weights of rows, if the value of every set is a mean of what its rows have alone; None otherwise.
 
     Such a term has divided by a count of its own: it is a mean whose weights do not depend on which rows are together.
     Weights are found from pairs, and have to hold for every larger set.
     """
-    rows = sorted({row for subset in found.sums for row in subset})
-    if any(not found.counts[subset] for subset in found.sums) or len(rows) < 3:
+    rows = sorted({row for subset in values for row in subset})
+    size = max(map(abs, values.values())) or 1.0
+    if len(rows) < 3 or not all(map(math.isfinite, values.values())):
         return None
-    ratio = {subset: found.sums[subset] / found.counts[subset] for subset in found.sums}
-    size = max(map(abs, ratio.values())) or 1.0
-    if not all(map(math.isfinite, ratio.values())):
-        return None
-    pairs = [pair for pair in combinations(rows, 2) if pair in ratio]
+    pairs = [pair for pair in combinations(rows, 2) if pair in values]
     matrix = np.zeros((len(pairs), len(rows)))
     for line, (i, j) in enumerate(pairs):
-        matrix[line, rows.index(i)] = (ratio[(i,)] - ratio[(i, j)]) / size
-        matrix[line, rows.index(j)] = (ratio[(j,)] - ratio[(i, j)]) / size
+        matrix[line, rows.index(i)] = (values[(i,)] - values[(i, j)]) / size
+        matrix[line, rows.index(j)] = (values[(j,)] - values[(i, j)]) / size
     _, singular, turned = np.linalg.svd(matrix)
     if len(singular) < len(rows) or singular[-1] > limit or singular[-2] < 1e-4:
         return None
@@ -431,9 +395,9 @@ def own_mean_weights(found: Subsets, limit: float = ROUNDING) -> list[float] | N
     if (weights < -1e-6 * weights.max()).any():
         return None
     by_row = dict(zip(rows, weights / weights.max(), strict=True))
-    for subset, value in ratio.items():
+    for subset, value in values.items():
         whole = sum(by_row[row] for row in subset)  # of rows that count nothing the mean is zero
-        wanted = sum(by_row[row] * ratio[(row,)] for row in subset) / whole if whole > 1e-6 else 0.0
+        wanted = sum(by_row[row] * values[(row,)] for row in subset) / whole if whole > 1e-6 else 0.0
         if abs(wanted - value) > 1e3 * limit * size:
             return None
     return [float(by_row[row]) for row in rows]

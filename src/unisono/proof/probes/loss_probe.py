@@ -13,7 +13,7 @@ from unisono.data.loading.checksum import checksum
 from unisono.data.loading.draws import restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView
-from unisono.proof.predictions import Subsets, find_constant, is_additive, is_equal, own_mean_weights
+from unisono.proof.predictions import find_constant, is_additive, is_equal, own_mean_weights
 from unisono.proof.probes.rows import take_rows
 from unisono.proof.probes.state import describe_state, repeat_call
 from unisono.proof.recording.trace import RunFacts
@@ -69,26 +69,27 @@ def probe_loss(
             sums = {subset: value[0][name] for subset, value in found.items()}
             counts = {subset: value[1][name] for subset, value in found.items()}
             at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
-            kinds[name] = _kind(Subsets(sums, counts), floor) if at_places else "places"
+            kinds[name] = _kind(sums, counts, floor) if at_places else "places"
         facts.additivity = {name: kind for name, kind in kinds.items() if kind}
         if {"statistic", "number"} & {*kinds.values()}:
             facts.by_number = _find_by_number(view, micro, scalars, rows, floor)
 
 
-def _kind(found: Subsets, floor: float) -> str:
-    if is_additive(found.sums, floor) and is_additive(found.counts, floor):
+def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], float], floor: float) -> str:
+    """Of a term of which sets of rows have these sums and counts; see `RunFacts.additivity`."""
+    if is_additive(sums, floor) and is_additive(counts, floor):
         return ""
-    if is_additive(found.counts, floor) and find_constant(found.sums, floor) is not None:
+    if is_additive(counts, floor) and find_constant(sums, floor) is not None:
         return "constant"
-    if not all(found.counts.values()):
+    if not all(counts.values()):
         return ""  # rows that count nothing leave open which of the two it is
-    if own_mean_weights(found, floor):
+    if own_mean_weights({rows: value / counts[rows] for rows, value in sums.items()}, floor):
         return "mean"
-    if own_mean_weights(Subsets(found.sums, dict.fromkeys(found.sums, 1.0)), floor):
+    if own_mean_weights(sums, floor):
         return "averaged"
-    if _is_scaled_by_number(found.sums, floor):
+    if _is_scaled_by_number(sums, floor):
         return "number"
-    return "largest" if is_additive_beside_one(found.sums, floor) else "statistic"
+    return "largest" if is_additive_beside_one(sums, floor) else "statistic"
 
 
 def _is_scaled_by_number(values: Mapping[tuple[int, ...], float], limit: float) -> bool:

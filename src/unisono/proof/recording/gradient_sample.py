@@ -6,7 +6,8 @@ they do for the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ def add_gradients(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """The sum of gradients, of which some may lack some parameters."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
+
+
+def norm_of(values: Iterable[Array]) -> float:
+    """The norm of all these arrays together, in double precision."""
+    flat = (np.asarray(value, np.float64).ravel() for value in values)
+    return math.sqrt(sum(float(np.einsum("i,i->", value, value)) for value in flat))  # without an array of squares
 
 
 def _sample(value: Array) -> Array:
