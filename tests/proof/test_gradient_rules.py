@@ -172,6 +172,17 @@ def test_gradients_of_which_nothing_is_known_get_a_neutral_name(tmp_path: Path) 
     )
 
 
+def test_a_term_that_counts_nothing_in_a_step_leaves_the_others_to_be_read(tmp_path: Path) -> None:
+    found = pair(tmp_path, summed([1 / 4, 1 / 12]))
+    for one in found:
+        for part in one.facts.steps[0].parts:
+            part.sums["rare"], part.counts["rare"] = 0.0, 0.0
+    values = found[1].tensors("term gradients", 0)
+    rare = {name.replace("next", "rare"): np.zeros_like(value) for name, value in values.items()}
+    write_tensors(found[1].folder, "term gradients", 0, {**values, **rare})
+    assert name(found, failed("raw gradients", 1)) == "A mean of means"
+
+
 ADAPTERS = {"a.A": np.zeros(3), "b.A": np.zeros(3), "a.B": np.ones(3), "b.B": np.arange(3.0)}  # in their first step
 
 

@@ -99,11 +99,9 @@ def find_means(pattern: Pattern) -> str:
     ways, gradients = predictions.means(pattern.parts), pattern.part_gradients
     loss = _differing(pattern)
     if gradients is not None:
-        found = next(
-            (w for w in ways if predictions.reproduces(gradients.predict(w.weigh), pattern.gradient, pattern.rounding)),
-            None,
-        )
-        if found is None:
+        observed, rounding = pattern.gradient, pattern.rounding
+        right = (way for way in ways if predictions.reproduces(gradients.predict(way.weigh), observed, rounding))
+        if (found := next(right, None)) is None:
             return ""
         shown = _shown_loss(pattern, found, loss)
         return f"{found.words} reproduces the gradient to rounding{shown}; {_counts(pattern.parts)}"

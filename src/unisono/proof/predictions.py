@@ -72,16 +72,12 @@ def of_some(parts: Sequence[Part]) -> list[Reduction]:
 
 def by_count_of_one(parts: Sequence[Part]) -> list[Reduction]:
     """All sums over the counts of one rank."""
-    return [
-        Reduction(
-            f"all sums over the counts of rank {parts[places[0]].rank} alone", _dividing(range(len(parts)), places)
-        )
-        for places in _by_rank(parts)
-    ]
+    words, every = "all sums over the counts of rank {} alone", range(len(parts))
+    return [Reduction(words.format(parts[own[0]].rank), _dividing(every, own)) for own in _by_rank(parts)]
 
 
 def _averaging(groups: list[list[int]], shares: list[float], empty: bool = True) -> Weigh:
-    """The mean, with these shares, over groups of what each has divided by its own count; with empty ones or without."""
+    """The mean over groups, with these shares, of what each has divided by its own count; without empty ones or not."""
 
     def weigh(parts: Sequence[Part], term: str) -> Weights:
         counts = [_count(parts, group, term) for group in groups]
