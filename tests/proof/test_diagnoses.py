@@ -16,6 +16,7 @@ from unisono.runtime.errors import docs_link
 SOURCE = Path(unisono.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "diagnoses.md").read_text(encoding="utf-8")
+TABLES = ("_ERRORS", "_INVARIANTS", "_KINDS", "_SEEN_ALONE")  # whose values are names of faults, or have one each
 SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
@@ -29,10 +30,10 @@ def told(file: Path) -> Iterator[str]:
                 yield from (part.value for part in ast.walk(value) if _is_name(part))
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if [target.id for target in targets if isinstance(target, ast.Name)] == ["_INVARIANTS"]:
-                assert isinstance(node.value, ast.Dict)
-                yield from (value.value for value in node.value.values if _is_name(value))
-            if [target.id for target in targets if isinstance(target, ast.Name)] == ["fault"] and _is_name(node.value):
+            named = [target.id for target in targets if isinstance(target, ast.Name)]
+            if named and named[0] in TABLES and isinstance(node.value, ast.Dict):
+                yield from (part.value for value in node.value.values for part in ast.walk(value) if _is_name(part))
+            if named == ["fault"] and _is_name(node.value):
                 yield node.value.value
 
 

@@ -17,6 +17,7 @@ from unisono.proof.predictions import stepped_per_process
 from unisono.proof.recording.trace import Trace
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
+_NOT_CARRIED = "The state was not carried on"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
@@ -44,55 +45,69 @@ def diagnose(
     if first is None:
         return None
     pattern = Pattern(mine, reference, compared, first, world_size, starts, root)
-    if first.quantity in _AFTER_THE_LOSS and (why := pattern.root.unstable_loss):
-        return build_diagnosis("The loss depends on the call", why)  # rounding was measured with that loss, too
-    if first.quantity in _AFTER_THE_GRADIENT and (why := pattern.root.unstable_gradient):
-        return build_diagnosis("The gradients depend on the call", why)
-    if first.quantity in _OF_PARAMETERS and (why := pattern.root.changed_by_passes):
-        return build_diagnosis("The forward pass changes parameters", why)
-    if first.quantity in _OF_PASSES and (why := _describe_first_samples(pattern)):  # other micro-batches compare none
-        return build_diagnosis("The samples depend on the process", why)
-    if first.quantity == GRADIENT and mine.facts.replaced:
-        return build_diagnosis("The optimizer was built before wrapping", mine.facts.replaced)
+    if seen := _find_seen_alone(pattern):
+        return seen
     if first.quantity in _INVARIANTS:
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
     if first.quantity not in _RULES:
         return None
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
         return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
-    detail = _RULES[first.quantity](pattern)
-    kept = pattern.root.kept_by_task
-    # A state may have any effect, that of a factor too.
-    by_factor = bool(kept) and first.worst.step > 1 and detail.fault.endswith("scaled by N")
-    is_neutral = first.quantity in _OF_PASSES and (
-        " depends on the " in detail.fault or " depend on " in detail.fault or by_factor
-    )
-    drifts = first.quantity == "outputs" and detail.fault == "Replicas drift apart"
-    if (is_neutral or drifts) and (why := pattern.root.changed_by_passes):
+    return _consider_second_start(pattern, _consider_states(pattern, _RULES[first.quantity](pattern)))
+
+
+def _find_seen_alone(pattern: Pattern) -> Diagnosis | None:
+    """What was seen of the task by itself, or of its run, and explains that this quantity differs."""
+    quantity = pattern.first.quantity
+    for fact, (fault, quantities) in _SEEN_ALONE.items():
+        if quantity in quantities and (why := getattr(pattern.root, fact)):
+            return build_diagnosis(fault, why)
+    if quantity in _OF_PASSES and (why := _describe_first_samples(pattern)):  # other micro-batches compare none
+        return build_diagnosis("The samples depend on the process", why)
+    if quantity == GRADIENT and pattern.mine.facts.replaced:
+        return build_diagnosis("The optimizer was built before wrapping", pattern.mine.facts.replaced)
+    return None
+
+
+def _consider_states(pattern: Pattern, told: Diagnosis) -> Diagnosis:
+    """The same, or another where passes change parameters or what the task keeps: a state may have any effect."""
+    quantity, kept = pattern.first.quantity, pattern.root.kept_by_task
+    by_factor = bool(kept) and pattern.worst.step > 1 and told.fault.endswith("scaled by N")
+    is_open = quantity in _OF_PASSES and (told.is_neutral or by_factor)
+    drifts = quantity == "outputs" and told.fault == "Replicas drift apart"
+    if (is_open or drifts) and (why := pattern.root.changed_by_passes):
         return build_diagnosis("The forward pass changes parameters", why)
-    if kept and is_neutral and pattern.is_resumed and not detail.fault.endswith("on the call"):
-        agree = f"rows and weights of step {first.worst.step} agree, and what is computed from them does not"
-        detail, is_neutral = build_diagnosis("The state was not carried on", agree), False
+    if not kept:
+        return told
+    if is_open and pattern.is_resumed and not told.fault.endswith("on the call"):
+        agree = f"rows and weights of step {pattern.worst.step} agree, and what is computed from them does not"
+        told = build_diagnosis(_NOT_CARRIED, agree)
+    elif by_factor and quantity == "loss":
+        told = loss_rules.diagnose_neutrally(pattern)
     elif by_factor:
-        told = loss_rules.diagnose_neutrally(pattern) if first.quantity == "loss" else None
-        detail = told or build_diagnosis("The gradients depend on the layout", detail.because.partition(":")[0])
-    if kept and (is_neutral or detail.fault == "Parameters are left out"):
-        because = f"{detail.because}; passes change {kept}, of which each process has its own"
-        detail = replace(detail, because=because, remedy=_KEPT_REMEDY)
-    if kept and detail.fault == "The state was not carried on":
-        return build_diagnosis(detail.fault, f"{detail.because}; passes change {kept}, which no checkpoint has")
+        told = build_diagnosis("The gradients depend on the layout", told.because.partition(":")[0])
+    if told.fault == _NOT_CARRIED:
+        return build_diagnosis(told.fault, f"{told.because}; passes change {kept}, which no checkpoint has")
+    if is_open or told.fault == "Parameters are left out":
+        because = f"{told.because}; passes change {kept}, of which each process has its own"
+        return replace(told, because=because, remedy=_KEPT_REMEDY)
+    return told
+
+
+def _consider_second_start(pattern: Pattern, told: Diagnosis) -> Diagnosis:
+    """The same, or another where the first start was right and a second one is not."""
+    starts, step, quantity = pattern.starts, pattern.worst.step, pattern.first.quantity
+    is_known = pattern.root.kept_by_task and told.fault == _NOT_CARRIED
     # What ranks of the uninterrupted run show, too, is no matter of a resume.
-    is_older = first.quantity == "buffers" and bool(pattern.reference_step.buffers)
-    if len(starts) > 1 and first.worst.step > starts[1] and not (is_older or detail.fault.endswith("on the call")):
-        agree = f"all steps up to {starts[1]}, after the first resume too, agree"
-        if first.quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
-            late = "either the second start lost it, or the first one, whose loss shows a step late"
-            return replace(detail, because=f"{detail.because}; {agree}: {late}")
-        because = (
-            f"{agree}; step {first.worst.step}, after the second, does not; by itself it would be '{detail.fault}'"
-        )
-        return build_diagnosis("A second resume drifts", because)
-    return detail
+    is_older = quantity == "buffers" and bool(pattern.reference_step.buffers)
+    if len(starts) < 2 or step <= starts[1] or is_known or is_older or told.fault.endswith("on the call"):
+        return told
+    agree = f"all steps up to {starts[1]}, after the first resume too, agree"
+    if quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
+        late = "either the second start lost it, or the first one, whose loss shows a step late"
+        return replace(told, because=f"{told.because}; {agree}: {late}")
+    because = f"{agree}; step {step}, after the second, does not; by itself it would be '{told.fault}'"
+    return build_diagnosis("A second resume drifts", because)
 
 
 def diagnose_error(called: str, text: str = "") -> Diagnosis:
@@ -245,26 +260,30 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     return build_diagnosis("The learning rate depends on the world size", detail + begins)
 
 
-def _describe_parted(pattern: Pattern) -> str:
-    """In words, whether what differs has its own memory now, and has that of another parameter on one process."""
+def _diagnose_parameter(pattern: Pattern) -> Diagnosis | None:
+    """Of one that has its own memory now and that of another on one process, or that was not to be trained."""
     name = pattern.worst.name.removeprefix("optimizer/")
     of_one = pattern.root.overlapping or pattern.reference.facts.overlapping
-    parted = [g for g in of_one if g not in pattern.mine.facts.overlapping]
-    group = next((g for g in parted if any(name == one or name.startswith(f"{one}/") for one in g)), [])
-    return f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here" * bool(
-        group
-    )
+    for group in of_one:
+        is_parted = group not in pattern.mine.facts.overlapping
+        if is_parted and any(name == one or name.startswith(f"{one}/") for one in group):
+            detail = (
+                f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here"
+            )
+            return build_diagnosis("Tied weights were untied", detail)
+    if pattern.worst.name in pattern.mine.facts.frozen:
+        return build_diagnosis("A frozen parameter is trained", pattern.worst.name)
+    return None
 
 
 def _diagnose_update(pattern: Pattern) -> Diagnosis:
-    if parted := _describe_parted(pattern):
-        return build_diagnosis("Tied weights were untied", parted)
-    if pattern.worst.name in pattern.mine.facts.frozen:
-        return build_diagnosis("A frozen parameter is trained", pattern.worst.name)
+    if found := _diagnose_parameter(pattern):
+        return found
     if pattern.first.quantity != "update" and pattern.abstains("raw gradients", "clipped gradients"):
         detail = f"'{pattern.worst.name}' differs; whether the gradients do is not known, since they were not compared"
-        fault = "The state was not carried on" if pattern.is_resumed else "The gradients depend on the layout"
-        return build_diagnosis(fault, detail)
+        return build_diagnosis(
+            "The state was not carried on" if pattern.is_resumed else "The gradients depend on the layout", detail
+        )
     detail = f"'{pattern.worst.name}' differs, and gradients and learning rate agree"
     return build_diagnosis(
         "The state of the optimizer was lost" if pattern.is_resumed else "The update is computed otherwise", detail
@@ -273,10 +292,8 @@ def _diagnose_update(pattern: Pattern) -> Diagnosis:
 
 def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
     name = pattern.worst.name
-    if parted := _describe_parted(pattern):
-        return build_diagnosis("Tied weights were untied", parted)
-    if name in pattern.mine.facts.frozen:
-        return build_diagnosis("A frozen parameter is trained", name)
+    if found := _diagnose_parameter(pattern):
+        return found
     if any(c.quantity == "update" and c.mark == "FAIL" for c in pattern.compared):
         return build_diagnosis(
             "The update is computed otherwise", f"'{name}' differs, after an update from equal gradients too"
@@ -289,10 +306,8 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
         return build_diagnosis("The gradients depend on the layout", detail)
-    if pattern.mine.facts.optimizer and not {name} & {
-        *pattern.mine.facts.by_script,
-        *pattern.reference.facts.by_script,
-    }:
+    by_script = {*pattern.mine.facts.by_script, *pattern.reference.facts.by_script}
+    if pattern.mine.facts.optimizer and name not in by_script:
         detail = f"'{name}' differs after the optimizer's step, gradients and rate agree: compare its other settings"
         return build_diagnosis("The update is computed otherwise", detail)
     return build_diagnosis("The update is not that of the gradients", f"'{name}' differs, and all gradients agree")
@@ -361,35 +376,26 @@ _RULES: dict[str, Callable[[Pattern], Diagnosis]] = {
     "evaluation repeats": loss_rules.diagnose_repeated_evaluation,
 }
 
-# What a loss that is another with every call makes differ, whatever else is right.
-_AFTER_THE_LOSS = (
-    "raw gradients",
-    "gradient norm",
-    "clipped gradients",
-    "optimizer state",
-    "parameters",
-    "EMA",
-    "evaluation",
-    "evaluation repeats",
-)
-
-# What a gradient that is another with every call makes differ.
-_AFTER_THE_GRADIENT = _AFTER_THE_LOSS[:-1]
-
 # What passes make: a neutral name of it is followed by what they leave behind.
 _OF_PASSES = ("outputs", "loss", "raw gradients", "gradient norm", "clipped gradients", "evaluation")
 
-# What differs where passes change parameters themselves, and a name of its own would be that of an effect.
-_OF_PARAMETERS = (
-    "the forward pass repeats",
-    "the loss repeats",
-    "initial parameters",
-    "update",
-    "parameters",
-    "replicas",
-    "frozen parameters did not move",
-    "evaluation leaves things as they were",
-)
+_AFTER_THE_GRADIENT = (
+    "raw gradients", "gradient norm", "clipped gradients", "optimizer state", "parameters", "EMA", "evaluation",
+)  # fmt: skip
+
+# By what the facts of the run on one process may tell: the fault, and what it makes differ, whatever else is right.
+_SEEN_ALONE = {
+    # Rounding was measured with that loss, too.
+    "unstable_loss": ("The loss depends on the call", (*_AFTER_THE_GRADIENT, "evaluation repeats")),
+    "unstable_gradient": ("The gradients depend on the call", _AFTER_THE_GRADIENT),
+    "changed_by_passes": (
+        "The forward pass changes parameters",
+        (
+            "the forward pass repeats", "the loss repeats", "initial parameters", "update", "parameters", "replicas",
+            "frozen parameters did not move", "evaluation leaves things as they were",
+        ),
+    ),
+}  # fmt: skip
 
 _INVARIANTS = {
     "the loss moved": "Nothing is learnt",

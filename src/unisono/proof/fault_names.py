@@ -120,6 +120,11 @@ class Diagnosis:
     remedy: str
     page: str
 
+    @property
+    def is_neutral(self) -> bool:
+        """Whether its name claims no cause, but only says what depends on what."""
+        return " depends on the " in self.fault or " depend on " in self.fault
+
 
 def build_diagnosis(fault: str, because: str) -> Diagnosis:
     """The diagnosis of that name."""

@@ -64,21 +64,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         return build_diagnosis("Padding changes the loss", why)
     if uneven:
         return build_diagnosis("The loss depends on the micro-batch", uneven)
-    if constants := _of_kind(pattern, "constant"):
-        detail = f"{constants} of any rows is the sum of what each of them adds, and once more the same number"
-        return build_diagnosis("A term is added once per micro-batch", detail)
-    if averaged := _of_kind(pattern, "averaged"):  # also where it shall be added once, whatever the rows
-        detail = (
-            f"{averaged} of any rows is not the sum of what these have alone, but the mean, and is divided by their "
-            "count once more: return the sum over rows"
-        )
-        return build_diagnosis("The loss depends on the micro-batch", detail)
-    if statistic := _of_kind(pattern, "statistic"):
-        statistic += " of several rows is neither the sum nor a mean of what they have alone, and the same each time"
-        if name := pattern.root.by_number:  # then the loss may be right, and it is no matter of what it is given
-            statistic += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
-            return build_diagnosis("The loss depends on the micro-batch", statistic)
-        return build_diagnosis("A statistic of the batch is taken of its parts", statistic)
+    if kind := _diagnose_kind(pattern, "constant", "averaged", "statistic"):
+        return kind
     if not from_outputs and (detail := pattern.other_draws):
         return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")
     if pattern.is_resumed:
@@ -146,11 +133,51 @@ def _own_means(pattern: Pattern) -> str:
     )
 
 
-def _of_kind(pattern: Pattern, kind: str) -> str:
-    """The terms that differ, if the loss on some rows showed a kind of them all, and other rows are together."""
+# By what the loss on some rows showed of a term (`RunFacts.additivity`): the fault, and what is said of the term.
+_KINDS = {
+    "constant": (
+        "A term is added once per micro-batch",
+        "of any rows is the sum of what each of them adds, and once more the same number",
+    ),
+    "averaged": (  # also where it shall be added once, whatever the rows
+        "The loss depends on the micro-batch",
+        "of any rows is not the sum of what these have alone, but the mean, and is divided by their count once more: "
+        "return the sum over rows",
+    ),
+    "statistic": (
+        "A statistic of the batch is taken of its parts",
+        "of several rows is neither the sum nor a mean of what they have alone, and the same each time",
+    ),
+    "places": (
+        "The loss depends on the micro-batch",
+        "of the same rows in another order is another: rows count by their places in a micro-batch, by weights, or by "
+        "noise from a key or seed that is always the same",
+    ),
+    "number": (
+        "The loss depends on the micro-batch",
+        "of some of the first rows is the sum of what they have alone, times what their number decides",
+    ),
+    "largest": (
+        "The loss depends on the micro-batch",
+        "of some of the first rows adds up where a certain row is among them, and not otherwise: are they cut or "
+        "padded to the longest without a mask, divided by the largest, or is what they come to clamped?",
+    ),
+}
+
+
+def _diagnose_kind(pattern: Pattern, *kinds: str) -> Diagnosis | None:
+    """Of terms that differ where other rows are together, if the loss on some rows showed one of these kinds of all."""
     names = list(_differing(pattern))
-    alike = all(pattern.root.additivity.get(name) == kind for name in names)
-    return ", ".join(f"'{name}'" for name in names) if alike and not pattern.parts else ""
+    found = {pattern.root.additivity.get(name, "") for name in names}
+    if pattern.parts or len(found) != 1 or not found <= {*kinds}:
+        return None
+    (kind,) = found
+    fault, said = _KINDS[kind]
+    detail = f"{', '.join(map(repr, names))} {said}"
+    if kind in ("statistic", "number") and (name := pattern.root.by_number):
+        detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
+        fault = "The loss depends on the micro-batch"  # which may be right in what it makes of that
+    return build_diagnosis(fault, detail)
 
 
 def _scaled_by(pattern: Pattern) -> int | None:
@@ -242,26 +269,9 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
                 else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
         return build_diagnosis("The loss depends on the layout", detail)
-    by_rows = not (pattern.parts or pattern.root.kept_by_task)  # else a set of rows was given what another had left
-    if by_rows and (places := _of_kind(pattern, "places")):
-        detail = (
-            f"{places} of the same rows in another order is another: rows count by their places in a micro-batch, by "
-            "weights, or by noise from a key or seed that is always the same"
-        )
-        return build_diagnosis("The loss depends on the micro-batch", detail)
-    if by_rows and (scaled := _of_kind(pattern, "number")):
-        detail = (
-            f"{scaled} of some of the first rows is the sum of what they have alone, times what their number decides"
-        )
-        if name := pattern.root.by_number:
-            detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
-        return build_diagnosis("The loss depends on the micro-batch", detail)
-    if by_rows and (largest := _of_kind(pattern, "largest")):
-        detail = (
-            f"{largest} of some of the first rows adds up where a certain row is among them, and not otherwise: are "
-            "they cut or padded to the longest without a mask, divided by the largest, or is what they come to clamped?"
-        )
-        return build_diagnosis("The loss depends on the micro-batch", detail)
+    # A set of rows may have been given what another had left, where the task keeps something.
+    if not pattern.root.kept_by_task and (kind := _diagnose_kind(pattern, "places", "number", "largest")):
+        return kind
     if not pattern.parts and pattern.world_size > 1:
         detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"
         return build_diagnosis("The loss depends on the layout", detail)
