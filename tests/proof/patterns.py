@@ -60,11 +60,17 @@ def pair(folder: Path, observed: Any, counts: Any = (2.0, 6.0), **facts: Any) ->
     return result
 
 
-def name(found: tuple[Trace, Trace], *compared: ComparedQuantity, world_size: int = 2) -> str:
+def diagnose(
+    found: tuple[Trace, Trace], *compared: ComparedQuantity, world_size: int = 2, starts: Any = ()
+) -> Diagnosis:
     """Of what differs first."""
-    diagnosed = diagnosis.diagnose(*found, compared, world_size)
-    assert diagnosed is not None
-    return diagnosed.fault
+    told = diagnosis.diagnose(*found, compared, world_size, starts)
+    assert told is not None
+    return told
+
+
+def name(found: tuple[Trace, Trace], *compared: ComparedQuantity, world_size: int = 2) -> str:
+    return diagnose(found, *compared, world_size=world_size).fault
 
 
 SUMS = [7.0, 30.0]
@@ -80,9 +86,7 @@ def told(
     folder.mkdir(exist_ok=True)
     mine = trace(folder / "mine", counts, **facts)
     reference = trace(folder / "one", [[sum(step)] for step in counts])
-    found = diagnosis.diagnose(mine, reference, [first, *more], 2, starts)
-    assert found is not None
-    return found
+    return diagnose((mine, reference), first, *more, starts=starts)
 
 
 def failed(
