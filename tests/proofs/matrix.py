@@ -5,14 +5,16 @@ Target counts are uneven, one row has none, and the last batch does not divide.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from tests import processes
-from tests.runs import SGD, Trace, configuration, traces
+from tests.runs import SGD, Trace, configuration, distance, traces
 from tests.tasks import TransformerTask
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
@@ -23,6 +25,7 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 ROWS = 9 * 12 + 5  # ten batches of 12 rows, the last one short
 MODELS = ("transformer", "language")
 DROPOUTS = (0.0, 0.25)
+Name = TypeVar("Name", bound=Hashable)
 
 # name -> (processes, layout). `m3`: three rows in a pass, and as many passes as a process's share of the batch needs;
 # without it, one pass. A process's share is 12 rows of the batch on one process, 6 on two, 3 on four.
@@ -81,28 +84,43 @@ CASES = [
 
 
 def run(folder: Path, cases: list[Case] = CASES, timeout: float = 900) -> dict[Case, Trace]:
-    """Make the runs, those of one world size in the same processes.
+    """Make the runs.
 
     Args:
         folder: for the corpus of the language model.
         cases: which of `CASES`; their references are not added.
         timeout: seconds for all runs of one world size.
     """
-    made: dict[tuple[str, float], Task] = {
-        (model, dropout): _task(model, dropout, folder)
-        for model, dropout in dict.fromkeys((case.model, case.dropout) for case in cases)
-    }
-    results: dict[Case, Trace] = {}
-    for world in (1, 2, 4):
-        chosen = [case for case in cases if LAYOUTS[case.layout][0] == world]
-        runs = [(made[case.model, case.dropout], _config(case, made[case.model, case.dropout])) for case in chosen]
-        if not runs:
-            continue
-        ranks = [processes.alone(traces, runs)] if world == 1 else processes.run(traces, world, runs, timeout=timeout)
-        for case, *everyone in zip(chosen, *ranks, strict=True):
-            assert all(other.losses == everyone[0].losses for other in everyone), f"{case}: ranks report other losses"
-            results[case] = everyone[0]
+    made = {kind: _task(*kind, folder) for kind in dict.fromkeys((case.model, case.dropout) for case in cases)}
+    tasks = {case: made[case.model, case.dropout] for case in cases}
+    return run_all({case: (task, _config(case, task)) for case, task in tasks.items()}, timeout)
+
+
+def run_all(cases: Mapping[Name, tuple[Task, RunConfig]], timeout: float = 900) -> dict[Name, Trace]:
+    """Make runs, those of one world size in the same processes; all ranks have to report the same losses."""
+    results: dict[Name, Trace] = {}
+    for world in sorted({config.layout.world_size for _, config in cases.values()}):
+        chosen = {name: case for name, case in cases.items() if case[1].layout.world_size == world}
+        asked = list(chosen.values())
+        ranks = [processes.alone(traces, asked)] if world == 1 else processes.run(traces, world, asked, timeout=timeout)
+        for name, *everyone in zip(chosen, *ranks, strict=True):
+            assert all(other.losses == everyone[0].losses for other in everyone), f"{name}: ranks report other losses"
+            results[name] = everyone[0]
     return results
+
+
+def assert_same(mine: Trace, reference: Trace, tolerance: float) -> None:
+    """All that layouts have to agree on: rows and initial parameters in every bit, the rest to rounding."""
+    assert mine.rows == reference.rows
+    assert max(distance(mine.before, reference.before).values()) == 0.0, "initial parameters"
+    for quantity in ("gradients", "parameters", "average"):
+        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
+        assert max(worst.values(), default=0.0) < tolerance, f"{quantity}: {max(worst, key=worst.__getitem__)}"
+    assert mine.losses == pytest.approx(reference.losses, rel=tolerance)
+    assert mine.norms == pytest.approx(reference.norms, rel=tolerance)
+    for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    assert mine.evaluation == pytest.approx(reference.evaluation, rel=tolerance)
 
 
 def _config(case: Case, task: Task) -> RunConfig:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import processes
 from tests.proofs import matrix, test_resume_is_exact
 from tests.proofs.matrix import LAYOUTS, MODELS, TOLERANCE
 from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _go, _moved, events, final
-from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
+from tests.runs import ADAMW, SGD, Trace, configuration, distance
 
 pytestmark = pytest.mark.slow
 
@@ -50,27 +49,15 @@ def _config(case: Case, rows: int) -> Any:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Trace]:
     folder = tmp_path_factory.mktemp("matrix")
     tasks = {model: matrix._task(model, 0.0, folder) for model in MODELS}
-    results: dict[Case, Trace] = {}
-    for world in (1, 2, 4):
-        chosen = [case for case in (*REFERENCES, *CASES) if LAYOUTS[case[3]][0] == world]
-        made = [(tasks[case[0]], _config(case, len(tasks[case[0]].data()))) for case in chosen]
-        ranks = [processes.alone(traces, made)] if world == 1 else processes.run(traces, world, made, timeout=900)
-        results |= dict(zip(chosen, ranks[0], strict=True))
-    return results
+    rows = {model: len(task.data()) for model, task in tasks.items()}
+    return matrix.run_all({case: (tasks[case[0]], _config(case, rows[case[0]])) for case in (*REFERENCES, *CASES)})
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_layout_equals_one_process(runs: dict[Case, Trace], case: Case) -> None:
-    mine, reference, tolerance = runs[case], runs[*case[:3], "single m3"], TOLERANCE[case[2]]
+    reference = runs[*case[:3], "single m3"]
     _is_not_vacuous(case[1], reference)
-    assert mine.rows == reference.rows
-    assert max(distance(mine.before, reference.before).values()) == 0.0
-    for quantity in ("gradients", "parameters", "average"):
-        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
-        assert max(worst.values(), default=0.0) < tolerance, f"{quantity}: {max(worst, key=worst.__getitem__)}"
-    assert mine.losses == pytest.approx(reference.losses, rel=tolerance)
-    assert mine.norms == pytest.approx(reference.norms, rel=tolerance)
-    assert mine.evaluation == pytest.approx(reference.evaluation, rel=tolerance)
+    matrix.assert_same(runs[case], reference, TOLERANCE[case[2]])
 
 
 def _is_not_vacuous(variant: str, reference: Trace) -> None:

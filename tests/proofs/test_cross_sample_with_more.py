@@ -14,6 +14,7 @@ from torch import nn
 from tests import processes
 from tests.pairs import FEATURES, WIDTH, Paired
 from tests.proofs import test_resume_is_exact as resume
+from tests.proofs.matrix import assert_same, run_all
 from tests.proofs.test_cross_sample import LAYOUTS
 from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
@@ -69,16 +70,6 @@ class Blocks(Paired):
         return nn.Sequential(nn.Linear(FEATURES, 8), nn.Sequential(*blocks), nn.Linear(8, WIDTH))
 
 
-def compared(cases: dict[str, tuple[Task, RunConfig]]) -> dict[str, Trace]:
-    found: dict[str, Trace] = {}
-    for world in (1, 2, 4):
-        chosen = {name: case for name, case in cases.items() if case[1].layout.world_size == world}
-        asked = list(chosen.values())
-        made = processes.alone(traces, asked) if world == 1 else processes.run(traces, world, asked)[0]
-        found |= dict(zip(chosen, made, strict=True))
-    return found
-
-
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Trace]:
     cases: dict[str, tuple[Task, RunConfig]] = {}
@@ -88,7 +79,7 @@ def runs() -> dict[str, Trace]:
             cases[f"masked {loss} {layout}"] = Damaged(Paired.Config(loss=loss)), config(layout, "mask")
     for loss in ("distance", "whole"):
         cases[f"plain {loss}"] = Paired(Paired.Config(loss=loss)), config("single")
-    return compared(cases)
+    return run_all(cases)
 
 
 @pytest.mark.parametrize("layout", CHOSEN)
@@ -101,9 +92,7 @@ def test_it_is_that_of_one_process(runs: dict[str, Trace], beside: str, loss: st
         assert reference.losses[0] != pytest.approx(runs[f"plain {loss}"].losses[0], rel=1e-3), "vacuous"
     if beside == "masked":
         assert sum(step["masked"] for step in reference.metrics) == len(Damaged.BAD)
-    assert mine.losses == pytest.approx(reference.losses, rel=1e-12)
-    for quantity in ("gradients", "parameters"):
-        assert max(distance(getattr(mine, quantity), getattr(reference, quantity)).values()) < 1e-12
+    assert_same(mine, reference, 1e-12)
 
 
 def compiled(place: ProcessInfo, group: Communicator, cases: list[tuple[Task, RunConfig]]) -> list[Any]:

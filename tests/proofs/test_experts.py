@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import processes
-from tests.proofs.matrix import LAYOUTS, TOLERANCE
+from tests.proofs.matrix import LAYOUTS, TOLERANCE, assert_same, run_all
 from tests.recipes.language import corpora
-from tests.runs import SGD, Trace, configuration, distance, traces
+from tests.runs import SGD, Trace, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language
@@ -75,37 +74,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[Case, Trace]:
     made = {over: task(folder, over) for over in OVER}
-    result: dict[Case, Trace] = {}
-    for world in (1, 2, 4):
-        chosen = [case for case in CASES if LAYOUTS[case[2]][0] == world]
-        asked = [(made[over], config(made[over], precision, layout)) for over, precision, layout in chosen]
-        if world == 1:
-            result |= dict(zip(chosen, processes.alone(traces, asked), strict=True))
-        else:
-            ranks = processes.run(traces, world, asked, timeout=600)
-            assert all(
-                mine.losses == other.losses for rank in ranks for mine, other in zip(rank, ranks[0], strict=True)
-            )
-            result |= dict(zip(chosen, ranks[0], strict=True))
-    return result
+    return run_all(
+        {
+            (over, precision, layout): (made[over], config(made[over], precision, layout))
+            for over, precision, layout in CASES
+        }
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_mixture_of_experts_is_trained_as_on_one_process(runs: dict[Case, Trace], case: Case) -> None:
     over, precision, _ = case
-    mine, reference, tolerance = runs[case], runs[over, precision, "single"], TOLERANCE[precision]
+    reference = runs[over, precision, "single"]
     assert len(set(reference.losses)) == 5
     assert all(np.any(gradient) for gradient in reference.gradients.values())
     assert all(np.any(reference.parameters[name] != before) for name, before in reference.before.items())
-    assert mine.rows == reference.rows
-    for quantity in ("before", "gradients", "parameters"):
-        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
-        assert max(worst.values()) < (tolerance if quantity != "before" else 1e-300), (quantity, worst)
-    assert mine.norms == pytest.approx(reference.norms, rel=tolerance)
-    for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
-        assert {"next_token", "balance", "router_z", "expert_load"} <= set(theirs)
-        assert ours == pytest.approx(theirs, rel=tolerance)
-    assert mine.evaluation == pytest.approx(reference.evaluation, rel=tolerance)
+    assert all({"next_token", "balance", "router_z", "expert_load"} <= set(step) for step in reference.metrics)
+    assert_same(runs[case], reference, TOLERANCE[precision])
 
 
 def test_the_losses_of_routers_are_no_part_of_an_evaluation(runs: dict[Case, Trace]) -> None:

@@ -11,11 +11,10 @@ import pytest
 
 from tests import processes
 from tests.proofs.test_optimizers import NO_TRUE_GRADIENT, OPTIMIZERS
+from tests.proofs.test_resume_is_exact import final
 from tests.runs import configuration, distance
 from tests.runs import training as training_of
 from tests.tasks import TransformerTask
-from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import RunConfig
 from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings
@@ -155,17 +154,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def final(folder: Path) -> dict[str, np.ndarray]:
-    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
-    assert checkpoint.step == STEPS
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
-    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
-
-
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_layout_goes_on_bit_for_bit(states: Path, layout: str, name: str) -> None:
-    mine, reference = (final(states / f"{layout} {name} {which}") for which in (f"to {layout}", "whole"))
+    mine, reference = (final(states / f"{layout} {name} {which}", STEPS) for which in (f"to {layout}", "whole"))
     assert mine.keys() == reference.keys() and any(key.startswith("optimizer/") for key in mine)
     assert all(np.array_equal(mine[key], value) for key, value in reference.items())
 
@@ -173,7 +165,9 @@ def test_the_same_layout_goes_on_bit_for_bit(states: Path, layout: str, name: st
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize(("before", "after"), [("hsdp 2×2", "single"), ("single", "fsdp×2"), ("fsdp×2", "hsdp 2×2")])
 def test_another_layout_goes_on_to_the_floor(states: Path, before: str, after: str, name: str) -> None:
-    mine, reference = final(states / f"{before} {name} to {after}"), final(states / f"single {name} whole")
+    mine, reference = (
+        final(states / which, STEPS) for which in (f"{before} {name} to {after}", f"single {name} whole")
+    )
     assert mine.keys() == reference.keys()
     worst = distance(mine, reference)
     assert max(v for key, v in worst.items() if not any(silent in key for silent in NO_TRUE_GRADIENT)) < 1e-12
