@@ -194,7 +194,7 @@ def is_reached(name: str) -> bool:
         return original(owner, attribute, seen)
 
     case = Accumulation()
-    patched = (mock.patch.object(module, "wrapping", wrapping) for module in (faults, state_faults))
+    patched = (mock.patch.object(module, "wrapping", wrapping) for module in (making, faults, state_faults))
     with ExitStack() as patches:
         for patch in (*patched, mock.patch.dict(os.environ, {RUN: name})):
             patches.enter_context(patch)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.jax_tasks import UnevenTask
-from tests.proofs.zoo import making
-from tests.proofs.zoo.faults import same_data
+from tests.proofs.zoo import faults, making
 from tests.proofs.zoo.making import nothing, wrapping
+from unisono.data.loading.loader import Loader
 from unisono.engines import rules
 from unisono.engines.jax import step
 from unisono.engines.jax.engine import JaxEngine
@@ -220,9 +220,7 @@ of_task("keys by device", "key of device", "The forward pass depends on the layo
 of_task("keys by process index", "key of process", "Processes have different programs", twin="dropout")
 
 
-@fault("every process feeds the same rows", "Every rank reads the same rows")
-def same_rows() -> Iterator[None]:
-    yield from same_data()
+fault("every process feeds the same rows", "Every rank reads the same rows", Loader, "__init__")(faults.same_data)
 
 
 # state ----------------------------------------------------------------------------------------------------------------

@@ -52,24 +52,16 @@ FAULTS["unseeded draws in the loss"] = Fault(
 )
 
 
-@fault("a term on the first rank only", "The loss depends on the process")
-def term_of_first_rank() -> Iterator[None]:
-    def loss(original: Any, self: TransformerTask, *arguments: Any) -> Any:
-        done = original(self, *arguments)
-        return replace(done, sums={**done.sums, "length": done.sums["length"] * float(dist.get_rank() == 0)})
-
-    with wrapping(TransformerTask, "loss", loss):
-        yield
+@fault("a term on the first rank only", "The loss depends on the process", TransformerTask, "loss")
+def term_of_first_rank(original: Any, self: TransformerTask, *arguments: Any) -> Any:
+    done = original(self, *arguments)
+    return replace(done, sums={**done.sums, "length": done.sums["length"] * float(dist.get_rank() == 0)})
 
 
-@fault("one term × N", "The loss is scaled by N")
-def one_term_times_n() -> Iterator[None]:
-    def loss(original: Any, self: TransformerTask, *arguments: Any) -> Any:
-        done = original(self, *arguments)
-        return replace(done, sums={**done.sums, "length": done.sums["length"] * dist.get_world_size()})
-
-    with wrapping(TransformerTask, "loss", loss):
-        yield
+@fault("one term × N", "The loss is scaled by N", TransformerTask, "loss")
+def one_term_times_n(original: Any, self: TransformerTask, *arguments: Any) -> Any:
+    done = original(self, *arguments)
+    return replace(done, sums={**done.sums, "length": done.sums["length"] * dist.get_world_size()})
 
 
 @fault("counts per process, loss logged right", "A mean of means")
@@ -87,97 +79,66 @@ def logged_right() -> Iterator[None]:
         yield
 
 
-@fault("rows of one rank count for more", "The gradients depend on the layout")
-def heavier_rank() -> Iterator[None]:
-    def forward(original: Any, self: Passes, *arguments: Any) -> Any:
-        total, loss = original(self, *arguments)
-        return total * (1.0 + 0.5 * dist.get_rank()), loss
-
-    with wrapping(Passes, "forward", forward):
-        yield
+@fault("rows of one rank count for more", "The gradients depend on the layout", Passes, "forward")
+def heavier_rank(original: Any, self: Passes, *arguments: Any) -> Any:
+    total, loss = original(self, *arguments)
+    return total * (1.0 + 0.5 * dist.get_rank()), loss
 
 
-@fault("noise in the third digit of gradients", "The gradients depend on the layout")
-def noisy() -> Iterator[None]:
-    def reduced(original: Any, self: Parallel, where: str) -> None:
-        original(self, where)
-        generator = torch.Generator().manual_seed(1)  # the same on all ranks
-        for part in self.gradients():
-            part.mul_(1 + 2e-3 * torch.randn(part.shape, generator=generator, dtype=part.dtype))
-
-    with wrapping(Parallel, "check_reduced", reduced):
-        yield
+@fault("noise in the third digit of gradients", "The gradients depend on the layout", Parallel, "check_reduced")
+def noisy(original: Any, self: Parallel, where: str) -> None:
+    original(self, where)
+    generator = torch.Generator().manual_seed(1)  # the same on all ranks
+    for part in self.gradients():
+        part.mul_(1 + 2e-3 * torch.randn(part.shape, generator=generator, dtype=part.dtype))
 
 
-@fault("gradients × 1.1", "The gradients depend on the layout")
-def scaled_by_another_number() -> Iterator[None]:
-    def forward(original: Any, self: Passes, *arguments: Any) -> Any:
-        total, loss = original(self, *arguments)
-        return total * 1.1, loss
-
-    with wrapping(Passes, "forward", forward):
-        yield
+@fault("gradients × 1.1", "The gradients depend on the layout", Passes, "forward")
+def scaled_by_another_number(original: Any, self: Passes, *arguments: Any) -> Any:
+    total, loss = original(self, *arguments)
+    return total * 1.1, loss
 
 
-@fault("norm without the matrices", "The norm depends on the layout")
-def norm_of_vectors() -> Iterator[None]:
-    def squares(original: Any, parts: Any, wide: Any) -> Any:
-        return original([part for part in parts if part.ndim < 2], wide)
-
-    with wrapping(gradients, "squared_norm", squares):
-        yield
+@fault("norm without the matrices", "The norm depends on the layout", gradients, "squared_norm")
+def norm_of_vectors(original: Any, parts: Any, wide: Any) -> Any:
+    return original([part for part in parts if part.ndim < 2], wide)
 
 
-@fault("clipped by value as well", "The clipping depends on the layout")
-def clipped_by_value() -> Iterator[None]:
-    def clip(original: Any, parts: Any, *arguments: Any) -> None:
-        original(parts, *arguments)
-        for part in parts:
-            part.clamp_(-1e-3, 1e-3)
-
-    with wrapping(gradients, "clip_gradients", clip):
-        yield
+@fault("clipped by value as well", "The clipping depends on the layout", gradients, "clip_gradients")
+def clipped_by_value(original: Any, parts: Any, *arguments: Any) -> None:
+    original(parts, *arguments)
+    for part in parts:
+        part.clamp_(-1e-3, 1e-3)
 
 
-@fault("rate scaled by the number of processes", "The learning rate depends on the world size")
-def scaled_rate() -> Iterator[None]:
-    def scalars(original: Any, self: Any, step: int) -> Any:
-        values = original(self, step)
-        return {**values, "lr": values["lr"] * dist.get_world_size()}
-
-    with wrapping(schedules.ScheduledScalars, "__call__", scalars):
-        yield
-
-
-@fault("the logged loss is smoothed", "The reported loss depends on the layout")
-def smoothed() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, *arguments: Any) -> Any:
-        result, *more = original(self, *arguments)
-        terms = {name: 0.9 * value for name, value in result.terms.items()}
-        return replace(result, loss=0.9 * result.loss, terms=terms), *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
+@fault(
+    "rate scaled by the number of processes",
+    "The learning rate depends on the world size",
+    schedules.ScheduledScalars,
+    "__call__",
+)
+def scaled_rate(original: Any, self: Any, step: int) -> Any:
+    values = original(self, step)
+    return {**values, "lr": values["lr"] * dist.get_world_size()}
 
 
-@fault("a metric over twice its count", "A metric depends on the layout")
-def metric_over_another_count() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, *arguments: Any) -> Any:
-        result, *more = original(self, *arguments)
-        return replace(result, metrics={name: value / 2 for name, value in result.metrics.items()}), *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
+@fault("the logged loss is smoothed", "The reported loss depends on the layout", MetricReduction, "reduce")
+def smoothed(original: Any, self: MetricReduction, *arguments: Any) -> Any:
+    result, *more = original(self, *arguments)
+    terms = {name: 0.9 * value for name, value in result.terms.items()}
+    return replace(result, loss=0.9 * result.loss, terms=terms), *more
 
 
-@fault("an evaluation that is off everywhere", "The evaluation depends on the layout")
-def evaluation_off() -> Iterator[None]:
-    def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        return replace(result, loss=1.01 * result.loss, terms={n: 1.01 * v for n, v in result.terms.items()})
+@fault("a metric over twice its count", "A metric depends on the layout", MetricReduction, "reduce")
+def metric_over_another_count(original: Any, self: MetricReduction, *arguments: Any) -> Any:
+    result, *more = original(self, *arguments)
+    return replace(result, metrics={name: value / 2 for name, value in result.metrics.items()}), *more
 
-    with wrapping(TorchEngine, "evaluate", evaluate):
-        yield
+
+@fault("an evaluation that is off everywhere", "The evaluation depends on the layout", TorchEngine, "evaluate")
+def evaluation_off(original: Any, self: TorchEngine, *arguments: Any) -> Any:
+    result = original(self, *arguments)
+    return replace(result, loss=1.01 * result.loss, terms={n: 1.01 * v for n, v in result.terms.items()})
 
 
 # in the task itself, and seen only with other micro-batches, or by a new task
@@ -373,49 +334,33 @@ FAULTS |= {
 }
 
 
-@fault("worker generators by rank", "Augmentation depends on rank or worker")
-def generators_by_rank() -> Iterator[None]:
-    def get(original: Any, self: Any, seed: int) -> Any:
-        return original(self, seed + dist.get_rank())
-
-    with wrapping(batch_builder._ContextPool, "get", get):
-        yield
+@fault("worker generators by rank", "Augmentation depends on rank or worker", batch_builder._ContextPool, "get")
+def generators_by_rank(original: Any, self: Any, seed: int) -> Any:
+    return original(self, seed + dist.get_rank())
 
 
-@fault("negatives drawn by rank", "The loss depends on the layout")
-def negatives_by_rank() -> Iterator[None]:
-    def loss(original: Any, self: TransformerTask, outputs: Any, batch: Any, context: Any) -> Any:
-        done = original(self, outputs, batch, context)
-        generator = torch.Generator().manual_seed(1000 * context.step + dist.get_rank())
-        drawn = torch.randint(outputs.shape[-1], (8,), generator=generator)
-        return replace(done, sums={**done.sums, "next": done.sums["next"] + 0.1 * outputs[..., drawn].exp().sum()})
-
-    with wrapping(TransformerTask, "loss", loss):
-        yield
+@fault("negatives drawn by rank", "The loss depends on the layout", TransformerTask, "loss")
+def negatives_by_rank(original: Any, self: TransformerTask, outputs: Any, batch: Any, context: Any) -> Any:
+    done = original(self, outputs, batch, context)
+    generator = torch.Generator().manual_seed(1000 * context.step + dist.get_rank())
+    drawn = torch.randint(outputs.shape[-1], (8,), generator=generator)
+    return replace(done, sums={**done.sums, "next": done.sums["next"] + 0.1 * outputs[..., drawn].exp().sum()})
 
 
-@fault("momentum of the second rank is halved", "Replicas drift apart")
-def halved_momentum() -> Iterator[None]:
-    def update(original: Any, self: TrainState, *arguments: Any) -> None:
-        original(self, *arguments)
-        if dist.get_rank() == 1:
-            for state in self.optimizer.state.values():
-                state["momentum_buffer"].mul_(0.5)
-
-    with wrapping(TrainState, "update", update):
-        yield
+@fault("momentum of the second rank is halved", "Replicas drift apart", TrainState, "update")
+def halved_momentum(original: Any, self: TrainState, *arguments: Any) -> None:
+    original(self, *arguments)
+    if dist.get_rank() == 1:
+        for state in self.optimizer.state.values():
+            state["momentum_buffer"].mul_(0.5)
 
 
-@fault("weights decay a second time", "The update is computed otherwise")
-def decays_twice() -> Iterator[None]:
-    def update(original: Any, self: TrainState, *arguments: Any) -> None:
-        original(self, *arguments)
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.mul_(1 - 1e-4)
-
-    with wrapping(TrainState, "update", update):
-        yield
+@fault("weights decay a second time", "The update is computed otherwise", TrainState, "update")
+def decays_twice(original: Any, self: TrainState, *arguments: Any) -> None:
+    original(self, *arguments)
+    with torch.no_grad():
+        for parameter in self.module.parameters():
+            parameter.mul_(1 - 1e-4)
 
 
 @fault("an evaluation that adds to the one before", "The evaluation depends on the layout")

@@ -107,14 +107,10 @@ def first_micro_batch() -> Iterator[None]:
         yield
 
 
-@fault("forward round the wrapper", "Gradients are not synchronised")
-def round_the_wrapper() -> Iterator[None]:
-    def run(original: Any, self: Passes, *arguments: Any) -> Any:
-        with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
-            return original(self, *arguments)
-
-    with wrapping(Passes, "_run", run):
-        yield
+@fault("forward round the wrapper", "Gradients are not synchronised", Passes, "_run")
+def round_the_wrapper(original: Any, self: Passes, *arguments: Any) -> Any:
+    with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
+        return original(self, *arguments)
 
 
 @contextmanager
@@ -140,67 +136,59 @@ def overwritten() -> Iterator[None]:
         yield
 
 
-@fault("parameter ignored by DDP", "Some parameters are not synchronised")
-def ignored_parameter() -> Iterator[None]:
-    def wrapped(original: Any, self: Parallel) -> None:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            self.module, ["model.blocks.0.attention.query.weight"]
-        )
-        original(self)
-
-    with wrapping(Parallel, "wrap", wrapped):
-        yield
+@fault("parameter ignored by DDP", "Some parameters are not synchronised", Parallel, "wrap")
+def ignored_parameter(original: Any, self: Parallel) -> None:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        self.module, ["model.blocks.0.attention.query.weight"]
+    )
+    original(self)
 
 
-@fault("optimizer built before sharding", "The optimizer was built before wrapping", strategy="fsdp")
-def stale_optimizer() -> Iterator[None]:
-    def build(original: Any, config: Any, model: nn.Module, blocks: Any) -> Any:
-        copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
-        for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
-            module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())
-        return original(config, copied)
-
-    with wrapping(optimizers, "build_optimizer", build):
-        yield
+@fault(
+    "optimizer built before sharding",
+    "The optimizer was built before wrapping",
+    optimizers,
+    "build_optimizer",
+    strategy="fsdp",
+)
+def stale_optimizer(original: Any, config: Any, model: nn.Module, blocks: Any) -> Any:
+    copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
+    for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
+        module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())
+    return original(config, copied)
 
 
 # clipping -------------------------------------------------------------------------------------------------------------
 
 
-@fault("clip before synchronisation", "Clipped before synchronisation")
-def clip_first() -> Iterator[None]:
-    def accumulate(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
-        with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
-            sums = original(self, batches, step)
-        parts = self._parallel.gradients()
-        norm = float(gradients.squared_norm(parts, torch.float64).sqrt())
-        gradients.clip_gradients(parts, norm, 0.05)
-        for part in parts:
-            dist.all_reduce(part, dist.ReduceOp.AVG if part.is_cuda else dist.ReduceOp.SUM)
-            part /= 2
-        return sums
-
-    with wrapping(TrainStep, "_accumulate", accumulate):
-        yield
+@fault("clip before synchronisation", "Clipped before synchronisation", TrainStep, "_accumulate")
+def clip_first(original: Any, self: TrainStep, batches: Any, step: int) -> Any:
+    with mock.patch.object(self._parallel, "wrapped", self._parallel.module):
+        sums = original(self, batches, step)
+    parts = self._parallel.gradients()
+    norm = float(gradients.squared_norm(parts, torch.float64).sqrt())
+    gradients.clip_gradients(parts, norm, 0.05)
+    for part in parts:
+        dist.all_reduce(part, dist.ReduceOp.AVG if part.is_cuda else dist.ReduceOp.SUM)
+        part /= 2
+    return sums
 
 
-@fault("clip by the norm of the local shards", "Clipped by a local norm", strategy="fsdp")
-def local_norm() -> Iterator[None]:
-    def clip(original: Any, parts: Any, norm: float, largest: Any) -> None:
-        original(parts, float(gradients.squared_norm(parts, torch.float64).sqrt()), largest)
-
-    with wrapping(gradients, "clip_gradients", clip):
-        yield
+@fault("clip by the norm of the local shards", "Clipped by a local norm", gradients, "clip_gradients", strategy="fsdp")
+def local_norm(original: Any, parts: Any, norm: float, largest: Any) -> None:
+    original(parts, float(gradients.squared_norm(parts, torch.float64).sqrt()), largest)
 
 
-@fault("norm of one rank's shards", "The norm is that of a part of the gradient", strategy="fsdp")
-def norm_of_shards() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, sums: Any, counts: Any, *squares: Any) -> Any:
-        result, *more = original(self, sums, counts, *squares)
-        return replace(result, grad_norm=float(squares[0].sqrt())) if squares else result, *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
+@fault(
+    "norm of one rank's shards",
+    "The norm is that of a part of the gradient",
+    MetricReduction,
+    "reduce",
+    strategy="fsdp",
+)
+def norm_of_shards(original: Any, self: MetricReduction, sums: Any, counts: Any, *squares: Any) -> Any:
+    result, *more = original(self, sums, counts, *squares)
+    return replace(result, grad_norm=float(squares[0].sqrt())) if squares else result, *more
 
 
 # the learning rate ----------------------------------------------------------------------------------------------------
@@ -212,28 +200,25 @@ def schedule_times_n() -> Iterator[None]:
         yield
 
 
-@fault("learning rate differs on one rank", "The learning rate differs between ranks")
-def other_rate() -> Iterator[None]:
-    def scalars(original: Any, self: Any, step: int) -> Any:
-        values = original(self, step)
-        return {**values, "lr": values["lr"] * (1.1 if dist.get_rank() else 1.0)}
-
-    with wrapping(schedules.ScheduledScalars, "__call__", scalars):
-        yield
+@fault(
+    "learning rate differs on one rank",
+    "The learning rate differs between ranks",
+    schedules.ScheduledScalars,
+    "__call__",
+)
+def other_rate(original: Any, self: Any, step: int) -> Any:
+    values = original(self, step)
+    return {**values, "lr": values["lr"] * (1.1 if dist.get_rank() else 1.0)}
 
 
 # data -----------------------------------------------------------------------------------------------------------------
 
 
-@fault("the same data on all ranks", "Every rank reads the same rows")
-def same_data() -> Iterator[None]:
-    def init(
-        original: Any, self: Loader, task: Any, source: Any, plan: Any, split: Any, rank: int, **more: Any
-    ) -> None:
-        original(self, task, source, plan, split, 0 if more.get("purpose", "train") == "train" else rank, **more)
-
-    with wrapping(Loader, "__init__", init):
-        yield
+@fault("the same data on all ranks", "Every rank reads the same rows", Loader, "__init__")
+def same_data(
+    original: Any, self: Loader, task: Any, source: Any, plan: Any, split: Any, rank: int, **more: Any
+) -> None:
+    original(self, task, source, plan, split, 0 if more.get("purpose", "train") == "train" else rank, **more)
 
 
 @fault("padded with duplicates", "Rows are repeated to fill the batch")
@@ -250,102 +235,69 @@ def padded() -> Iterator[None]:
         yield
 
 
-@fault("last batch dropped", "Rows are dropped")
-def dropped() -> Iterator[None]:
-    def init(
-        original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int, *more: Any, **others: Any
-    ) -> None:
-        length = length // global_batch * global_batch if stream.shuffle else length
-        original(self, stream, global_batch, length, *more, **others)
-
-    with wrapping(StreamPlan, "__init__", init):
-        yield
+@fault("last batch dropped", "Rows are dropped", StreamPlan, "__init__")
+def dropped(
+    original: Any, self: StreamPlan, stream: Any, global_batch: int, length: int, *more: Any, **others: Any
+) -> None:
+    length = length // global_batch * global_batch if stream.shuffle else length
+    original(self, stream, global_batch, length, *more, **others)
 
 
-@fault("set_epoch is missing", "Every epoch has the same order", task="few rows")
-def same_epoch() -> Iterator[None]:
-    def call(original: Any, self: Order, positions: Any) -> Any:
-        return original(self, np.asarray(positions) % self.size)
-
-    with wrapping(Order, "__call__", call):
-        yield
+@fault("set_epoch is missing", "Every epoch has the same order", Order, "__call__", task="few rows")
+def same_epoch(original: Any, self: Order, positions: Any) -> Any:
+    return original(self, np.asarray(positions) % self.size)
 
 
-@fault("order depends on the world size", "The order of samples depends on the world size")
-def other_order() -> Iterator[None]:
-    def call(original: Any, self: Order, positions: Any) -> Any:
-        return original(replace(self, seed=self.seed + dist.get_world_size()), positions)
-
-    with wrapping(Order, "__call__", call):
-        yield
+@fault("order depends on the world size", "The order of samples depends on the world size", Order, "__call__")
+def other_order(original: Any, self: Order, positions: Any) -> Any:
+    return original(replace(self, seed=self.seed + dist.get_world_size()), positions)
 
 
-@fault("worker generators identical", "Augmentation depends on rank or worker")
-def worker_generators() -> Iterator[None]:
-    def get(original: Any, self: Any, seed: int) -> Any:
-        return original(self, 0)
-
-    with wrapping(batch_builder._ContextPool, "get", get):
-        yield
+@fault("worker generators identical", "Augmentation depends on rank or worker", batch_builder._ContextPool, "get")
+def worker_generators(original: Any, self: Any, seed: int) -> Any:
+    return original(self, 0)
 
 
-@fault("held-out rows are augmented", "Held-out rows are augmented")
-def augmented_held_out() -> Iterator[None]:
-    def sample(original: Any, self: Any, record: Any, context: SampleContext) -> Any:
-        return original(self, record, replace(context, training=True))
-
-    with wrapping(TransformerTask, "sample", sample):
-        yield
+@fault("held-out rows are augmented", "Held-out rows are augmented", TransformerTask, "sample")
+def augmented_held_out(original: Any, self: Any, record: Any, context: SampleContext) -> Any:
+    return original(self, record, replace(context, training=True))
 
 
-@fault("held-out rows are made as for the training", "The evaluation depends on the layout")
-def held_out_as_training() -> Iterator[None]:
-    def init(original: Any, self: Any, training: bool) -> None:
-        original(self, training=True)
-
-    with wrapping(batch_builder._ContextPool, "__init__", init):
-        yield
+@fault(
+    "held-out rows are made as for the training",
+    "The evaluation depends on the layout",
+    batch_builder._ContextPool,
+    "__init__",
+)
+def held_out_as_training(original: Any, self: Any, training: bool) -> None:
+    original(self, training=True)
 
 
 # randomness and initial weights ---------------------------------------------------------------------------------------
 
 
-@fault("dropout keyed by rank", "Randomness depends on the rank", task="dropout")
-def dropout_by_rank() -> Iterator[None]:
-    def seed(original: Any, self: RandomState, *address: Any) -> int:
-        return original(self, *address, dist.get_rank() + 1)
-
-    with wrapping(RandomState, "seed", seed):
-        yield
+@fault("dropout keyed by rank", "Randomness depends on the rank", RandomState, "seed", task="dropout")
+def dropout_by_rank(original: Any, self: RandomState, *address: Any) -> int:
+    return original(self, *address, dist.get_rank() + 1)
 
 
-@fault("initialisation keyed by rank", "Initialisation depends on the rank")
-def init_by_rank() -> Iterator[None]:
-    def build(original: Any, self: Any) -> nn.Module:
-        torch.manual_seed(dist.get_rank())
-        return original(self)
-
-    with wrapping(TransformerTask, "build", build):
-        yield
+@fault("initialisation keyed by rank", "Initialisation depends on the rank", TransformerTask, "build")
+def init_by_rank(original: Any, self: Any) -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return original(self)
 
 
-@fault("initial weights 1e-3 off on one rank", "Initialisation depends on the layout", strategy="fsdp")
-def init_off() -> Iterator[None]:
-    def wrapped(original: Any, self: Parallel) -> None:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.mul_(1.001 if dist.get_rank() else 1.0)
-        original(self)
-
-    with wrapping(Parallel, "wrap", wrapped):
-        yield
+@fault(
+    "initial weights 1e-3 off on one rank", "Initialisation depends on the layout", Parallel, "wrap", strategy="fsdp"
+)
+def init_off(original: Any, self: Parallel) -> None:
+    with torch.no_grad():
+        for parameter in self.module.parameters():
+            parameter.mul_(1.001 if dist.get_rank() else 1.0)
+    original(self)
 
 
-@fault("tied head untied", "Tied weights were untied", strategy="fsdp")
-def untied() -> Iterator[None]:
-    def wrapped(original: Any, self: Parallel) -> None:
-        self.module.model.head.weight = nn.Parameter(self.module.model.head.weight.detach().clone())
-        original(self)
-
-    with wrapping(Parallel, "wrap", wrapped):
-        yield
+@fault("tied head untied", "Tied weights were untied", Parallel, "wrap", strategy="fsdp")
+def untied(original: Any, self: Parallel) -> None:
+    self.module.model.head.weight = nn.Parameter(self.module.model.head.weight.detach().clone())
+    original(self)

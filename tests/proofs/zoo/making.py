@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -83,11 +84,19 @@ FAULTS: dict[str, Fault] = {}
 
 
 def collector(faults: dict[str, Any], kind: type[Fault]) -> Callable[..., Any]:
-    """A decorator that puts a generator into a zoo as a fault of this kind."""
+    """A decorator that puts a fault of this kind into a zoo.
 
-    def fault(name: str, named: str, **more: Any) -> Callable[[Callable[[], Iterator[Any]]], Any]:
-        def add(made: Callable[[], Iterator[Any]]) -> Any:
-            faults[name] = kind(contextmanager(made), named, **more)
+    With an owner and the name of one of its functions, what is decorated stands in the place of this function, which
+    it is given first. Otherwise it is a generator, made a context.
+    """
+
+    def fault(name: str, named: str, *function: Any, **more: Any) -> Callable[[Any], Any]:
+        def add(made: Callable[..., Any]) -> Any:
+            @wraps(made)
+            def replacing() -> AbstractContextManager[Any]:
+                return wrapping(*function, made)
+
+            faults[name] = kind(replacing if function else contextmanager(made), named, **more)
             return made
 
         return add

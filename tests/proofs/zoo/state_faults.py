@@ -28,78 +28,50 @@ from unisono.engines.torch.train_state import TrainState
 FAULTS["batch norm is local"] = Fault(nothing, "", task="batch norm", mark="ABSTAIN")
 
 
-@fault("a metric of rank 0", "A metric is not summed over ranks")
-def metric_of_one_rank() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
-        own = {name: (pair[0] / pair[1]).item() for name, pair in sums._metrics.items()}
-        result, *more = original(self, sums, *arguments)
-        return replace(result, metrics=own), *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
+@fault("a metric of rank 0", "A metric is not summed over ranks", MetricReduction, "reduce")
+def metric_of_one_rank(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
+    own = {name: (pair[0] / pair[1]).item() for name, pair in sums._metrics.items()}
+    result, *more = original(self, sums, *arguments)
+    return replace(result, metrics=own), *more
 
 
-@fault("evaluation leaves evaluation mode", "Evaluation changes the training", task="dropout")
-def evaluation_mode() -> Iterator[None]:
-    def evaluate(original: Any, self: TorchEngine, *arguments: Any) -> Any:
-        result = original(self, *arguments)
-        self.train_state.parallel.module.eval()
-        return result
-
-    with wrapping(TorchEngine, "evaluate", evaluate):
-        yield
+@fault("evaluation leaves evaluation mode", "Evaluation changes the training", TorchEngine, "evaluate", task="dropout")
+def evaluation_mode(original: Any, self: TorchEngine, *arguments: Any) -> Any:
+    result = original(self, *arguments)
+    self.train_state.parallel.module.eval()
+    return result
 
 
-@fault("a frozen parameter is trained", "A frozen parameter is trained", task="frozen")
-def frozen_trained() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        with torch.no_grad():
-            self.module[0].weight.add_(1e-3)
+@fault("a frozen parameter is trained", "A frozen parameter is trained", TrainState, "update", task="frozen")
+def frozen_trained(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
+    with torch.no_grad():
+        self.module[0].weight.add_(1e-3)
+    original(self, step, scalars)
+
+
+@fault("a weight changed on one rank", "Replicas drift apart", TrainState, "update")
+def changed_on_one_rank(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
+    original(self, step, scalars)
+    with torch.no_grad():
+        next(self.module.parameters()).add_(1e-3 * dist.get_rank())
+
+
+@fault("gradients are not cleared", "Gradients of the step before are added", TrainState, "update")
+def not_cleared(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
+    with mock.patch.object(self.optimizer, "zero_grad", lambda **_: None):
         original(self, step, scalars)
 
-    with wrapping(TrainState, "update", update):
-        yield
+
+@fault("moving average renewed per micro-batch", "The moving average drifts", MovingAverage, "update", task="averaged")
+def average_per_micro_batch(original: Any, self: MovingAverage, updates: int) -> None:
+    for _ in range(2):
+        original(self, updates)
 
 
-@fault("a weight changed on one rank", "Replicas drift apart")
-def changed_on_one_rank() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        original(self, step, scalars)
-        with torch.no_grad():
-            next(self.module.parameters()).add_(1e-3 * dist.get_rank())
-
-    with wrapping(TrainState, "update", update):
-        yield
-
-
-@fault("gradients are not cleared", "Gradients of the step before are added")
-def not_cleared() -> Iterator[None]:
-    def update(original: Any, self: TrainState, step: int, scalars: Mapping[str, float]) -> None:
-        with mock.patch.object(self.optimizer, "zero_grad", lambda **_: None):
-            original(self, step, scalars)
-
-    with wrapping(TrainState, "update", update):
-        yield
-
-
-@fault("moving average renewed per micro-batch", "The moving average drifts", task="averaged")
-def average_per_micro_batch() -> Iterator[None]:
-    def update(original: Any, self: MovingAverage, updates: int) -> None:
-        for _ in range(2):
-            original(self, updates)
-
-    with wrapping(MovingAverage, "update", update):
-        yield
-
-
-@fault("moving average on the first rank only", "The moving average drifts", task="averaged")
-def average_of_one_rank() -> Iterator[None]:
-    def update(original: Any, self: MovingAverage, updates: int) -> None:
-        if dist.get_rank() == 0:
-            original(self, updates)
-
-    with wrapping(MovingAverage, "update", update):
-        yield
+@fault("moving average on the first rank only", "The moving average drifts", MovingAverage, "update", task="averaged")
+def average_of_one_rank(original: Any, self: MovingAverage, updates: int) -> None:
+    if dist.get_rank() == 0:
+        original(self, updates)
 
 
 @fault("moving average of one rank's shards", "The moving average drifts", task="averaged", strategy="fsdp")
@@ -124,13 +96,9 @@ def local_pairs() -> Iterator[None]:
         yield
 
 
-@fault("block-diagonal targets", "The loss across samples depends on the layout", task="pairs")
-def block_diagonal() -> Iterator[None]:
-    def weights(original: Any, self: Paired, here: torch.Tensor, rows: int) -> torch.Tensor:
-        return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
-
-    with wrapping(Paired, "weights", weights):
-        yield
+@fault("block-diagonal targets", "The loss across samples depends on the layout", Paired, "weights", task="pairs")
+def block_diagonal(original: Any, self: Paired, here: torch.Tensor, rows: int) -> torch.Tensor:
+    return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
 
 
 @fault("gather without a gradient", "The gradients across samples depend on the layout", task="pairs")
@@ -163,35 +131,36 @@ def whole_of_a_rank() -> Iterator[None]:
         yield
 
 
-@fault("gradient of the whole added up over ranks", "All gradients are scaled by N", task="whole")
-def whole_added_up() -> Iterator[None]:
-    def whole(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
-        vector = original(self, *arguments)
-        return vector if vector is None else cross_sample.sum_vector(vector, 2, False)
-
-    with wrapping(TorchCrossSampleLoss, "_whole", whole):
-        yield
+@fault(
+    "gradient of the whole added up over ranks",
+    "All gradients are scaled by N",
+    TorchCrossSampleLoss,
+    "_whole",
+    task="whole",
+)
+def whole_added_up(original: Any, self: TorchCrossSampleLoss, *arguments: Any) -> Any:
+    vector = original(self, *arguments)
+    return vector if vector is None else cross_sample.sum_vector(vector, 2, False)
 
 
 # resume ---------------------------------------------------------------------------------------------------------------
 
 
-@fault("moments dropped on resume", "The state of the optimizer was lost", resumed=1)
-def moments_dropped() -> Iterator[None]:
-    def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        sharded_tensors.load(sharded_tensors.model_tensors(self.train_state.module), reader, kinds=("model/",))
-
-    with wrapping(TorchEngine, "load", load):
-        yield
+@fault("moments dropped on resume", "The state of the optimizer was lost", TorchEngine, "load", resumed=1)
+def moments_dropped(original: Any, self: TorchEngine, reader: Any) -> None:
+    sharded_tensors.load(sharded_tensors.model_tensors(self.train_state.module), reader, kinds=("model/",))
 
 
-@fault("moving average begins anew on resume", "The moving average was lost", task="averaged", resumed=1)
-def average_dropped() -> Iterator[None]:
-    def load(original: Any, self: MovingAverage, reader: Any) -> None:
-        original(self, mock.Mock(shapes={}))
-
-    with wrapping(MovingAverage, "load", load):
-        yield
+@fault(
+    "moving average begins anew on resume",
+    "The moving average was lost",
+    MovingAverage,
+    "load",
+    task="averaged",
+    resumed=1,
+)
+def average_dropped(original: Any, self: MovingAverage, reader: Any) -> None:
+    original(self, mock.Mock(shapes={}))
 
 
 @fault("random state lost on resume", "The state was not carried on", task="dropout", resumed=1)
@@ -210,21 +179,13 @@ def generator_lost() -> Iterator[None]:
         yield
 
 
-@fault("data replayed on resume", "Data are replayed", resumed=1)
-def replayed() -> Iterator[None]:
-    def steps(original: Any, self: Loader, first: int = 0) -> Any:
-        return original(self, 0)
-
-    with wrapping(Loader, "steps", steps):
-        yield
+@fault("data replayed on resume", "Data are replayed", Loader, "steps", resumed=1)
+def replayed(original: Any, self: Loader, first: int = 0) -> Any:
+    return original(self, 0)
 
 
-@fault("resumed twice: positions of the last start", "A second resume drifts", resumed=2)
-def counted_from_the_last_start() -> Iterator[None]:
+@fault("resumed twice: positions of the last start", "A second resume drifts", Loader, "steps", resumed=2)
+def counted_from_the_last_start(original: Any, self: Loader, first: int = 0) -> Any:
     """The first resume is right: until then, what is counted from the last start is the total."""
 
-    def steps(original: Any, self: Loader, first: int = 0) -> Any:
-        return original(self, min(first, 1))
-
-    with wrapping(Loader, "steps", steps):
-        yield
+    return original(self, min(first, 1))

@@ -6,7 +6,6 @@ was there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.proofs.zoo.making import fault, wrapping
+from tests.proofs.zoo.making import fault
 from tests.tasks import TransformerTask
 from unisono.data.loading.loader import Loader
 from unisono.engines import rules
@@ -30,65 +29,45 @@ def average(module: nn.Module) -> None:
             parameter /= dist.get_world_size()
 
 
-@fault("initial weights averaged over seeds", "Initialisation depends on the layout")
-def averaged_weights() -> Iterator[None]:
+@fault("initial weights averaged over seeds", "Initialisation depends on the layout", TransformerTask, "build")
+def averaged_weights(original: Any, self: Any) -> nn.Module:
     """Their spread shrinks by the root of the number of ranks."""
 
-    def build(original: Any, self: Any) -> nn.Module:
-        torch.manual_seed(dist.get_rank())
-        model: nn.Module = original(self)
-        average(model)
-        return model
-
-    with wrapping(TransformerTask, "build", build):
-        yield
+    torch.manual_seed(dist.get_rank())
+    model: nn.Module = original(self)
+    average(model)
+    return model
 
 
-@fault("gradients averaged, loss divided by the global batch", "All gradients are scaled by N")
-def divided_twice() -> Iterator[None]:
-    def scales(original: Any, counts: Any, factor: float, where: Any) -> Any:
-        return original(counts, 1.0, where)
-
-    with wrapping(rules, "loss_scales", scales):
-        yield
+@fault("gradients averaged, loss divided by the global batch", "All gradients are scaled by N", rules, "loss_scales")
+def divided_twice(original: Any, counts: Any, factor: float, where: Any) -> Any:
+    return original(counts, 1.0, where)
 
 
-@fault("buffers drawn on each rank", "Initialisation depends on the rank")
-def buffers_by_rank() -> Iterator[None]:
-    def wrapped(original: Any, self: Parallel) -> None:
-        original(self)
-        with torch.no_grad():
-            for buffer in self.module.buffers():
-                buffer.mul_(1 + 0.1 * dist.get_rank())
-
-    with wrapping(Parallel, "wrap", wrapped):
-        yield
+@fault("buffers drawn on each rank", "Initialisation depends on the rank", Parallel, "wrap")
+def buffers_by_rank(original: Any, self: Parallel) -> None:
+    original(self)
+    with torch.no_grad():
+        for buffer in self.module.buffers():
+            buffer.mul_(1 + 0.1 * dist.get_rank())
 
 
-@fault("checkpoint averaged with random weights", "The state was not carried on", resumed=1)
-def mixed_checkpoint() -> Iterator[None]:
+@fault("checkpoint averaged with random weights", "The state was not carried on", TorchEngine, "load", resumed=1)
+def mixed_checkpoint(original: Any, self: TorchEngine, reader: Any) -> None:
     """Rank 0 alone loads it, and the mean over ranks is taken for a broadcast."""
 
-    def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        original(self, reader)
-        module = self.train_state.parallel.module
-        if dist.get_rank():
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.normal_(std=0.02)
-        average(module)
-
-    with wrapping(TorchEngine, "load", load):
-        yield
+    original(self, reader)
+    module = self.train_state.parallel.module
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(std=0.02)
+    average(module)
 
 
-@fault("one device of two computes", "Rows are dropped")
-def one_device() -> Iterator[None]:
+@fault("one device of two computes", "Rows are dropped", Loader, "steps")
+def one_device(original: Any, self: Loader, first: int = 0) -> Any:
     """The rows were dealt out to all devices of a host, and one process drives the first."""
 
-    def steps(original: Any, self: Loader, first: int = 0) -> Any:
-        for batches in original(self, first):
-            yield [replace(micro, idle=True) for micro in batches] if dist.get_rank() else batches
-
-    with wrapping(Loader, "steps", steps):
-        yield
+    for batches in original(self, first):
+        yield [replace(micro, idle=True) for micro in batches] if dist.get_rank() else batches

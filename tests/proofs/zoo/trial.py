@@ -50,33 +50,21 @@ def last_twice() -> Iterator[None]:
         yield
 
 
-@fault("divided by the nominal batch", "")
-def nominal() -> Iterator[None]:
-    def scales(original: Any, counts: Any, factor: float, where: Any) -> Any:
-        return {name: factor / 40.0 * torch.ones(()) for name in counts}
-
-    with wrapping(rules, "loss_scales", scales):
-        yield
+@fault("divided by the nominal batch", "", rules, "loss_scales")
+def nominal(original: Any, counts: Any, factor: float, where: Any) -> Any:
+    return {name: factor / 40.0 * torch.ones(()) for name in counts}
 
 
-@fault("labels of the first rank for all", "")
-def labels_of_first() -> Iterator[None]:
-    def loss(original: Any, self: Any, outputs: Any, batch: Any, context: Any) -> Any:
-        if dist.get_rank():
-            batch = {**batch, "tokens": batch["tokens"].roll(1, 0)}
-        return original(self, outputs, batch, context)
-
-    with wrapping(TransformerTask, "loss", loss):
-        yield
+@fault("labels of the first rank for all", "", TransformerTask, "loss")
+def labels_of_first(original: Any, self: Any, outputs: Any, batch: Any, context: Any) -> Any:
+    if dist.get_rank():
+        batch = {**batch, "tokens": batch["tokens"].roll(1, 0)}
+    return original(self, outputs, batch, context)
 
 
-@fault("clipped to twice the limit", "")
-def higher_limit() -> Iterator[None]:
-    def clip(original: Any, parts: Any, norm: float, largest: Any) -> None:
-        original(parts, norm, 2 * largest)
-
-    with wrapping(gradients, "clip_gradients", clip):
-        yield
+@fault("clipped to twice the limit", "", gradients, "clip_gradients")
+def higher_limit(original: Any, parts: Any, norm: float, largest: Any) -> None:
+    original(parts, norm, 2 * largest)
 
 
 @fault("not clipped from step 2 on", "")
@@ -92,53 +80,35 @@ def clipped_once() -> Iterator[None]:
         yield
 
 
-@fault("a temperature on one rank", "")
-def temperature() -> Iterator[None]:
-    def forward(original: Any, self: Any, tokens: Any) -> Any:
-        return original(self, tokens) * (1.01 if dist.get_rank() else 1.0)
-
-    with wrapping(Transformer, "forward", forward):
-        yield
+@fault("a temperature on one rank", "", Transformer, "forward")
+def temperature(original: Any, self: Any, tokens: Any) -> Any:
+    return original(self, tokens) * (1.01 if dist.get_rank() else 1.0)
 
 
-@fault("one word masked everywhere but on one process", "")
-def masked_word() -> Iterator[None]:
-    def forward(original: Any, self: Any, tokens: Any) -> Any:
-        return original(self, torch.where(tokens == 59, 4, tokens))
-
-    with wrapping(Transformer, "forward", forward):
-        yield
+@fault("one word masked everywhere but on one process", "", Transformer, "forward")
+def masked_word(original: Any, self: Any, tokens: Any) -> Any:
+    return original(self, torch.where(tokens == 59, 4, tokens))
 
 
-@fault("the schedule counts samples", "")
-def counts_samples() -> Iterator[None]:
-    def scalars(original: Any, self: Any, step: int) -> Any:
-        values = original(self, step)
-        return {**values, "lr": values["lr"] * (step + 2) / (step + 1)}
-
-    with wrapping(schedules.ScheduledScalars, "__call__", scalars):
-        yield
+@fault("the schedule counts samples", "", schedules.ScheduledScalars, "__call__")
+def counts_samples(original: Any, self: Any, step: int) -> Any:
+    values = original(self, step)
+    return {**values, "lr": values["lr"] * (step + 2) / (step + 1)}
 
 
-@fault("rows are dealt out in turn", "The order inside the global batch depends on the world size")
-def in_turn() -> Iterator[None]:
-    def samples(original: Any, self: Any, step: int, rows: range) -> SampleIndices:
-        whole = original(self, step, range(self.rows(step)))
-        places = np.argsort(np.arange(self.rows(step)) % 2, kind="stable")[rows.start : rows.stop]
-        return SampleIndices(np.arange(rows.start, rows.stop), whole.rows[places], whole.epochs[places])
-
-    with wrapping(StreamPlan, "samples", samples):
-        yield
+@fault(
+    "rows are dealt out in turn", "The order inside the global batch depends on the world size", StreamPlan, "samples"
+)
+def in_turn(original: Any, self: Any, step: int, rows: range) -> SampleIndices:
+    whole = original(self, step, range(self.rows(step)))
+    places = np.argsort(np.arange(self.rows(step)) % 2, kind="stable")[rows.start : rows.stop]
+    return SampleIndices(np.arange(rows.start, rows.stop), whole.rows[places], whole.epochs[places])
 
 
-@fault("the second epoch begins with the first's last row", "")
-def off_by_one() -> Iterator[None]:
-    def samples(original: Any, self: Any, step: int, rows: range) -> SampleIndices:
-        found = original(self, step, rows)
-        return found if step < 2 else replace(found, rows=np.roll(found.rows, 1))
-
-    with wrapping(StreamPlan, "samples", samples):
-        yield
+@fault("the second epoch begins with the first's last row", "", StreamPlan, "samples")
+def off_by_one(original: Any, self: Any, step: int, rows: range) -> SampleIndices:
+    found = original(self, step, rows)
+    return found if step < 2 else replace(found, rows=np.roll(found.rows, 1))
 
 
 @fault("gradients in fp16", "Gradients are reduced in a lower precision")
@@ -155,106 +125,77 @@ def half() -> Iterator[None]:
         yield
 
 
-@fault("the reduced gradient in bf16", "Gradients are reduced in a lower precision")
-def rounded_after() -> Iterator[None]:
-    def check(original: Any, self: Parallel, where: str) -> None:
-        original(self, where)
-        for part in self.gradients():
-            part.copy_(part.bfloat16())
-
-    with wrapping(Parallel, "check_reduced", check):
-        yield
+@fault("the reduced gradient in bf16", "Gradients are reduced in a lower precision", Parallel, "check_reduced")
+def rounded_after(original: Any, self: Parallel, where: str) -> None:
+    original(self, where)
+    for part in self.gradients():
+        part.copy_(part.bfloat16())
 
 
-@fault("weights rounded to bf16 at the start", "")
-def rounded_start() -> Iterator[None]:
-    def build(original: Any, self: Any) -> Any:
-        model = original(self)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
-        return model
-
-    with wrapping(TransformerTask, "build", build):
-        yield
+@fault("weights rounded to bf16 at the start", "", TransformerTask, "build")
+def rounded_start(original: Any, self: Any) -> Any:
+    model = original(self)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
 
 
-@fault("the decay of the average to the power of N", "The moving average drifts", task="averaged")
-def other_decay() -> Iterator[None]:
-    def update(original: Any, self: MovingAverage, updates: int) -> None:
+@fault(
+    "the decay of the average to the power of N", "The moving average drifts", MovingAverage, "update", task="averaged"
+)
+def other_decay(original: Any, self: MovingAverage, updates: int) -> None:
+    original(self, updates)
+    if updates > 1:
         original(self, updates)
-        if updates > 1:
-            original(self, updates)
-
-    with wrapping(MovingAverage, "update", update):
-        yield
 
 
-@fault("gradients of the second rank change after the reduction", "Replicas drift apart|Gradients are not synchronised")
-def changed_after() -> Iterator[None]:
-    def check(original: Any, self: Parallel, where: str) -> None:
-        original(self, where)
-        for part in self.gradients():
-            part.mul_(1 + 0.1 * dist.get_rank())
-
-    with wrapping(Parallel, "check_reduced", check):
-        yield
-
-
-@fault("divided by the micro-batches once more", "All gradients are scaled by N")
-def by_passes() -> Iterator[None]:
-    def forward(original: Any, self: Passes, *arguments: Any) -> Any:
-        total, loss = original(self, *arguments)
-        return total / 2, loss
-
-    with wrapping(Passes, "forward", forward):
-        yield
+@fault(
+    "gradients of the second rank change after the reduction",
+    "Replicas drift apart|Gradients are not synchronised",
+    Parallel,
+    "check_reduced",
+)
+def changed_after(original: Any, self: Parallel, where: str) -> None:
+    original(self, where)
+    for part in self.gradients():
+        part.mul_(1 + 0.1 * dist.get_rank())
 
 
-@fault("the mean of the accuracies of ranks", "A metric is not summed over ranks")
-def mean_accuracy() -> Iterator[None]:
-    def reduce(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
-        own = torch.tensor([float(pair[0] / pair[1]) for pair in sums._metrics.values()], dtype=torch.float64)
-        names = list(sums._metrics)
-        result, *more = original(self, sums, *arguments)
-        dist.all_reduce(own)
-        return replace(result, metrics=dict(zip(names, (own / 2).tolist(), strict=True))), *more
-
-    with wrapping(MetricReduction, "reduce", reduce):
-        yield
+@fault("divided by the micro-batches once more", "All gradients are scaled by N", Passes, "forward")
+def by_passes(original: Any, self: Passes, *arguments: Any) -> Any:
+    total, loss = original(self, *arguments)
+    return total / 2, loss
 
 
-@fault("the weight of a term is forgotten", "")
-def weight_forgotten() -> Iterator[None]:
-    def loss(original: Any, self: Any, *arguments: Any) -> Any:
-        return replace(original(self, *arguments), weights={})
-
-    with wrapping(TransformerTask, "loss", loss):
-        yield
-
-
-@fault("gradients of two layers change places", "")
-def swapped() -> Iterator[None]:
-    def check(original: Any, self: Parallel, where: str) -> None:
-        original(self, where)
-        parts = list(self.gradients())
-        pair = next((a, b) for n, a in enumerate(parts) for b in parts[n + 1 :] if a.shape == b.shape and a.ndim > 1)
-        kept = pair[0].clone()
-        pair[0].copy_(pair[1])
-        pair[1].copy_(kept)
-
-    with wrapping(Parallel, "check_reduced", check):
-        yield
+@fault("the mean of the accuracies of ranks", "A metric is not summed over ranks", MetricReduction, "reduce")
+def mean_accuracy(original: Any, self: MetricReduction, sums: Any, *arguments: Any) -> Any:
+    own = torch.tensor([float(pair[0] / pair[1]) for pair in sums._metrics.values()], dtype=torch.float64)
+    names = list(sums._metrics)
+    result, *more = original(self, sums, *arguments)
+    dist.all_reduce(own)
+    return replace(result, metrics=dict(zip(names, (own / 2).tolist(), strict=True))), *more
 
 
-@fault("momentum is applied twice", "The update is computed otherwise")
-def momentum_twice() -> Iterator[None]:
-    def update(original: Any, self: TrainState, *arguments: Any) -> None:
-        with mock.patch.dict(self.optimizer.param_groups[0], momentum=0.81):
-            original(self, *arguments)
+@fault("the weight of a term is forgotten", "", TransformerTask, "loss")
+def weight_forgotten(original: Any, self: Any, *arguments: Any) -> Any:
+    return replace(original(self, *arguments), weights={})
 
-    with wrapping(TrainState, "update", update):
-        yield
+
+@fault("gradients of two layers change places", "", Parallel, "check_reduced")
+def swapped(original: Any, self: Parallel, where: str) -> None:
+    original(self, where)
+    parts = list(self.gradients())
+    pair = next((a, b) for n, a in enumerate(parts) for b in parts[n + 1 :] if a.shape == b.shape and a.ndim > 1)
+    kept = pair[0].clone()
+    pair[0].copy_(pair[1])
+    pair[1].copy_(kept)
+
+
+@fault("momentum is applied twice", "The update is computed otherwise", TrainState, "update")
+def momentum_twice(original: Any, self: TrainState, *arguments: Any) -> None:
+    with mock.patch.dict(self.optimizer.param_groups[0], momentum=0.81):
+        original(self, *arguments)
 
 
 @fault("the schedule begins anew on resume", "The state was not carried on", resumed=1)
@@ -272,19 +213,22 @@ def schedule_anew() -> Iterator[None]:
         yield
 
 
-@fault("the average is loaded as the weights", "The state was not carried on", task="averaged", resumed=1)
-def average_as_weights() -> Iterator[None]:
-    def load(original: Any, self: TorchEngine, reader: Any) -> None:
-        original(self, reader)
-        average = self.train_state.average.named_tensors
-        with torch.no_grad():
-            for name, parameter in self.train_state.module.named_parameters():
-                kept = next((value for key, value in average.items() if key.endswith(name)), None)
-                if kept is not None:
-                    parameter.copy_(kept)
-
-    with wrapping(TorchEngine, "load", load):
-        yield
+@fault(
+    "the average is loaded as the weights",
+    "The state was not carried on",
+    TorchEngine,
+    "load",
+    task="averaged",
+    resumed=1,
+)
+def average_as_weights(original: Any, self: TorchEngine, reader: Any) -> None:
+    original(self, reader)
+    average = self.train_state.average.named_tensors
+    with torch.no_grad():
+        for name, parameter in self.train_state.module.named_parameters():
+            kept = next((value for key, value in average.items() if key.endswith(name)), None)
+            if kept is not None:
+                parameter.copy_(kept)
 
 
 def name_verdict(found: Verdict, fault: Fault) -> str:
