@@ -23,7 +23,7 @@ from unisono.launch import layout as layouts
 from unisono.launch.processes import rank_process
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.hangs import HangWatch
-from unisono.proof.recording.trace import Trace, trace_folder
+from unisono.proof.recording.trace import read_trace
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.console import say
 from unisono.task_config import build_task, read_config
@@ -117,25 +117,22 @@ def remove_recorded(root: Path) -> None:
         shutil.rmtree(facts.parent)
 
 
-def is_recorded(root: Path, case: str) -> bool:
-    """Whether a case was run to its end."""
-    return (trace_folder(root, case) / "facts.json").is_file()
-
-
 def needs_whole_batches(folder: Path, first: Case, config: RunConfig) -> bool:
     """Whether the first case has shown that a forward pass reads buffers that it changes.
 
     Then every layout has to make as many passes as one process does: one micro-batch each. Not where rows of a global
     batch may not be in one micro-batch, nor in JAX, whose probes change no buffers.
     """
-    if first.whole or not is_recorded(folder, first.name) or rows_of_sources(config, config.train.global_batch):
+    if first.whole or rows_of_sources(config, config.train.global_batch):
         return False
-    return bool(Trace(trace_folder(folder, first.name)).facts.carried)
+    trace = read_trace(folder, first.name)
+    return trace is not None and bool(trace.facts.carried)
 
 
 def _has_failed(root: Path, case: str) -> bool:
     """Whether a case that another needs has failed; the other need not be run."""
-    return bool(case) and (not is_recorded(root, case) or bool(Trace(trace_folder(root, case)).facts.fault))
+    trace = read_trace(root, case) if case else None
+    return bool(case) and (trace is None or bool(trace.facts.fault))
 
 
 def deadline(case: Case, seconds: float | None) -> float:

@@ -27,7 +27,7 @@ from unisono.launch import run_directory
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import Mark
 from unisono.proof.recording.trace import QUANTITIES
-from unisono.proof.verdict import Abstention, Verdict, abstentions, exit_code
+from unisono.proof.verdict import Abstention, Verdict, abstentions, join_marks
 from unisono.runtime import secrets
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
@@ -133,7 +133,7 @@ def text(verdicts: list[Verdict], alone: list[Verdict], about: dict[str, Any]) -
     layouts = about.get("layouts")  # of a script they are not known, and no run asks for its proof
     covers = [] if layouts is None else _find_coverage([*alone, *verdicts], layouts)
     described = {
-        "verdict": {0: "PASS", 1: "FAIL", 2: "ABSTAIN"}[exit_code([*verdicts, *alone])],
+        "verdict": join_marks([*verdicts, *alone]),
         **about,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "covers": [one.model_dump() for one in covers],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from unisono.launch.processes import local_processes
 from unisono.proof import comparison, diagnosis, engines, predictions
@@ -38,15 +38,15 @@ def judge_cases(
     """
     verdicts: list[Verdict] = []
     alone: list[Verdict] = []
-    shared = _SharedFindings(every, traces, adaptive)
+    proof = _Proof(every, traces, adaptive, ended or {}, recipe)
     for case in every:
         failed = {v.case for v in (*verdicts, *alone) if v.mark == "FAIL"}
         if case.reference and case.name in traces and (why := _fails_already(case, every, failed)):
             verdicts.append(Verdict(case.name, case.reference, case.bitwise, [_abstain(why)]))
         elif case.reference:
-            verdicts.append(_judge_case(case, traces, shared, ended or {}, recipe))
+            verdicts.append(_judge_case(case, proof))
         elif case.name not in traces:
-            alone.append(_not_run_verdict(case, traces, ended or {}))
+            alone.append(_not_run_verdict(case, proof))
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
     return verdicts, alone
@@ -63,32 +63,33 @@ def _fails_already(case: Case, every: list[Case], failed: set[str]) -> str:
     return f"{plain}, which begins anew, failed too" if plain in failed else ""
 
 
-class _SharedFindings:
-    """What several cases are judged by, found once: it takes reading whole traces.
+@dataclass
+class _Proof:
+    """The runs of a proof, as `judge_cases` is given them; what several cases are judged by is found once."""
 
-    Args:
-        every: the cases.
-        traces: of those that were run to their end, by name.
-        adaptive: whether the optimizer divides by the size of gradients.
-    """
+    every: list[Case]
+    traces: Mapping[str, Trace]
+    adaptive: bool
+    ended: Mapping[str, local_processes.WorkerError]
+    recipe: str
+    _tolerances: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    _failed: dict[str, set[str]] = field(default_factory=dict)
 
-    def __init__(self, every: list[Case], traces: Mapping[str, Trace], adaptive: bool) -> None:
-        self.every, self.adaptive = every, adaptive
-        self._traces = traces
-        self._tolerances: dict[tuple[str, str], dict[str, float]] = {}
-        self._failed: dict[str, set[str]] = {}
+    def first(self, case: Case) -> Trace:
+        """Of the run on one process that a case is compared with in the end, and that was looked at most closely."""
+        return self.traces[_root_reference(case, self.every).name]
 
     def tolerance(self, case: Case) -> dict[str, float]:
         """See `measure_tolerance`; the same for all cases of a precision that are compared with one run in the end."""
         key = case.precision, _root_reference(case, self.every).name
         if key not in self._tolerances:
-            self._tolerances[key] = measure_tolerance(case, self.every, self._traces, self.adaptive)
+            self._tolerances[key] = measure_tolerance(case, self.every, self.traces, self.adaptive)
         return self._tolerances[key]
 
     def failed_invariants(self, name: str) -> set[str]:
         """What the run of a case fails on by itself."""
         if name not in self._failed:
-            found = comparison.check_invariants(self._traces[name])
+            found = comparison.check_invariants(self.traces[name])
             self._failed[name] = {one.quantity for one in found if one.mark == "FAIL"}
         return self._failed[name]
 
@@ -97,55 +98,53 @@ def _abstain(why: str) -> comparison.ComparedQuantity:
     return comparison.ComparedQuantity("the run", "ABSTAIN", why=why)
 
 
-def _judge_case(
-    case: Case,
-    traces: Mapping[str, Trace],
-    shared: _SharedFindings,
-    ended: Mapping[str, local_processes.WorkerError],
-    recipe: str,
-) -> Verdict:
-    known = case.name in traces and case.reference in traces and case.name not in ended
-    if not known or traces[case.reference].facts.fault:
-        return _not_run_verdict(case, traces, ended)
-    mine, reference = traces[case.name], traces[case.reference]
+def _judge_case(case: Case, proof: _Proof) -> Verdict:
+    known = case.name in proof.traces and case.reference in proof.traces and case.name not in proof.ended
+    if not known or proof.traces[case.reference].facts.fault:
+        return _not_run_verdict(case, proof)
+    mine, reference, first = proof.traces[case.name], proof.traces[case.reference], proof.first(case)
     found = Verdict(case.name, case.reference, case.bitwise)
-    first = traces[_root_reference(case, shared.every).name]
-    why = reason_to_abstain(case, mine, reference, first)
-    if why:
+    if why := reason_to_abstain(case, mine, reference, first):
         found.compared = [_abstain(why)]
         if mine.facts.unstable_forward and not first.facts.unrepeatable:  # which the reference did not show, by chance
             found.invariants = [c for c in comparison.check_invariants(mine) if c.quantity in comparison.REPEATED]
             found.diagnosis = diagnosis.diagnose(mine, mine, found.invariants, 1)
         return found
     found.fault = mine.facts.fault
-    if not found.fault and case.weights_from:
-        found.compared, found.invariants = engines.compared(mine, reference, recipe), comparison.check_invariants(mine)
-    elif not found.fault:
-        allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else shared.tolerance(case)
-        found.compared = comparison.compare_traces(mine, reference, allowed, shared.adaptive and not case.bitwise)
-        found.compared = [_excuse_rounding(one, case, first) for one in found.compared]
-        if why := _excuse(case, mine, reference, first):
-            found.compared = [_excuse_difference(one, why) for one in found.compared]
-        # What the reference fails on by itself is reported of the reference.
-        failed, alone = shared.failed_invariants(case.reference), comparison.check_invariants(mine)
-        if any(c.quantity == comparison.GRADIENT and c.mark == "FAIL" and c.quantity in failed for c in alone):
-            found.compared = [
-                _abstain(f"neither it nor {case.reference} has a gradient: nothing moves that may differ")
-            ]
-        elif not case.bitwise and _vanishes(reference, first) and _vanishes(mine, first):
-            found.compared = [
-                _abstain(f"its gradient and that of {case.reference} are rounding alone: nothing moves that may differ")
-            ]
-        found.invariants = [c for c in alone if c.quantity not in failed]
-    found.diagnosis = diagnosis.diagnose(
-        mine,
-        reference,
-        [*found.compared, *found.invariants],
-        case.world_size,
-        case.starts,
-        first,
-    )
+    if not found.fault:
+        found.invariants = comparison.check_invariants(mine)
+        if case.weights_from:
+            found.compared = engines.compared(mine, reference, proof.recipe)
+        else:
+            # What the reference fails on by itself is reported of the reference.
+            failed = proof.failed_invariants(case.reference)
+            has_none = any(c.quantity == comparison.GRADIENT and c.mark == "FAIL" for c in found.invariants)
+            found.compared = _compare(case, proof, has_none and comparison.GRADIENT in failed)
+            found.invariants = [c for c in found.invariants if c.quantity not in failed]
+    compared = [*found.compared, *found.invariants]
+    found.diagnosis = diagnosis.diagnose(mine, reference, compared, case.world_size, case.starts, first)
     return found
+
+
+def _compare(case: Case, proof: _Proof, without_gradients: bool) -> list[comparison.ComparedQuantity]:
+    """Hold a case against its reference; nothing is said of two runs in which nothing moves.
+
+    Args:
+        case: that was run, as its reference was.
+        proof: with their traces.
+        without_gradients: whether neither has a gradient.
+    """
+    mine, reference, first = proof.traces[case.name], proof.traces[case.reference], proof.first(case)
+    if without_gradients:
+        return [_abstain(f"neither it nor {case.reference} has a gradient: nothing moves that may differ")]
+    if not case.bitwise and _vanishes(reference, first) and _vanishes(mine, first):
+        why = f"its gradient and that of {case.reference} are rounding alone: nothing moves that may differ"
+        return [_abstain(why)]
+    allowed = dict.fromkeys(QUANTITIES, 0.0) if case.bitwise else proof.tolerance(case)
+    compared = comparison.compare_traces(mine, reference, allowed, proof.adaptive and not case.bitwise)
+    compared = [_excuse_rounding(one, case, first) for one in compared]
+    why = _excuse(case, mine, reference, first)
+    return [_excuse_difference(one, why) for one in compared] if why else compared
 
 
 def _vanishes(trace: Trace, first: Trace) -> bool:
@@ -308,14 +307,12 @@ def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]
     return {**result, "update": FLOOR["fp64" if case.precision == "fp64" else "fp32"]}
 
 
-def _not_run_verdict(
-    case: Case, traces: Mapping[str, Trace], ended: Mapping[str, local_processes.WorkerError]
-) -> Verdict:
+def _not_run_verdict(case: Case, proof: _Proof) -> Verdict:
     """Of a case that says nothing: its reference failed, or its processes ended, in it or in one before."""
     found = Verdict(case.name, case.reference, case.bitwise)
-    reference = traces.get(case.reference)
-    if case.name in ended:
-        error = ended[case.name]
+    reference = proof.traces.get(case.reference)
+    if case.name in proof.ended:
+        error = proof.ended[case.name]
         found.fault, found.diagnosis = str(error), diagnosis.diagnose_error(error.fault, str(error))
         return found
     if reference is not None and reference.facts.fault:

@@ -26,7 +26,7 @@ from unisono.launch.task_objects import reference_to, with_engine
 from unisono.proof import case_process, certificate, engines, judgement, verdict
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings, build_cases
 from unisono.proof.hangs import read_stacks
-from unisono.proof.recording.trace import Trace, trace_folder
+from unisono.proof.recording.trace import is_recorded, read_trace, trace_folder
 from unisono.proof.trace_room import LOGS, trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import usable_cores
@@ -69,8 +69,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             every = build_cases(proof, asked, carried=True)
             layouts = _describe_layouts(every, asked, proof)
             ended = _run_cases(every, config, proof, folder, servers, digests)
-        made = [case for case in every if case_process.is_recorded(folder, case.name)]
-        traces = {case.name: Trace(trace_folder(folder, case.name)) for case in made}
+        traces = {case.name: trace for case in every if (trace := read_trace(folder, case.name))}
         adaptive = not isinstance(config.optim, Sgd)
         return *judgement.judge_cases(every, traces, adaptive, ended, config.recipe), {
             **describe_proof(asked, proof, facts),
@@ -134,7 +133,7 @@ def _run_cases(
     threads = threads_per_process(widest)
     for phase in plan_phases(every):
         one = phase[0]
-        first = _read_trace(folder, every[0])
+        first = read_trace(folder, every[0].name)
         if first and first.facts.user_error and not judgement.lacks_kernel(first):
             raise RunError(f"the task fails on one process, so there is nothing to compare:\n{first.facts.user_error}")
         if first:
@@ -149,7 +148,7 @@ def _run_cases(
         try:
             run_lanes(phase, lanes, folder, write, partial(_start_processes, settled, folder, threads, server))
         except local_processes.WorkerError as error:
-            missing = (case for case in phase if not case_process.is_recorded(folder, case.name))
+            missing = (case for case in phase if not is_recorded(folder, case.name))
             case = next(missing, phase[-1])  # the first that is missing was under way
             ended[case.name] = _keep_logs(folder, case, error)
         if changed := code_digest.describe_changes(digests, code_digest.digest_sources(config.recipe, engine)):
@@ -171,7 +170,7 @@ def run_lanes(
     try:
         start(len(lanes) if len(lanes) > 1 else None)
     except local_processes.WorkerError:
-        left = [case for case in phase if not case_process.is_recorded(folder, case.name)]
+        left = [case for case in phase if not is_recorded(folder, case.name)]
         if len(lanes) == 1 or not left:
             raise
         for case in left:
@@ -187,11 +186,6 @@ def _start_processes(
         settled, folder, threads, "unisono.proof.case_process", arguments=(settled.recipe,), server=server,
         processes=count,
     )  # fmt: skip
-
-
-def _read_trace(folder: Path, case: Case) -> Trace | None:
-    """The trace of a case that was run to its end."""
-    return Trace(trace_folder(folder, case.name)) if case_process.is_recorded(folder, case.name) else None
 
 
 def _keep_logs(folder: Path, case: Case, error: local_processes.WorkerError) -> local_processes.WorkerError:
@@ -222,7 +216,7 @@ class ProofResult:
     @property
     def passed(self) -> bool:
         """Whether an equality passed and nothing failed."""
-        return verdict.exit_code([*self.verdicts, *self.references]) == 0
+        return verdict.join_marks([*self.verdicts, *self.references]) == "PASS"
 
     def __str__(self) -> str:
         judged = [*self.references, *self.verdicts]

@@ -73,10 +73,15 @@ class Verdict:
         return first_failure([*self.compared, *self.invariants])
 
 
-def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """0: an equality passed and nothing failed; 1: something failed; 2: nothing could be said."""
+def join_marks(verdicts: Sequence[Verdict]) -> Mark:
+    """FAIL if something failed, PASS if an equality passed, ABSTAIN if nothing could be said."""
     marks = {verdict.mark for verdict in verdicts}
-    return 1 if "FAIL" in marks else 0 if "PASS" in marks else 2
+    return "FAIL" if "FAIL" in marks else "PASS" if "PASS" in marks else "ABSTAIN"
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """0 for PASS, 1 for FAIL, 2 for ABSTAIN."""
+    return {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}[join_marks(verdicts)]
 
 
 def abstentions(verdicts: Sequence[Verdict]) -> list[Abstention]:
@@ -86,7 +91,7 @@ def abstentions(verdicts: Sequence[Verdict]) -> list[Abstention]:
 
 def format_outcome(verdicts: Sequence[Verdict]) -> str:
     """The last word: PASS, FAIL or ABSTAIN; and of a PASS what it does not cover."""
-    mark = {0: "PASS", 1: "FAIL", 2: "ABSTAIN"}[exit_code(verdicts)]
+    mark = join_marks(verdicts)
     if mark != "PASS":
         return mark
     wholly = [f"{v.case} against {v.reference}" for v in verdicts if v.reference and v.mark == "ABSTAIN"]

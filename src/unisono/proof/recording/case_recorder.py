@@ -30,7 +30,15 @@ from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, diges
 from unisono.proof.probes.sample_probe import digest_samples
 from unisono.proof.probes.state import describe_state, restore_attributes, restore_model
 from unisono.proof.recording.recorder import Recorder, content_digest
-from unisono.proof.recording.trace import INITIAL_BUFFERS, RunFacts, StepFacts, Trace, trace_folder, write_facts
+from unisono.proof.recording.trace import (
+    INITIAL_BUFFERS,
+    RunFacts,
+    StepFacts,
+    Trace,
+    is_recorded,
+    trace_folder,
+    write_facts,
+)
 from unisono.proof.user_errors import format_user_error
 from unisono.protocols import cross_sample_mode
 from unisono.runtime.communicator import Communicator, ProcessInfo
@@ -167,9 +175,9 @@ class _CaseRun:
             self.engine.observe(self.lower)
         case = self.case
         of_terms = self.process.world_size == 1 and case.precision == "fp64" and not (case.perturbed or case.starts)
-        reference = trace_folder(self.root, case.reference)
-        finished = case.reference and (reference / "facts.json").is_file()
-        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, reference if finished else None)
+        finished = case.reference and is_recorded(self.root, case.reference)
+        reference = trace_folder(self.root, case.reference) if finished else None
+        self.recorder = Recorder(view, self.communicator, self.folder, of_terms, reference)
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model

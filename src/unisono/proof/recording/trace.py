@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 
+_FACTS = "facts.json"
 INITIAL_BUFFERS = "initial buffers"  # the moment that has the arrays that are not parameters
 
 # In causal order: what is wrong first explains what is wrong after it.
@@ -252,7 +253,7 @@ class Trace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        values = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        values = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         for step in values["steps"]:
             step["parts"] = [Part(**part) for part in step["parts"]]
         values["steps"] = [StepFacts(**step) for step in values["steps"]]
@@ -274,6 +275,16 @@ class Trace:
 def trace_folder(root: Path, case: str) -> Path:
     """Where the trace of a case lies."""
     return root / case.replace(" ", "_").replace(":", "-")
+
+
+def is_recorded(root: Path, case: str) -> bool:
+    """Whether a case was run to its end."""
+    return (trace_folder(root, case) / _FACTS).is_file()
+
+
+def read_trace(root: Path, case: str) -> Trace | None:
+    """The trace of a case, if that was run to its end."""
+    return Trace(trace_folder(root, case)) if is_recorded(root, case) else None
 
 
 def write_tensors(
@@ -350,7 +361,7 @@ def _map_file(file: Path) -> dict[str, Array]:
 
 def write_facts(folder: Path, facts: RunFacts) -> None:
     """Write what is known beside the tensors; it is written last, so a trace with facts is a whole one."""
-    (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+    (folder / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
 def _tensor_file(folder: Path, moment: str, step: int | None) -> Path:
