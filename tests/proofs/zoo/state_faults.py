@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -62,22 +61,20 @@ def not_cleared(original: Any, self: TrainState, step: int, scalars: Mapping[str
         original(self, step, scalars)
 
 
-@fault("moving average renewed per micro-batch", "The moving average drifts", MovingAverage, "update", task="averaged")
+_AVERAGE = MovingAverage, "update"
+
+
+@fault("moving average renewed per micro-batch", "The moving average drifts", *_AVERAGE, task="averaged")
 def average_per_micro_batch(original: Any, self: MovingAverage, updates: int) -> None:
     for _ in range(2):
         original(self, updates)
 
 
-@fault("moving average on the first rank only", "The moving average drifts", MovingAverage, "update", task="averaged")
+@fault("moving average of one rank's shards", "The moving average drifts", *_AVERAGE, task="averaged", strategy="fsdp")
+@fault("moving average on the first rank only", "The moving average drifts", *_AVERAGE, task="averaged")
 def average_of_one_rank(original: Any, self: MovingAverage, updates: int) -> None:
     if dist.get_rank() == 0:
         original(self, updates)
-
-
-@fault("moving average of one rank's shards", "The moving average drifts", task="averaged", strategy="fsdp")
-def average_of_shards() -> Iterator[None]:
-    with contextmanager(average_of_one_rank)():
-        yield
 
 
 # losses across samples ------------------------------------------------------------------------------------------------
@@ -101,15 +98,10 @@ def block_diagonal(original: Any, self: Paired, here: torch.Tensor, rows: int) -
     return original(self, here, rows) * (torch.arange(rows) // 4 == here[:, None] // 4)  # of 8 rows, 4 on a rank
 
 
+@fault("gather without a gradient, contrast", "The gradients across samples depend on the layout", task="contrast")
 @fault("gather without a gradient", "The gradients across samples depend on the layout", task="pairs")
 def detached_gather() -> Iterator[None]:
     with mock.patch.object(cross_sample, "sum_vector", lambda vector, *_: vector):
-        yield
-
-
-@fault("gather without a gradient, contrast", "The gradients across samples depend on the layout", task="contrast")
-def detached_contrast() -> Iterator[None]:
-    with contextmanager(detached_gather)():
         yield
 
 
