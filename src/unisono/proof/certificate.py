@@ -129,7 +129,7 @@ def write_certificate(path: Path, verdicts: list[Verdict], alone: list[Verdict],
 
 
 def text(verdicts: list[Verdict], alone: list[Verdict], about: dict[str, Any]) -> str:
-    """Everything as JSON; arguments as for `write`."""
+    """Everything as JSON; arguments as for `write_certificate`."""
     layouts = about.get("layouts")  # of a script they are not known, and no run asks for its proof
     covers = [] if layouts is None else _find_coverage([*alone, *verdicts], layouts)
     described = {

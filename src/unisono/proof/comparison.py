@@ -88,12 +88,10 @@ def compare_traces(
     """
     result = []
     floor = min(tolerance["raw gradients"] or 1e-12, _MAX_FLOOR)
-    names = find_zero_gradients(reference, floor) if adaptive else frozenset()
-    parts = find_zero_gradient_elements(mine, reference, floor, names) if adaptive else {}
-    shown = (*sorted(names), *(f"{name} ({part.sum()} of {part.size} elements)" for name, part in parts.items()))
+    left_out = find_left_out(mine, reference, floor) if adaptive else LeftOut()
     for quantity in QUANTITIES:
         moved = quantity in ("optimizer state", "parameters", "EMA")
-        found = list(_differences(quantity, mine, reference, names if moved else frozenset(), parts if moved else {}))
+        found = list(_differences(quantity, mine, reference, left_out if moved else LeftOut()))
         if not found:
             result.append(ComparedQuantity(quantity, "ABSTAIN", why="there is none"))
             continue
@@ -108,9 +106,8 @@ def compare_traces(
                 "runs on one process whose initial weights differ in their last bit"
             )
         mark: Mark = "ABSTAIN" if why else "FAIL" if over else "PASS"
-        result.append(
-            ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown if moved and not why else ())
-        )
+        shown = left_out.shown if moved and not why else ()
+        result.append(ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown))
     return result
 
 
@@ -136,36 +133,52 @@ def _explain_local_statistics(quantity: str, over: list[Difference], mine: Trace
     return ""
 
 
-def find_zero_gradients(reference: Trace, floor: float) -> frozenset[str]:
-    """Parameters whose true gradient is zero in all steps (a key bias in attention): what they have is rounding."""
-    silent, seen = set(reference.facts.trainable), set[str]()
-    for step in range(len(reference.facts.steps)):
-        gradients = reference.tensors("raw gradients", step)
-        whole = norm_of(gradients.values())
-        silent -= {name for name, value in gradients.items() if norm_of([value]) > 0.1 * floor * whole}
-        seen |= set(gradients)  # where two optimizers take turns, no step has them all
-    return frozenset(silent & seen if seen else silent)
+@dataclass(frozen=True)
+class LeftOut:
+    """What an adaptive optimizer moves by rounding alone.
+
+    Attributes:
+        names: parameters whose true gradient is zero in all steps (a key bias in attention).
+        parts: the same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor.
+    """
+
+    names: frozenset[str] = frozenset()
+    parts: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """In words."""
+        parts = (f"{name} ({part.sum()} of {part.size} elements)" for name, part in self.parts.items())
+        return (*sorted(self.names), *parts)
 
 
-def find_zero_gradient_elements(
-    mine: Trace, reference: Trace, floor: float, names: frozenset[str]
-) -> dict[str, NDArray[np.bool_]]:
-    """The same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor.
+def find_left_out(mine: Trace, reference: Trace, floor: float) -> LeftOut:
+    """What has gradients that are rounding beside those of all, or of their tensor, and not simply zero on both sides.
 
-    Such an element is rounding beside the others of its tensor in every step, and is not simply zero on both sides.
+    Args:
+        mine: of the run in question.
+        reference: of the run that it must equal.
+        floor: relative size below which a gradient is rounding.
     """
     steps = range(len(reference.facts.steps))
+    silent, seen = set(reference.facts.trainable), set[str]()
     small: dict[str, NDArray[np.bool_]] = {}
     some: dict[str, NDArray[np.bool_]] = {}
     for step, trace in ((step, trace) for step in steps for trace in (reference, mine)):
         if trace is mine and mine.shares(reference, "raw gradients", step):
             continue
-        for name, value in trace.tensors("raw gradients", step).items():
+        gradients = trace.tensors("raw gradients", step)
+        if trace is reference:
+            whole = norm_of(gradients.values())
+            silent -= {name for name, value in gradients.items() if norm_of([value]) > 0.1 * floor * whole}
+            seen |= set(gradients)  # where two optimizers take turns, no step has them all
+        for name, value in gradients.items():
             typical = norm_of([value]) / math.sqrt(max(1, value.size))
             small[name] = small.get(name, np.ones(value.shape, bool)) & (np.abs(value) <= 0.1 * floor * typical)
             some[name] = some.get(name, np.zeros(value.shape, bool)) | (value != 0)
-    both = {name: small[name] & some[name] for name in sorted(small) if name not in names}
-    return {name: part for name, part in both.items() if part.any()}
+    names = frozenset(silent & seen if seen else silent)
+    parts = {name: small[name] & some[name] for name in sorted(small) if name not in names}
+    return LeftOut(names, {name: part for name, part in parts.items() if part.any()})
 
 
 def relative_distances(
@@ -187,9 +200,7 @@ def relative_distances(
     return result
 
 
-def _differences(
-    quantity: str, mine: Trace, reference: Trace, left_out: frozenset[str], parts: Mapping[str, NDArray[np.bool_]]
-) -> Iterator[Difference]:
+def _differences(quantity: str, mine: Trace, reference: Trace, left_out: LeftOut) -> Iterator[Difference]:
     """Differences of one quantity, step by step; those of the steps before a checkpoint was taken over are left out."""
     pairs = [
         (number, m, r)
@@ -198,9 +209,9 @@ def _differences(
     ]
     match quantity:
         case "initial parameters":
-            yield from _moment_differences(mine, reference, quantity, None, frozenset(), {})
-            own = frozenset((*mine.facts.per_process, *reference.facts.per_process))
-            yield from _moment_differences(mine, reference, INITIAL_BUFFERS, None, own, {})
+            yield from _moment_differences(mine, reference, quantity, None)
+            own = LeftOut(frozenset((*mine.facts.per_process, *reference.facts.per_process)))
+            yield from _moment_differences(mine, reference, INITIAL_BUFFERS, None, own)
             for name in mine.facts.initial_buffers:
                 yield Difference(math.inf, 0, name)
         case "evaluation":
@@ -261,16 +272,16 @@ def _differences(
             for number, m, _ in pairs:
                 if m.buffers:
                     yield Difference(math.inf, number + 1, join_names(m.buffers))
-                yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
+                yield from _moment_differences(mine, reference, quantity, number, left_out)
         case "optimizer state":  # a sum of gradients that cancel has the rounding of those that were in it before
             largest: dict[str, float] = {}
             for number, _, _ in pairs:
-                for one in _moment_differences(mine, reference, quantity, number, left_out, parts, largest):
+                for one in _moment_differences(mine, reference, quantity, number, left_out, largest):
                     largest[one.name] = max(largest.get(one.name, 0.0), one.reference or 0.0)
                     yield one
         case _:
             for number, _, _ in pairs:
-                yield from _moment_differences(mine, reference, quantity, number, left_out, parts)
+                yield from _moment_differences(mine, reference, quantity, number, left_out)
 
 
 def _moment_differences(
@@ -278,21 +289,20 @@ def _moment_differences(
     reference: Trace,
     moment: str,
     step: int | None,
-    left_out: frozenset[str],
-    parts: Mapping[str, NDArray[np.bool_]],
+    left_out: LeftOut = LeftOut(),
     least: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
     number = 0 if step is None else step + 1
-    if not (left_out or parts) and mine.shares(reference, moment, step):
+    if not (left_out.names or left_out.parts) and mine.shares(reference, moment, step):
         yield Difference(0.0, number)
         return
     ours, theirs = mine.tensors(moment, step), reference.tensors(moment, step)
-    for values in (ours, theirs) if parts else ():
+    for values in (ours, theirs) if left_out.parts else ():
         for name, value in values.items():
-            part = parts.get(_parameter_name(name))
+            part = left_out.parts.get(_parameter_name(name))
             if part is not None and part.shape == value.shape:
                 value[part] = 0
-    a, b = ({n: v for n, v in values.items() if _parameter_name(n) not in left_out} for values in (ours, theirs))
+    a, b = ({n: v for n, v in one.items() if _parameter_name(n) not in left_out.names} for one in (ours, theirs))
     yield from _tensor_differences(a, b, number, least)
 
 

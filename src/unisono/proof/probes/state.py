@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,7 @@ def restore_model(model: Any) -> Iterator[None]:
     """The same for parameters of a torch model, and what it keeps beside these and buffers: a counter, a generator."""
     found = find_kept(model)
     before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, digest_model(model)
-    is_torch = "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module)
-    parameters = [(one, one.detach().clone()) for one in model.parameters()] if is_torch else []
+    parameters = [(p, p.detach().clone()) for p in model.parameters()] if _is_of_torch(model, "nn.Module") else []
     try:
         yield
     finally:
@@ -142,7 +142,13 @@ def digest_kept(task: Task, model: Any, caches: bool = True) -> dict[str, int]:
 
 def _holds_modules(value: Any) -> bool:
     inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(one, sys.modules["torch"].nn.Module) for one in inside)
+    return any(_is_of_torch(one, "nn.Module") for one in inside)
+
+
+def _is_of_torch(value: Any, kind: str) -> bool:
+    """Whether it is of this class of torch, which is not imported to see that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, attrgetter(kind)(torch))
 
 
 def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
@@ -150,7 +156,7 @@ def find_kept(model: Any) -> dict[str, tuple[Any, str, Any]]:
 
     Each with the module that has it, its name there, and its value; none of what is no torch module.
     """
-    if "torch" not in sys.modules or not isinstance(model, sys.modules["torch"].nn.Module):
+    if not _is_of_torch(model, "nn.Module"):
         return {}
     known = {*vars(sys.modules["torch"].nn.Module())}
     return {
@@ -165,11 +171,8 @@ def _copy(value: Any) -> Any:
     """A copy of what is small and stands for itself, else `_NOT_COPIED`."""
     if isinstance(value, _PLAIN):
         return value
-    kinds: tuple[type, ...] = (np.ndarray, list, dict, set, deque)
-    if "torch" in sys.modules:
-        kinds = (*kinds, sys.modules["torch"].Tensor)
-    small = isinstance(value, kinds) and _size(value) < 1e6
-    if not small and not _is_generator(value):
+    is_known = isinstance(value, np.ndarray | list | dict | set | deque) or _is_of_torch(value, "Tensor")
+    if not (is_known and _size(value) < 1e6) and not _is_generator(value):
         return _NOT_COPIED
     try:
         return copy.deepcopy(value)
@@ -194,7 +197,7 @@ def _digest(value: Any) -> int:
         return hash(value.getstate())
     if isinstance(value, np.random.RandomState):
         return hash(repr(value.get_state(legacy=False)))
-    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Generator):
+    if _is_of_torch(value, "Generator"):
         return checksum(value.get_state())
     try:
         return checksum(value)
@@ -218,8 +221,8 @@ def _digest_globals(task: Task, model: Any) -> dict[str, int]:
 
 
 def _is_generator(value: Any) -> bool:
-    kinds: tuple[type, ...] = (np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, (*kinds, sys.modules["torch"].Generator) if "torch" in sys.modules else kinds)
+    of_numpy = isinstance(value, np.random.Generator | np.random.RandomState)
+    return of_numpy or isinstance(value, random.Random) or _is_of_torch(value, "Generator")
 
 
 def _name_changed(inputs: Any, call: Callable[[], Any]) -> str:

@@ -33,7 +33,7 @@ class LowerPrecision(Observer):
     """Looks for lower precision in the passes of every step.
 
     Args:
-        module: a torch model; nothing is found in another.
+        module: the model.
         precision: of the run.
         seed: of the changes.
         perturbing: whether results of a lower precision are changed in their last bit.
@@ -42,14 +42,14 @@ class LowerPrecision(Observer):
         found: dtypes by the modules that make such tensors.
     """
 
-    def __init__(self, module: Any, precision: str, seed: int, perturbing: bool) -> None:
-        self._mode = _DispatchMode(module, precision, seed, perturbing) if isinstance(module, nn.Module) else None
-        self.found: dict[str, str] = {} if self._mode is None else self._mode.found
+    def __init__(self, module: nn.Module, precision: str, seed: int, perturbing: bool) -> None:
+        self._mode = _DispatchMode(module, precision, seed, perturbing)
+        self.found = self._mode.found
 
     @property
     def attention(self) -> bool:
         """Whether one of torch's fused attention kernels was used."""
-        return self._mode is not None and self._mode.attention
+        return self._mode.attention
 
     def part(self, name: str) -> AbstractContextManager[Any] | None:
         """The passes of a step are looked at."""
