@@ -9,6 +9,7 @@ import pytest
 
 from tests.runs import configuration
 from unisono.launch.processes.exit_report import WorkerError
+from unisono.proof.case_process import Progress, Work
 from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
 from unisono.proof.prove import plan_phases, run_lanes, split_lanes
 from unisono.proof.recording.trace import trace_folder
@@ -193,8 +194,10 @@ def test_what_a_process_of_several_leaves_is_run_once_more_in_one_lane(tmp_path:
     phase = [done, other]
     asked: list[list[list[Case]]] = []
     started: list[int | None] = []
+    work = Work(ProofSettings(), Progress(2), {})
 
     def start(count: int | None) -> None:
+        asked.append(Work.read(tmp_path).lanes)
         started.append(count)
         if len(started) == 1:
             for case in phase:
@@ -208,10 +211,10 @@ def test_what_a_process_of_several_leaves_is_run_once_more_in_one_lane(tmp_path:
     assert len(split) == lanes
     if lanes == 1:  # it is known whose fault it is
         with pytest.raises(WorkerError):
-            run_lanes(phase, split, tmp_path, asked.append, start)
+            run_lanes(phase, split, tmp_path, work, start)
         assert (asked, started) == ([split], [None])
     else:
-        run_lanes(phase, split, tmp_path, asked.append, start)
+        run_lanes(phase, split, tmp_path, work, start)
         assert (asked, started) == ([split, [[other]]], [2, None])
 
 

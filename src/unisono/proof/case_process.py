@@ -5,15 +5,16 @@ Cases of one process are run side by side, where there are cores for it: each pr
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+
+from pydantic import TypeAdapter
 
 from unisono.config import code_digest
 from unisono.config.batch_split import rows_of_sources
@@ -29,6 +30,7 @@ from unisono.runtime.console import say
 from unisono.task_config import build_task, read_config
 
 _LONGEST = 600.0  # seconds of a case, where nothing is known
+_WORK = "proof.json"
 
 
 def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place: ProcessInfo | None) -> RunConfig:
@@ -80,21 +82,30 @@ class Progress:
         return f"  {name}: {seconds:.1f} s ({done} of {self.total}{rest})"
 
 
-def write_cases(
-    folder: Path, lanes: Sequence[Sequence[Case]], proof: ProofSettings, progress: Progress, digests: Mapping[str, str]
-) -> None:
-    """Write what the processes have to run, and the digests of the code that is proved.
+@dataclass(frozen=True)
+class Work:
+    """What the processes of a phase have to do.
 
-    Args:
-        folder: of the processes.
-        lanes: the cases, all on as many processes; if there are several lanes, each is one process's alone.
+    Attributes:
         proof: its settings.
         progress: of the proof.
-        digests: of the code.
+        code: the digests of what is proved.
+        lanes: the cases, all on as many processes; if there are several lanes, each is one process's alone.
     """
-    described = {"proof": proof.model_dump(), "lanes": [[asdict(case) for case in lane] for lane in lanes]}
-    described |= {"progress": asdict(progress), "code": dict(digests)}
-    (folder / "proof.json").write_text(json.dumps(described), encoding="utf-8")
+
+    proof: ProofSettings
+    progress: Progress
+    code: dict[str, str]
+    lanes: list[list[Case]] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Leave it in the folder of the processes."""
+        (folder / _WORK).write_bytes(TypeAdapter(Work).dump_json(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Work:
+        """What was written there."""
+        return TypeAdapter(Work).validate_json((folder / _WORK).read_bytes())
 
 
 def _stand_alone() -> ProcessInfo:
@@ -162,23 +173,18 @@ def main(folder: Path, task: str) -> NoReturn:
     def work() -> None:
         from unisono.proof.recording import case_recorder
 
-        described = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
-        several = len(described["lanes"]) > 1
+        todo = Work.read(folder)
+        several, proof, progress = len(todo.lanes) > 1, todo.proof, todo.progress
         place = _stand_alone() if several else started_as
         config = read_config(folder / "config.yaml", task)
-        proof = ProofSettings.model_validate(described["proof"])
-        cases = [
-            Case(**{**case, **{name: tuple(case[name]) for name in ("interrupted", "saves")}})
-            for case in described["lanes"][started_as.rank if several else 0]
-        ]
-        elsewhere = {case["name"] for lane in described["lanes"] for case in lane} - {case.name for case in cases}
+        cases = todo.lanes[started_as.rank if several else 0]
+        elsewhere = {case.name for lane in todo.lanes for case in lane} - {case.name for case in cases}
         first = build_case_config(config, cases[0], proof, place)
         rank_process.redirect_native_output(first, folder, place)
         group = rank_process.join_processes(first, place)
         watch = HangWatch(folder, started_as.rank)
-        progress = Progress(**described["progress"])
         for case in cases:
-            if any(group.gather(_has_changed(described["code"], config), "whether the code has changed")):
+            if any(group.gather(_has_changed(todo.code, config), "whether the code has changed")):
                 break  # it is told by the process that started this one
             needed = {case.reference, case.starts_from, case.weights_from} - elsewhere
             if any(_has_failed(folder, other) for other in needed):

@@ -144,9 +144,9 @@ def _run_cases(
         server = servers.one if one.world_size == 1 else servers.several
         beside = settled.layout.device == "cpu" and settled.layout.engine == "torch"
         lanes = split_lanes(phase, min(widest, usable_cores()) if beside else 1)
-        write = partial(case_process.write_cases, folder, proof=proof, progress=progress, digests=digests)
+        work = case_process.Work(proof, progress, dict(digests))
         try:
-            run_lanes(phase, lanes, folder, write, partial(_start_processes, settled, folder, threads, server))
+            run_lanes(phase, lanes, folder, work, partial(_start_processes, settled, folder, threads, server))
         except local_processes.WorkerError as error:
             missing = (case for case in phase if not is_recorded(folder, case.name))
             case = next(missing, phase[-1])  # the first that is missing was under way
@@ -162,11 +162,11 @@ def run_lanes(
     phase: list[Case],
     lanes: list[list[Case]],
     folder: Path,
-    write: Callable[[list[list[Case]]], None],
+    work: case_process.Work,
     start: Callable[[int | None], None],
 ) -> None:
     """Run cases side by side; if a process ends, what is left is run in one lane, which shows whose fault it is."""
-    write(lanes)
+    replace(work, lanes=lanes).write(folder)
     try:
         start(len(lanes) if len(lanes) > 1 else None)
     except local_processes.WorkerError:
@@ -175,7 +175,7 @@ def run_lanes(
             raise
         for case in left:
             shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
-        write([left])
+        replace(work, lanes=[left]).write(folder)
         start(None)
 
 
