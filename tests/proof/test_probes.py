@@ -19,6 +19,7 @@ from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes, restore_model
+from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
 from unisono.task import Task
 
@@ -56,7 +57,7 @@ def probed(loss: Callable[[Any], float], count: Callable[[Any], float] = len, ki
     view: Any = kind(loss)
     task: Any = Counting(count)
     facts = RunFacts()
-    probe_loss(facts, view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9)
+    probe_loss(facts, Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9))
     return facts
 
 
@@ -159,7 +160,7 @@ class Model(View):
 
 def tried(view: Any) -> RunFacts:
     facts = RunFacts()
-    probe_model(facts, view, Rows(), micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9)
+    probe_model(facts, Trial(view, Rows(), micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9))
     return facts
 
 
@@ -391,7 +392,7 @@ def near(loss: Callable[[Any], float], collate: Any = None) -> RunFacts:
     micro = MicroBatch(0, np.arange(4), task.collate(samples), {}, {})
     view: Any = View(loss)
     facts = RunFacts()
-    probe_neighbours(facts, view, task, micro, samples, {}, 1e-9)
+    probe_neighbours(facts, Trial(view, task, micro, {}, 1e-9), samples)
     return facts
 
 

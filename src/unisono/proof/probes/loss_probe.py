@@ -2,77 +2,63 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from unisono.data.loading.checksum import checksum
-from unisono.data.loading.draws import restore_global_generators
-from unisono.data.loading.loader import MicroBatch
-from unisono.engines.observers import ModelView
 from unisono.proof.predictions import find_constant, is_additive, is_equal, own_mean_weights
-from unisono.proof.probes.rows import take_rows
 from unisono.proof.probes.state import describe_state, repeat_call
+from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
-from unisono.task import Task
 
 _ROWS = 4  # whose subsets are tried: 15 of them
 
 
-def probe_loss(
-    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> None:
+def probe_loss(facts: RunFacts, trial: Trial) -> None:
     """Compute the loss of the same rows twice, and of every set of the first few.
 
     Args:
         facts: to write what was found into.
-        view: of the model; its outputs for these rows are the same each time, and do not depend on their neighbours.
-        task: whose `counts` go with the sums.
-        micro: whose rows they are.
-        scalars: of the first step.
-        floor: relative difference that is rounding.
+        trial: of a model whose outputs are the same each time, and do not depend on the rows beside a row.
     """
-    with view.without_side_effects(), restore_global_generators():
-        used = copy.deepcopy(micro)
-        once = view.sums(used, scalars)
+    task, micro, floor = trial.task, trial.micro, trial.floor
+
+    def repeat() -> dict[str, float]:
+        return trial.sums(trial.copy())
+
+    with trial.undone():
+        used = trial.copy()
+        once = trial.sums(used)
         changed = (n for n, array in used.arrays.items() if checksum(array) != checksum(micro.arrays[n]))
         overwritten = next(changed, "")
         if once and micro.size > 1:  # what is remembered of the same rows alone may have settled by now
-            view.sums(_select_rows(micro, range(micro.size // 2)), scalars)
+            trial.sums(trial.take(range(micro.size // 2)))
         again = repeat_call(
-            task,
-            lambda: view.sums(copy.deepcopy(micro), scalars),
-            lambda made: all(is_equal(value, made[name], floor) for name, value in once.items()),
+            task, repeat, lambda made: all(is_equal(value, made[name], floor) for name, value in once.items())
         )
         for name, value in once.items():
             if not is_equal(value, again[name], floor):
-                why = describe_state(task, lambda: view.sums(copy.deepcopy(micro), scalars), None)
-                facts.unstable_loss = (
-                    f"'{name}' of the same outputs came to {value:.6g} and then to {again[name]:.6g}; {why}"
-                )
+                said = f"'{name}' of the same outputs came to {value:.6g} and then to {again[name]:.6g}"
+                facts.unstable_loss = f"{said}; {describe_state(task, repeat, None)}"
                 return
         facts.overwritten = overwritten
         if not once or micro.size < 3:
             return
         rows = tuple(range(min(micro.size, _ROWS)))
         found = {
-            subset: _of_rows(view, task, micro, scalars, subset)
-            for size in range(1, len(rows) + 1)
-            for subset in combinations(rows, size)
+            subset: _of_rows(trial, subset) for size in range(1, len(rows) + 1) for subset in combinations(rows, size)
         }
-        turned = _of_rows(view, task, micro, scalars, rows[::-1])
+        turned, _ = _of_rows(trial, rows[::-1])
         kinds = {}
         for name in once:
-            sums = {subset: value[0][name] for subset, value in found.items()}
-            counts = {subset: value[1][name] for subset, value in found.items()}
-            at_places = is_equal(turned[0][name], sums[rows], floor)  # else it draws, or depends on the places of rows
+            sums, counts = ({subset: values[i][name] for subset, values in found.items()} for i in (0, 1))
+            at_places = is_equal(turned[name], sums[rows], floor)  # else it draws, or depends on the places of rows
             kinds[name] = _kind(sums, counts, floor) if at_places else "places"
         facts.additivity = {name: kind for name, kind in kinds.items() if kind}
         if {"statistic", "number"} & {*kinds.values()}:
-            facts.by_number = _find_by_number(view, micro, scalars, rows, floor)
+            facts.by_number = _find_by_number(trial, rows)
 
 
 def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], float], floor: float) -> str:
@@ -120,26 +106,18 @@ def is_additive_beside_one(values: Mapping[tuple[int, ...], float], limit: float
     return False
 
 
-def _find_by_number(
-    view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], rows: Sequence[int], floor: float
-) -> str:
+def _find_by_number(trial: Trial, rows: Sequence[int]) -> str:
     """An output of the first two rows that is another where more rows are in the batch; empty for none."""
-    few, many = (view.flatten(view.outputs(_select_rows(micro, some), scalars)) for some in (rows[:2], rows))
+    few, many = (trial.outputs(trial.take(some)) for some in (rows[:2], rows))
     for name, value in many.items():
         if name in few and value.ndim and (len(few[name]), len(value)) == (2, len(rows)):
             off = np.abs(few[name] - value[:2]).max(initial=0)
-            if off > floor * np.abs(value).max(initial=0):
+            if off > trial.floor * np.abs(value).max(initial=0):
                 return name
     return ""
 
 
-def _of_rows(
-    view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], rows: Sequence[int]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums and counts of some rows of a micro-batch."""
-    part = _select_rows(micro, rows)
-    return view.sums(part, scalars), dict(task.counts(part.arrays))
-
-
-def _select_rows(micro: MicroBatch, rows: Sequence[int]) -> MicroBatch:
-    return replace(micro, arrays=take_rows(micro.arrays, micro.size, rows), rows=micro.rows[list(rows)])
+def _of_rows(trial: Trial, rows: Sequence[int]) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums and counts of some rows."""
+    part = trial.take(rows)
+    return trial.sums(part), dict(trial.task.counts(part.arrays))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,14 +13,12 @@ import numpy as np
 
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
-from unisono.proof.probes.rows import is_per_row, take_rows
 from unisono.proof.probes.state import TORCH, describe_state, digest_kept, find_kept, repeat_call
+from unisono.proof.probes.trial import Trial, is_per_row, take_rows
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
 from unisono.proof.recording.trace import Array, RunFacts
 from unisono.runtime.text import join_names
-from unisono.task import Task
 
 _KINDS = re.compile("BatchNorm|InstanceNorm|Dropout")  # of modules that compute otherwise in training
 _COPIED = 4  # rows, copies of which stand in place of the others
@@ -30,60 +26,27 @@ _FEW = 16  # rows, each of which a pass is made for where they are mixed
 _ROUNDING = 1e-4  # what kernels that add in another order each time stay below
 
 
-def probe_model(
-    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> None:
+def probe_model(facts: RunFacts, trial: Trial) -> None:
     """Make a forward pass twice, once for each of the first rows with copies of it in place of the others, and again.
 
     Args:
         facts: to write what was found into.
-        view: of the model.
-        task: whose model it is.
-        micro: whose rows they are.
-        scalars: of the first step.
-        floor: relative difference that is rounding.
+        trial: of the model.
     """
-    with view.without_side_effects(), restore_global_generators():
-        facts.carried = _find_carried(view, micro, scalars, floor)
-        fixed = with_same_buffers(view) if facts.carried else view
-        facts.reseeded = _is_reseeded(fixed, micro, scalars, floor)
-    _try_passes(facts, fixed, task, micro, scalars, floor)
+    with trial.undone():
+        facts.carried = _find_carried(trial)
+        fixed = trial.with_same_buffers() if facts.carried else trial
+        facts.reseeded = _is_reseeded(fixed)
+    _try_passes(facts, fixed)
 
 
-def with_same_buffers(view: ModelView) -> ModelView:
-    """A view all of whose passes begin with the buffers that the model has now."""
-
-    def restoring(call: Callable[..., Any]) -> Callable[..., Any]:
-        def restored(*arguments: Any, **named: Any) -> Any:
-            with view.without_side_effects():
-                return call(*arguments, **named)
-
-        return restored
-
-    result = copy.copy(view)
-    for name in ("outputs", "sums", "draws"):
-        setattr(result, name, restoring(getattr(view, name)))
-    return result
-
-
-def _copy(micro: MicroBatch, arrays: Mapping[str, Any] | None = None) -> MicroBatch:
-    """The same with arrays of its own, which a task may change; these, if some are given."""
-    return replace(micro, arrays=copy.deepcopy(dict(micro.arrays if arrays is None else arrays)))
-
-
-def _make_outputs(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, Array]:
-    return view.flatten(view.outputs(micro, scalars))
-
-
-def _try_passes(
-    facts: RunFacts, view: ModelView, task: Task, micro: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> None:
-    count = micro.size
+def _try_passes(facts: RunFacts, trial: Trial) -> None:
+    task, micro, floor, count = trial.task, trial.micro, trial.floor, trial.micro.size
 
     def outputs(arrays: Mapping[str, Any] | None = None) -> dict[str, Array]:
-        return _make_outputs(view, _copy(micro, arrays), scalars)
+        return trial.outputs(trial.copy(arrays))
 
-    with view.without_side_effects(), restore_global_generators():
+    with trial.undone():
         once = outputs()
         sketches = build_sketches(once)
         again = repeat_call(task, outputs, lambda made: sketch_distance(sketches, build_sketches(made))[0] <= floor)
@@ -95,35 +58,36 @@ def _try_passes(
             after, call = ", after one of other rows,", partial(outputs, copy_row(micro, 0))
         if size > floor:
             said = f"a second forward pass{after} with the same weights, rows and seeds gave another {name}"
-            said = f"{said}; {describe_state(task, call, micro.arrays, model=getattr(view, 'module', None))}"
+            said = f"{said}; {describe_state(task, call, micro.arrays, model=trial.model)}"
             facts.unrepeatable = facts.unrepeatable or said
             facts.unstable_forward = said if size > _ROUNDING else ""
             return
         facts.neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
         if facts.neighbours and count <= _FEW:
-            facts.beside = _describe_beside(micro, once, outputs, floor)
+            facts.beside = _describe_beside(trial, once)
             alike += [(row, outputs(copy_row(micro, row))) for row in range(len(alike), count)]
             by_row = {
                 n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if is_per_row(a, count)
             }
             facts.mixed = mixed_rows(once, by_row, floor)
         elif not facts.neighbours:
-            facts.unstable_forward = _find_remembered(view, outputs, micro, once, floor)
+            facts.unstable_forward = _find_remembered(trial, once)
 
 
-def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any, floor: float) -> str:
+def _describe_beside(trial: Trial, once: Mapping[str, Array]) -> str:
     """Which rows a row depends on, where it is not all of them: each is changed by itself into the one after it.
 
     A statistic of a batch is made of all its rows, or is read by all (a maximum); rows that are mixed depend on one or
     two others, by their places.
     """
-    count, of_row = micro.size, {row: list[int]() for row in range(micro.size)}
+    micro, count = trial.micro, trial.micro.size
+    of_row = {row: list[int]() for row in range(count)}
     for changed in range(count):
         order = [*range(count)]
         order[changed] = (changed + 1) % count
-        made = outputs(take_rows(micro.arrays, count, order))
+        made = trial.outputs(trial.copy(take_rows(micro.arrays, count, order)))
         for row in order[:changed] + order[changed + 1 :]:
-            if row_differs(once, made, row, count, floor):
+            if row_differs(once, made, row, count, trial.floor):
                 of_row[row].append(changed)
     most = [*map(len, of_row.values()), *Counter(one for others in of_row.values() for one in others).values()]
     if count < 3 or count - 1 in most:
@@ -131,29 +95,33 @@ def _describe_beside(micro: MicroBatch, once: Mapping[str, Array], outputs: Any,
     return "; ".join(f"row {row} on {join_names(map(str, others))}" for row, others in of_row.items() if others)
 
 
-def _find_remembered(view: ModelView, outputs: Any, micro: MicroBatch, once: Mapping[str, Array], floor: float) -> str:
+def _find_remembered(trial: Trial, once: Mapping[str, Array]) -> str:
     """What the model keeps of its first pass, a row for a row, and reads in the next ones; empty for nothing.
 
     The same rows in other places then give other outputs, and their own in these places once what is kept is put into
     the same order.
     """
-    count = micro.size
+    count = trial.micro.size
     order = [*range(1, count), 0]
-    kept = _find_tensors_by_row(getattr(view, "module", None), count)
+    kept = _find_tensors_by_row(trial.model, count)
     if count < 2 or not kept:
         return ""
-    turned, wanted = take_rows(micro.arrays, count, order), build_sketches(take_rows(once, count, order))
-    if sketch_distance(build_sketches(outputs(turned)), wanted)[0] <= floor:
+    wanted = build_sketches(take_rows(once, count, order))
+
+    def differs() -> bool:
+        turned = trial.copy(take_rows(trial.micro.arrays, count, order))
+        return sketch_distance(build_sketches(trial.outputs(turned)), wanted)[0] > trial.floor
+
+    if not differs():
         return ""
     for holder, key, value in kept.values():
         holder[key] = value[order]
     try:
-        again = build_sketches(outputs(turned))
+        if differs():
+            return ""
     finally:
         for holder, key, value in kept.values():
             holder[key] = value
-    if sketch_distance(again, wanted)[0] > floor:
-        return ""
     return (
         f"the model keeps {join_names(sorted(kept))} of an earlier micro-batch, which is no buffer: rows in another "
         "order have outputs of their own only if what it keeps is put into this order, too"
@@ -176,27 +144,27 @@ def _find_tensors_by_row(model: Any, count: int) -> dict[str, tuple[dict[Any, An
     return found
 
 
-def _is_reseeded(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> bool:
+def _is_reseeded(trial: Trial) -> bool:
     """Whether passes with two seeds draw the same: they end in one random state, and give the same."""
-    if not view.draws(micro, scalars):
+    if not trial.view.draws(trial.micro, trial.scalars):
         return False
     found = []
-    for number in (micro.number, micro.number + 1):
-        given = replace(_copy(micro), number=number)
-        made = build_sketches(_make_outputs(view, given, scalars))
-        found.append((made, view.sums(given, scalars), view.random_digest()))
-    (made, sums, state), (others, other_sums, other_state) = found
-    return state != 0 and state == other_state and not _find_other((made, sums), (others, other_sums), floor)
+    for number in (trial.micro.number, trial.micro.number + 1):
+        given = replace(trial.copy(), number=number)
+        found.append((_make_pass(trial, given), trial.view.random_digest()))
+    (made, state), (others, other_state) = found
+    return state != 0 and state == other_state and not _find_other(made, others, trial.floor)
 
 
-def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float], floor: float) -> list[str]:
+def _find_carried(trial: Trial) -> list[str]:
     """The buffers that a pass changes, if the next one reads them and passes that begin with the same are the same.
 
     The next one may be of the same rows, or of copies of one: a largest value so far moves by other rows alone.
     """
+    view, micro = trial.view, trial.micro
 
     def sketch(arrays: Mapping[str, Any] | None = None) -> dict[str, Sketch]:
-        return build_sketches(_make_outputs(view, _copy(micro, arrays), scalars))
+        return build_sketches(trial.outputs(trial.copy(arrays)))
 
     with view.without_side_effects():
         before = {name: buffer.copy() for name, buffer in view.whole("buffers").items()}
@@ -218,7 +186,7 @@ def _find_carried(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
         again = sketch_distance(once, sketch())[0]
     # A power iteration that has nearly converged moves outputs by less than rounding may, and gradients by more: where
     # a pass repeats in every bit, any difference comes from the buffers.
-    repeats = again <= floor and (moved > floor or not again)
+    repeats = again <= trial.floor and (moved > trial.floor or not again)
     shared = [name for name in changed if name not in view.local_buffers]  # those of batch norm are not read
     return (shared or changed) if repeats else []
 
@@ -228,19 +196,23 @@ def copy_row(micro: MicroBatch, row: int) -> dict[str, Any]:
     return take_rows(micro.arrays, micro.size, [row] * micro.size)
 
 
-def probe_evaluation(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
+def probe_evaluation(trial: Trial, held: MicroBatch) -> str:
     """Where the evaluation of a held-out micro-batch draws random numbers; empty if it does not."""
-    with view.without_side_effects(), restore_global_generators():
-        if not view.draws(micro, scalars, training=False):
+
+    def evaluate() -> bool:
+        return trial.view.draws(held, trial.scalars, training=False)
+
+    with trial.undone():
+        if not evaluate():
             return ""
-        line = find_drawing_lines(lambda: view.draws(micro, scalars, training=False)).get(TORCH, "")
+        line = find_drawing_lines(evaluate).get(TORCH, "")
     return f"outputs() or loss() draws in evaluation{f' ({line})' if line else ''}"
 
 
-def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, float]) -> str:
+def find_switched(trial: Trial, held: MicroBatch) -> str:
     """The normalisations and dropouts that a pass in evaluation puts into training mode, in words; empty for none."""
-    model: Any = getattr(view, "module", None)
-    if "torch" not in sys.modules or not hasattr(model, "named_modules"):
+    model = trial.model
+    if not hasattr(model, "named_modules"):
         return ""
     before = {name: module.training for name, module in model.named_modules()}
     switched: list[str] = []
@@ -252,8 +224,8 @@ def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
     parts = [part for _, part in model.named_modules() if _KINDS.search(type(part).__name__)]
     handles = [part.register_forward_pre_hook(see) for part in parts]
     try:
-        with view.without_side_effects(), restore_global_generators():
-            view.draws(micro, scalars, training=False)
+        with trial.undone():
+            trial.view.draws(held, trial.scalars, training=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -263,39 +235,39 @@ def find_switched(view: ModelView, micro: MicroBatch, scalars: Mapping[str, floa
     return f"outputs() or loss() computes with {names} in training mode" if names else ""
 
 
-def find_remembered_by_evaluation(
-    view: ModelView, task: Task, micro: MicroBatch, held: MicroBatch, scalars: Mapping[str, float], floor: float
-) -> str:
+def find_remembered_by_evaluation(trial: Trial, held: MicroBatch) -> str:
     """How a training pass is another after an evaluation, in words; empty if it is the same."""
-    model = getattr(view, "module", None)
+    view, task = trial.view, trial.task
 
-    def train() -> tuple[dict[str, Sketch], dict[str, float]]:
+    def train() -> _Pass:
         with view.without_side_effects():
-            given = _copy(micro)
-            return build_sketches(_make_outputs(view, given, scalars)), view.sums(given, scalars)
+            return _make_pass(trial, trial.copy())
 
     def evaluate() -> None:
         with view.without_side_effects():
-            view.draws(held, scalars, training=False)
+            view.draws(held, trial.scalars, training=False)
 
     with restore_global_generators():
         once, repeated = train(), train()
-        before = digest_kept(task, model)
+        before = digest_kept(task, trial.model)
         evaluate()
-        after, again = digest_kept(task, model), train()
-        changed = _find_other(once, again, floor)
-        if not changed or _find_other(once, repeated, floor):  # then it is no matter of the evaluation
+        after, again = digest_kept(task, trial.model), train()
+        changed = _find_other(once, again, trial.floor)
+        if not changed or _find_other(once, repeated, trial.floor):  # then it is no matter of the evaluation
             return ""
         kept = [name for name in after if after[name] != before.get(name)]
         why = f"it changes {join_names(kept)}" if kept else describe_state(task, evaluate, {})
     return f"a training pass after an evaluation gives another {changed}; {why}"
 
 
-def _find_other(
-    once: tuple[Mapping[str, Sketch], Mapping[str, float]],
-    again: tuple[Mapping[str, Sketch], Mapping[str, float]],
-    floor: float,
-) -> str:
+_Pass = tuple[dict[str, Sketch], dict[str, float]]  # sketches of the outputs, and sums of the loss
+
+
+def _make_pass(trial: Trial, micro: MicroBatch) -> _Pass:
+    return build_sketches(trial.outputs(micro)), trial.sums(micro)
+
+
+def _find_other(once: _Pass, again: _Pass, floor: float) -> str:
     """The first output, or the first sum of the loss, that is another the second time; empty for none."""
     size, name = sketch_distance(once[0], again[0])
     if size > floor:

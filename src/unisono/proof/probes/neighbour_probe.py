@@ -8,26 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.loading.draws import restore_global_generators
-from unisono.data.loading.loader import MicroBatch
-from unisono.engines.observers import ModelView
 from unisono.proof.predictions import is_equal
-from unisono.proof.probes.rows import take_rows
+from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
-from unisono.task import Task
 
 _ROWS = 4  # that are tried alone
 
 
-def probe_neighbours(
-    facts: RunFacts,
-    view: ModelView,
-    task: Task,
-    micro: MicroBatch,
-    samples: Sequence[Any],
-    scalars: Mapping[str, float],
-    floor: float,
-) -> None:
+def probe_neighbours(facts: RunFacts, trial: Trial, samples: Sequence[Any]) -> None:
     """Compute the loss of each row twice: from a batch of its own, and cut out of the batch with the others.
 
     All that differs between the two is what `collate` made of the row, so the sums over the rows are the same unless
@@ -35,23 +23,19 @@ def probe_neighbours(
 
     Args:
         facts: to write what was found into.
-        view: of a model that draws nothing and looks at one row at a time.
-        task: whose `collate` it is.
-        micro: the batch of these samples.
-        samples: one for each of its rows.
-        scalars: of the first step.
-        floor: relative difference that is rounding.
+        trial: of a model that draws nothing and looks at one row at a time.
+        samples: one for each row.
     """
-    count = min(len(samples), _ROWS)
+    micro, count = trial.micro, min(len(samples), _ROWS)
     if len(samples) != micro.size or micro.size < 2:
         return
-    with view.without_side_effects(), restore_global_generators():
-        alone = [task.collate([sample]) for sample in samples[:count]]
-        cut = [take_rows(micro.arrays, micro.size, [row]) for row in range(count)]
+    with trial.undone():
+        alone = [trial.task.collate([sample]) for sample in samples[:count]]
+        cut = [trial.take([row]).arrays for row in range(count)]
         if count < micro.size and not all(map(_is_padded, alone, cut)):
             return  # rows may have changed places, and with some alone one would compare others
-        ours, theirs = (_add_up(view, task, micro, batches, scalars) for batches in (alone, cut))
-    different = [name for name in theirs if not is_equal(ours.get(name, 0.0), theirs[name], floor)]
+        ours, theirs = (_add_up(trial, batches) for batches in (alone, cut))
+    different = [name for name in theirs if not is_equal(ours.get(name, 0.0), theirs[name], trial.floor)]
     if not different or not ours:
         return
     name = different[0]
@@ -76,16 +60,14 @@ def _pair_up(alone: Sequence[dict[str, Any]], cut: Sequence[dict[str, Any]]) -> 
     return pairs
 
 
-def _add_up(
-    view: ModelView, task: Task, micro: MicroBatch, batches: Sequence[dict[str, Any]], scalars: Mapping[str, float]
-) -> dict[str, float]:
+def _add_up(trial: Trial, batches: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Sums and counts over batches of one row."""
     total: dict[str, float] = {}
     for row, arrays in enumerate(batches):
-        sums = view.sums(replace(micro, arrays=arrays, rows=micro.rows[row : row + 1]), scalars)
+        sums = trial.sums(replace(trial.micro, arrays=arrays, rows=trial.micro.rows[row : row + 1]))
         found = {f"the sum of '{name}'": value for name, value in sums.items()}
         if sums:
-            found |= {f"the count of '{name}'": float(value) for name, value in task.counts(arrays).items()}
+            found |= {f"the count of '{name}'": float(value) for name, value in trial.task.counts(arrays).items()}
         for name, value in found.items():
             total[name] = total.get(name, 0.0) + value
     return total

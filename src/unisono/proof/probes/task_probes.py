@@ -4,56 +4,48 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from unisono.data.loading.batch_builder import BatchBuilder
-from unisono.data.loading.loader import MicroBatch
 from unisono.data.order.plan import Plan
-from unisono.engines.observers import ModelView
 from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
+from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Source, Task
 
-_FLOOR = 1e-9  # in fp64, which is the precision in which a task is tried
 log = logging.getLogger(__name__)
 
 
 def probe_task(
     facts: RunFacts,
-    view: ModelView,
-    task: Task,
+    trial: Trial,
     fresh: Task,
     source: Source,
     plan: Plan,
-    micro: MicroBatch,
     held_out: HeldOut | None,
-    scalars: Mapping[str, float],
     mask: bool = False,
 ) -> None:
     """Try the task's functions by themselves; one that cannot be tried so is left untried.
 
     Args:
         facts: to write what was found into.
-        view: of the model.
-        task: whose functions they are.
-        fresh: the same as it was before it made anything.
+        trial: of the first micro-batch.
+        fresh: the task as it was before it made anything.
         source: its rows.
         plan: of the run.
-        micro: its first micro-batch.
         held_out: to evaluate on, if there are any.
-        scalars: of the first step.
         mask: leave samples out that cannot be made.
     """
-    packed = plan.capacity is not None
+    task, packed = trial.task, plan.capacity is not None
+    indices = plan.samples(0, range(trial.micro.size))
 
     def samples() -> None:
-        indices = plan.samples(0, range(micro.size))
         try:
             facts.unstable_samples = probe_samples(fresh, source, plan.seed, indices, mask, packed)
         except UnisonoError:  # it needs what data() has left in it
@@ -61,24 +53,22 @@ def probe_task(
 
     def evaluation() -> None:
         if held_out is not None and not task.draws_in_evaluation:
-            with_rows = (one for batches in held_out.batches() for one in batches if not one.idle)
-            held = next(with_rows)
+            held = next(one for batches in held_out.batches() for one in batches if not one.idle)
             # First, since one evaluation may be what decides all later passes.
-            facts.evaluation_remembered = find_remembered_by_evaluation(view, task, micro, held, scalars, _FLOOR)
-            facts.evaluation_draws = probe_evaluation(view, held, scalars)
-            facts.evaluation_switched = find_switched(view, held, scalars)
+            facts.evaluation_remembered = find_remembered_by_evaluation(trial, held)
+            facts.evaluation_draws = probe_evaluation(trial, held)
+            facts.evaluation_switched = find_switched(trial, held)
 
     def loss() -> None:
-        probe_loss(facts, view, task, micro, scalars, _FLOOR)
+        probe_loss(facts, trial)
 
     def neighbours() -> None:
-        with view.without_side_effects():  # a pass may mark in a buffer that this step was made
-            draws = view.draws(micro, scalars)
+        with trial.view.without_side_effects():  # a pass may mark in a buffer that this step was made
+            draws = trial.view.draws(trial.micro, trial.scalars)
         if packed or facts.unstable_loss or facts.unstable_samples or draws:
             return
-        indices = plan.samples(0, range(micro.size))
         made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices)[1]
-        probe_neighbours(facts, view, task, micro, made, scalars, _FLOOR)
+        probe_neighbours(facts, trial, made)
 
     facts.probed = True
     _try(samples)

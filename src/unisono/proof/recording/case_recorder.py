@@ -25,10 +25,11 @@ from unisono.proof import engines
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings
 from unisono.proof.probes import task_probes
 from unisono.proof.probes.build_probe import find_overlapping, probe_build
-from unisono.proof.probes.model_probe import probe_model, with_same_buffers
+from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
 from unisono.proof.probes.state import describe_state, restore_attributes, restore_model
+from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import (
     INITIAL_BUFFERS,
@@ -186,10 +187,10 @@ class _CaseRun:
 
     def _probe(self, micro: MicroBatch, facts: RunFacts, of_terms: bool) -> None:
         """Try the model, and in the run that all others are compared with the task's functions."""
-        view, scalars, on_cpu = self.engine.view, self.scalars(0), self.config.layout.device == "cpu"
-        floor = 1e-9 if self.case.precision == "fp64" else 1e-3
+        view, on_cpu = self.engine.view, self.config.layout.device == "cpu"
+        trial = Trial(view, self.task, micro, self.scalars(0), 1e-9 if self.case.precision == "fp64" else 1e-3)
         before = digest_parameters(view) if of_terms else {}
-        probe_model(facts, view, self.task, micro, scalars, floor)
+        probe_model(facts, trial)
         if not on_cpu:  # an accelerator's kernels may add as they like
             facts.unstable_forward = ""
         if of_terms and not facts.changed_by_passes:
@@ -199,10 +200,8 @@ class _CaseRun:
                 probe_build(facts, view, self.task, self.config.run.seed)
             if on_cpu:
                 self.engine.observe(PassProbe(view, self.task, facts))
-            fixed = with_same_buffers(view) if facts.carried else view
-            task_probes.probe_task(
-                facts, fixed, self.task, self.fresh, self.source, self.plan, micro, self.held_out, scalars, self.mask
-            )
+            fixed = trial.with_same_buffers() if facts.carried else trial
+            task_probes.probe_task(facts, fixed, self.fresh, self.source, self.plan, self.held_out, self.mask)
 
     def close(self) -> None:
         """Release both."""
