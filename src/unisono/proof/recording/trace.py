@@ -118,125 +118,82 @@ class StepFacts:
 
 @dataclass
 class RunFacts:
-    """What is known of a whole run.
+    """What is known of a whole run. A text that says why, how or which is empty where there is nothing to say."""
 
-    Attributes:
-        trainable: names of the parameters that are to be trained.
-        frozen: names of the others.
-        untrained: of the parameters to be trained, those that no optimizer of a script changes: it holds them at no
-            rate, or not at all.
-        random: whether a forward pass draws random numbers.
-        per_process: names of layers whose statistics are those of one process.
-        lower: what computes in a lower precision inside than the run has: `module: dtype`.
-        autocast: the dtype of the autocast in which a script calls its model, empty for none.
-        attention: whether it used one of torch's fused kernels for scaled dot product attention.
-        unrepeatable: why the run cannot be repeated: its data or its forward pass come out otherwise each time.
-        reseeded: whether something in a pass seeds anew the generator that was seeded for it, so that keys say nothing.
-        overlapping: groups of parameters that are several and have the same memory.
-        carried: buffers that a forward pass reads and changes, so that it begins with what the one before it left.
-        neighbours: whether what the model computes for a row depends on the rows beside it in its micro-batch.
-        beside: which of them, where it is not all of them, in words; empty otherwise.
-        mixed: what it returns with the numbers of other rows in a row's place; empty for nothing.
-        initial_buffers: that should begin the same on all ranks and do not, each with these ranks.
-        unstable_build: why a model that is built again begins otherwise, empty if it does not.
-        unstable_samples: why `sample` or `collate` gives something else for the same rows, empty if it does not.
-        unstable_forward: why the forward pass does, by more than rounding.
-        unstable_gradient: why the gradient of the same loss is another each time, empty if it is the same.
-        changed_by_passes: the parameters that passes change without an update, in words; empty for none.
-        kept_by_task: attributes of the task, and numbers that the model keeps, which passes of a later step change, in
-            words; empty for none.
-        padding: how padding to the longest row of a micro-batch changes its loss, empty if it does not.
-        collated: how `collate` gives a row other numbers beside others, empty if it does not.
-        overwritten: the array of a batch that `outputs` or `loss` changes in place, empty if none is.
-        callbacks: of the task and the configuration, which a proof does not call.
-        evaluation_draws: where an evaluation draws random numbers, empty if it does not or says that it means to.
-        unstable_evaluation: why a second evaluation of the same weights and rows gives something else, empty if it does
-            not.
-        evaluation_switched: which modules compute in an evaluation as in training, in words; empty for none.
-        evaluation_remembered: how an evaluation changes the training pass that follows, in words; empty if not.
-        first_samples: by rank, of the first samples of the run, which every rank makes, a digest of the sample and of
-            the generator that it was given.
-        source_rows: by rank, how many rows the task's data have, where that is known.
-        probed: whether the task's functions were tried by themselves, which the next two say the results of.
-        unstable_loss: why the loss of the same outputs is another each time, empty if it is the same.
-        additivity: of the terms that are no sums over rows: `mean` for one that divides by a count of its own,
-            `averaged` for one that is a mean before it is divided by its count, `constant` for one that adds the same
-            to any rows, `places` for one that is another for the same rows in another order, `largest` for one that is
-            a sum beside one of the rows, such as the longest, `number` for one that is a sum times a number that
-            depends on how many rows there are, `statistic` for anything else.
-        by_number: an output that is another for the same rows where more rows are in the batch, if the loss is, too.
-        held_out: a digest of every held-out micro-batch, by its rows.
-        crosses: `rows` or `whole`, where the loss crosses samples.
-        devices: how many each process computes on.
-        steps: in order.
-        evaluation: rank by rank, what the evaluation after the last step came to; empty without held-out rows.
-        evaluation_again: the same a second time.
-        evaluation_left: what it did not leave as it was, e.g. `training mode`; None where nobody looked.
-        kernels: which the task has chosen, by setting.
-        optimizer: the name of its class, where a script has made it.
-        by_script: parameters that a script has changed itself, between updates.
-        promoted: lower precisions than float64 that a script asked for, and did not get.
-        rate_by_loss: whether a script has a learning rate that depends on its losses (`ReduceLROnPlateau`).
-        replaced: that other parameters than those of the optimizer got gradients, and seem to stand in their place.
-        fault: the error that ended the run, if one did.
-        called: the name of the likely fault behind that error, where the error says it.
-        user_error: the same error with the lines of the user's code, where it came from there.
-        seconds: that the run took.
-    """
+    trainable: list[str] = field(default_factory=list)  # names of the parameters that are to be trained
+    frozen: list[str] = field(default_factory=list)  # of the others
+    steps: list[StepFacts] = field(default_factory=list)  # in order
+    seconds: float = 0.0  # that the run took
+    devices: int = 1  # that each process computes on
 
-    trainable: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
-    untrained: list[str] = field(default_factory=list)
-    random: bool = False
-    per_process: list[str] = field(default_factory=list)
-    lower: list[str] = field(default_factory=list)
-    autocast: str = ""
-    attention: bool = False
-    unrepeatable: str = ""
-    reseeded: bool = False
-    overlapping: list[list[str]] = field(default_factory=list)
-    carried: list[str] = field(default_factory=list)
-    neighbours: bool = False
-    beside: str = ""
-    mixed: str = ""
-    initial_buffers: list[str] = field(default_factory=list)
-    unstable_build: str = ""
-    unstable_samples: str = ""
-    unstable_forward: str = ""
-    unstable_gradient: str = ""
-    changed_by_passes: str = ""
-    kept_by_task: str = ""
-    padding: str = ""
-    collated: str = ""
-    overwritten: str = ""
-    callbacks: list[str] = field(default_factory=list)
-    evaluation_draws: str = ""
-    unstable_evaluation: str = ""
-    evaluation_switched: str = ""
-    evaluation_remembered: str = ""
-    first_samples: list[list[list[int]]] = field(default_factory=list)
-    source_rows: list[int] = field(default_factory=list)
-    probed: bool = False
-    unstable_loss: str = ""
-    additivity: dict[str, str] = field(default_factory=dict)
-    by_number: str = ""
-    held_out: dict[str, str] = field(default_factory=dict)
-    crosses: str = ""
-    devices: int = 1
-    steps: list[StepFacts] = field(default_factory=list)
-    evaluation: list[dict[str, float]] = field(default_factory=list)
-    evaluation_again: list[dict[str, float]] = field(default_factory=list)
-    evaluation_left: list[str] | None = field(default_factory=list)
-    kernels: dict[str, str] = field(default_factory=dict)
-    optimizer: str = ""
-    by_script: list[str] = field(default_factory=list)
-    promoted: list[str] = field(default_factory=list)
-    rate_by_loss: bool = False
-    replaced: str = ""
+    # The error that ended the run, if one did: its text, the name of the likely fault behind it, where the error says
+    # it, and its text with the lines of the user's code, where it came from there.
     fault: str = ""
     called: str = ""
     user_error: str = ""
-    seconds: float = 0.0
+
+    # The data: by rank, how many rows, where that is known; and of the first samples, which every rank makes, a digest
+    # of the sample and of the generator that it was given.
+    source_rows: list[int] = field(default_factory=list)
+    first_samples: list[list[list[int]]] = field(default_factory=list)
+
+    # The model and its passes.
+    per_process: list[str] = field(default_factory=list)  # names of what is a statistic of one process
+    overlapping: list[list[str]] = field(default_factory=list)  # parameters that are several, in the same memory
+    initial_buffers: list[str] = field(default_factory=list)  # that do not begin the same on all ranks, with these
+    crosses: str = ""  # `rows` or `whole`, where the loss crosses samples
+    random: bool = False  # whether a forward pass draws random numbers
+    lower: list[str] = field(default_factory=list)  # what computes in fewer bits than the run has: `module: dtype`
+    attention: bool = False  # whether it used one of torch's fused kernels for scaled dot product attention
+    kernels: dict[str, str] = field(default_factory=dict)  # which the task has chosen, by setting
+    changed_by_passes: str = ""  # the parameters that passes change without an update
+    kept_by_task: str = ""  # what task or model keep beside parameters and buffers, and passes of later steps change
+    unrepeatable: str = ""  # why the run cannot be repeated: its data or its forward pass come out otherwise each time
+
+    # A forward pass that was tried by itself.
+    reseeded: bool = False  # whether something in it seeds the generator that was seeded for it, so keys say nothing
+    carried: list[str] = field(default_factory=list)  # buffers that it reads and changes: the next begins with these
+    neighbours: bool = False  # whether what is computed for a row depends on the rows beside it in its micro-batch
+    beside: str = ""  # on which of them, where it is not all of them
+    mixed: str = ""  # what it returns with the numbers of other rows in a row's place
+    unstable_forward: str = ""  # why it gives something else for the same rows, by more than rounding
+
+    # The task's functions, if they were tried by themselves.
+    probed: bool = False
+    unstable_build: str = ""  # why a model that is built again begins otherwise
+    unstable_samples: str = ""  # why `sample` or `collate` gives something else for the same rows
+    unstable_loss: str = ""  # why the loss of the same outputs is another each time
+    unstable_gradient: str = ""  # why the gradient of the same loss is
+    padding: str = ""  # how padding to the longest row of a micro-batch changes its loss
+    collated: str = ""  # how `collate` gives a row other numbers beside others
+    overwritten: str = ""  # the array of a batch that `outputs` or `loss` changes in place
+    # Of the terms that are no sums over rows: `mean` for one that divides by a count of its own, `averaged` for one
+    # that is a mean before it is divided by its count, `constant` for one that adds the same to any rows, `places` for
+    # one that is another for the same rows in another order, `largest` for one that is a sum beside one of the rows,
+    # such as the longest, `number` for one that is a sum times a number that depends on how many rows there are,
+    # `statistic` for anything else.
+    additivity: dict[str, str] = field(default_factory=dict)
+    by_number: str = ""  # an output that is another for the same rows where more are in the batch, if the loss is, too
+
+    # The evaluation after the last step, rank by rank, once and again; and a digest of every held-out micro-batch.
+    evaluation: list[dict[str, float]] = field(default_factory=list)
+    evaluation_again: list[dict[str, float]] = field(default_factory=list)
+    held_out: dict[str, str] = field(default_factory=dict)  # by its rows
+    unstable_evaluation: str = ""  # why a second one of the same weights and rows gives something else
+    evaluation_draws: str = ""  # where it draws random numbers, unless the task says that it means to
+    evaluation_switched: str = ""  # which modules compute in it as in training
+    evaluation_remembered: str = ""  # how it changes the training pass that follows
+    evaluation_left: list[str] | None = field(default_factory=list)  # what it changed; None where nobody looked
+    callbacks: list[str] = field(default_factory=list)  # of task and configuration, which a proof does not call
+
+    # Of a script of another library.
+    optimizer: str = ""  # the name of its optimizer's class
+    untrained: list[str] = field(default_factory=list)  # trainable, and held by no optimizer, or at no rate
+    by_script: list[str] = field(default_factory=list)  # parameters that it has changed itself, between updates
+    replaced: str = ""  # that other parameters than those of the optimizer got gradients, as if in their place
+    autocast: str = ""  # the dtype of the autocast in which it calls its model
+    promoted: list[str] = field(default_factory=list)  # dtypes below float64 that it asked for and did not get
+    rate_by_loss: bool = False  # whether it has a rate that depends on its losses (`ReduceLROnPlateau`)
 
 
 class Trace:
