@@ -69,39 +69,27 @@ class Part:
 
 @dataclass
 class StepFacts:
-    """What one step came to, beside its tensors.
+    """What one step came to, beside its tensors."""
 
-    Attributes:
-        rows: source rows of the global batch, in the order of the micro-batches; sorted where a script of another
-            library is free to deal them out in another order.
-        by_rank: source rows that each rank computed.
-        loss: over the global batch; None where a script does not tell it.
-        terms: of the loss.
-        grad_norm: before clipping.
-        lr: of every parameter group, as the optimizer used it, rank by rank.
-        metrics: over the global batch, as every rank reports them.
-        clean: whether the step began without gradients; None where that is not known.
-        samples: a digest of the arrays of every micro-batch, in the order of the global batch.
-        replicas: parameters that ranks which hold copies have with other bits, each with these ranks.
-        outputs: of every micro-batch, in the same order, a sketch of each tensor that the task's `outputs` returned.
-        parts: of every micro-batch, in the order of the global batch; empty where an engine does not tell.
-        draws: of every micro-batch, digests of the random state before and after its forward pass.
-        buffers: that should be the same on all ranks and are not, each with these ranks.
-    """
-
+    # Source rows of the global batch, in the order of the micro-batches; sorted where a script of another library is
+    # free to deal them out in another order.
     rows: list[int]
-    by_rank: list[list[int]]
-    loss: float | None
-    terms: dict[str, float]
-    grad_norm: float | None
-    lr: list[list[float]]
-    metrics: list[dict[str, float]]
-    clean: bool | None = True
-    samples: list[str] = field(default_factory=list)
-    replicas: list[str] = field(default_factory=list)
-    outputs: list[dict[str, list[float]]] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    draws: list[list[int]] = field(default_factory=list)
+    by_rank: list[list[int]]  # source rows that each rank computed
+    loss: float | None  # over the global batch; None where a script does not tell it
+    terms: dict[str, float]  # of the loss
+    grad_norm: float | None  # before clipping
+    lr: list[list[float]]  # of every parameter group, as the optimizer used it, rank by rank
+    metrics: list[dict[str, float]]  # over the global batch, as every rank reports them
+    clean: bool | None = True  # whether the step began without gradients; None where that is not known
+
+    # Of every micro-batch, in the order of the global batch.
+    samples: list[str] = field(default_factory=list)  # a digest of its arrays
+    outputs: list[dict[str, list[float]]] = field(default_factory=list)  # sketches of what `outputs` returned
+    parts: list[Part] = field(default_factory=list)  # what it adds to the step; none where an engine does not tell
+    draws: list[list[int]] = field(default_factory=list)  # the random state before and after its forward pass, digested
+
+    # What should have the same bits on all ranks that hold it and has not, each with these ranks.
+    replicas: list[str] = field(default_factory=list)  # parameters
     buffers: list[str] = field(default_factory=list)
 
     @property
