@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts, write_tensors
-from unisono.proof.scripts.rank_facts import RankFacts, fill_reports
+from unisono.proof.recording.trace import write_tensors
+from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, fill_reports
 from unisono.proof.scripts.script_comparison import (
     drop_unrepeatable_reports,
     find_local_statistics,
@@ -21,33 +20,29 @@ from unisono.proof.scripts.script_proof import choose_losses, note_reduction
 from unisono.proof.scripts.self_check import SelfCheck
 from unisono.proof.verdict import Verdict
 
-BUFFERS = ["1.count", "1.mean", "4.mean"]
 
-
-def build_trace(folder: Path, means: list[list[float]]) -> Trace:
+def write_means(folder: Path, means: list[list[float]]) -> ScriptTrace:
     """Ranks with two layers of batch normalisation; by step and rank, the means of the first."""
-    folder.mkdir()
     ranks = [
-        [asdict(RankFacts(buffers={"1.count": n, "1.mean": hash(mean), "4.mean": 7})) for mean in of_ranks]
+        [RankFacts(buffers={"1.count": n, "1.mean": hash(mean), "4.mean": 7}) for mean in of_ranks]
         for n, of_ranks in enumerate(means)
     ]
-    (folder / "ranks.json").write_text(json.dumps(ranks))
+    trace = write_script_trace(folder, ranks, per_process=["1.count", "1.mean", "4.mean"])
     for n, of_ranks in enumerate(means):
         values = {"1.count": np.full(1, n), "1.mean": np.full(3, of_ranks[0]), "4.mean": np.ones(3)}
         write_tensors(folder, "buffers", n, values)
-    write_facts(folder, RunFacts(per_process=BUFFERS))
-    return Trace(folder)
+    return trace
 
 
-def find(folder: Path, means: list[list[float]], step: int = 1) -> tuple[list[str], str]:
+def find(folder: Path, means: list[list[float]], step: int = 1, fails_alone: bool = False) -> tuple[list[str], str]:
     """Statistics of one process, and the name of raw gradients that differ first in a step."""
-    folder.mkdir(exist_ok=True)
-    reference = build_trace(folder / "one", [[1.0], [2.0]])
-    mine = build_trace(folder / "many", means)
-    failed = ComparedQuantity("raw gradients", "FAIL", Difference(0.5, step, "w"))
-    judged = Verdict("2 processes", "1 process", False, [failed])
-    name_local_statistics([judged], {"2 processes": mine}, reference, "fp64")
-    return find_local_statistics(mine, reference, "fp64"), judged.diagnosis.fault if judged.diagnosis else ""
+    reference, mine = write_means(folder / "one", [[1.0], [2.0]]), write_means(folder / "many", means)
+    failed = [
+        ComparedQuantity(name, "FAIL", Difference(0.5, step, "w")) for name in ("raw gradients", "gradients are equal")
+    ]
+    judged = Verdict("2 processes", "1 process", False, failed[:1], failed[1:] if fails_alone else [])
+    name_local_statistics([judged], {"2 processes": mine}, reference)
+    return find_local_statistics(mine, reference), judged.diagnosis.fault if judged.diagnosis else ""
 
 
 @pytest.mark.parametrize(
@@ -71,6 +66,10 @@ def test_statistics_that_differ_later_do_not_explain_a_gradient_that_differs_now
     assert find(tmp_path / "second", means, 2)[1] == "Buffers are those of one process"
 
 
+def test_a_fault_that_a_run_shows_by_itself_is_told_before_batch_statistics(tmp_path: Path) -> None:
+    assert find(tmp_path, [[0.7, 1.3]], fails_alone=True)[1] == ""
+
+
 @pytest.mark.parametrize(
     ("minimised", "average", "of_ranks"),
     [(2.8, 1.4, True), (0.7, 1.4, True), (1.4, 0.7, False), (1.5, 1.4, False), (2.8, 2.8, False)],
@@ -85,11 +84,9 @@ def test_losses_are_those_of_ranks_where_only_the_gradients_are_scaled(
 def test_reports_that_do_not_repeat_are_left_out(tmp_path: Path) -> None:
     traces = {}
     for name, rate in (("one", 5.0), ("again", 5.1), ("many", 9.0)):
-        (tmp_path / name).mkdir()
-        step = StepFacts([], [[]], None, {}, 1.0, [], [{"rows per second": rate, "loss": 1.0}])
-        write_facts(tmp_path / name, RunFacts(steps=[step]))
-        traces[name] = Trace(tmp_path / name)
-    assert drop_unrepeatable_reports(traces, traces["again"], traces["one"], "fp64") == ["rows per second"]
+        step = build_step([[]], metrics=[{"rows per second": rate, "loss": 1.0}])
+        traces[name] = write_script_trace(tmp_path / name, [[RankFacts()]], [step])
+    assert drop_unrepeatable_reports(traces, traces["again"], traces["one"]) == ["rows per second"]
     assert traces["many"].facts.steps[0].metrics == [{"loss": 1.0}]
 
 
@@ -104,14 +101,3 @@ def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: f
     many, one = (SelfCheck([], [], [], n, f"sum × {f}", f) for n, f in ((2, factor), (1, alone)))
     note_reduction(judged, many, one)
     assert ("look for what multiplies" in judged.notes[0]) == told
-
-
-def test_a_fault_that_a_run_shows_by_itself_is_told_before_batch_statistics(tmp_path: Path) -> None:
-    reference = build_trace(tmp_path / "one", [[1.0]])
-    mine = build_trace(tmp_path / "many", [[0.7, 1.3]])
-    failed = [
-        ComparedQuantity(name, "FAIL", Difference(0.5, 1, "w")) for name in ("raw gradients", "gradients are equal")
-    ]
-    judged = Verdict("2 processes", "1 process", False, failed[:1], failed[1:])
-    name_local_statistics([judged], {"2 processes": mine}, reference, "fp64")
-    assert judged.diagnosis is None

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.proof.recording.trace import RunFacts, StepFacts, Trace, write_facts, write_tensors
-from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts, write_rank_facts
+from tests.proof.script_traces import build_step, write_script_trace
+from unisono.proof.recording.trace import write_tensors
+from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace
 from unisono.proof.scripts.script_rows import count_shared_rows_once, drop_own_numbers, explain_other_rows
 
 
@@ -18,20 +19,13 @@ def write_runs(
     whole: list[list[int]],
     inputs: tuple[list[str], ...] = ([], [], []),
     lengths: tuple[int, ...] = (8, 8, 8),
-) -> tuple[Trace, Trace]:
-    """Traces of two processes and of one, with rows step by step; inputs and lengths of data are of 1, 2 and both."""
+    shapes: tuple[str, ...] = ("", "", ""),
+) -> tuple[ScriptTrace, ScriptTrace]:
+    """Traces of two processes and of one, with rows step by step; the rest is of process 1, of 2 and of the one."""
     traces = []
-    for name, steps in (("many", ranks), ("one", [[rows] for rows in whole])):
-        (folder / name).mkdir(parents=True)
-        facts = [
-            StepFacts(sorted(row for rank in by_rank for row in rank), by_rank, None, {}, 1.0, [], [])
-            for by_rank in steps
-        ]
-        write_facts(folder / name, RunFacts(steps=facts))
-        own = range(2) if name == "many" else [2]
-        seen = [[RankFacts(inputs=inputs[n], sources=[lengths[n]]) for n in own] for _ in steps]
-        write_rank_facts(folder / name, seen)
-        traces.append(Trace(folder / name))
+    for name, steps, own in (("many", ranks, range(2)), ("one", [[rows] for rows in whole], [2])):
+        seen = [[RankFacts(inputs=inputs[n], shape=shapes[n], sources=[lengths[n]]) for n in own] for _ in steps]
+        traces.append(write_script_trace(folder / name, seen, [build_step(by_rank) for by_rank in steps]))
     return traces[0], traces[1]
 
 
@@ -98,24 +92,12 @@ def test_numbers_of_one_data_set_are_kept(tmp_path: Path) -> None:
 def test_rows_whose_parts_ranks_compute_count_once(
     tmp_path: Path, shapes: tuple[str, ...], rows: list[list[int]], gradients: float, shared: bool
 ) -> None:
-    mine, reference = write_runs(tmp_path, [rows], [[0, 1]], (["r"], ["r"], ["r"]))
-    for trace, given in ((mine, shapes[:2]), (reference, shapes[2:])):
-        seen = read_rank_facts(trace.folder)
-        for rank, shape in zip(seen[0], given, strict=True):
-            rank.shape = shape
-        write_rank_facts(trace.folder, seen)
+    mine, reference = write_runs(tmp_path, [rows], [[0, 1]], (["r"], ["r"], ["r"]), shapes=shapes)
     for number, value in enumerate((1.0, gradients)):
         write_tensors(mine.folder, f"local gradients {number}", 0, {"0/a": np.full(3, value)})
-    assert count_shared_rows_once(mine, reference, "fp64") == shared
+    assert count_shared_rows_once(mine, reference) == shared
     assert (mine.facts.steps[0].rows == [0, 1]) == shared
-    assert all(rank.parted == shared for rank in read_rank_facts(mine.folder)[0])
-
-
-def change_inputs(trace: Trace, inputs: list[str]) -> None:
-    """Of the last rank, in step 2."""
-    seen = read_rank_facts(trace.folder)
-    seen[1][-1].inputs = inputs
-    write_rank_facts(trace.folder, seen)
+    assert all(rank.parted == shared for rank in mine.ranks[0])
 
 
 @pytest.mark.parametrize(
@@ -130,14 +112,13 @@ def test_rows_that_are_left_out_of_a_later_step_are_told(
     tmp_path: Path, one: list[str], many: list[str], told: str
 ) -> None:
     mine, reference = write_runs(tmp_path, [[[], []], [[], []]], [[], []], DEALT)
-    change_inputs(reference, one)
-    change_inputs(mine, many)
+    reference.ranks[1][-1].inputs, mine.ranks[1][-1].inputs = one, many
     why, since = explain_other_rows(mine, reference)
     assert (told in why, since) == (True, 2), why
 
 
 def test_other_inputs_explain_nothing_of_the_steps_before(tmp_path: Path) -> None:
     mine, reference = write_runs(tmp_path, [[[0], [1]], [[2], [3]]], [[0, 1], [2, 3]], DEALT)
-    change_inputs(mine, ["x", "u"])
+    mine.ranks[1][-1].inputs = ["x", "u"]
     why, since = explain_other_rows(mine, reference)
     assert ("rows of the same numbers gave other inputs" in why, since) == (True, 2)

@@ -6,7 +6,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,8 +68,9 @@ def compare(
     with trace_room() if folder is None else nullcontext(Path(folder)) as root:
         root.mkdir(parents=True, exist_ok=True)
         if inspect.signature(train).parameters:
-            run = ScriptRun(reference, precision, timeout, "", arguments=sys.argv)
-            report = Report(*_judge_runs(ScriptRuns(run, worlds, root, quiet), adaptive))
+            run = ScriptRun(reference, precision, timeout)
+            words = dict.fromkeys((1, *worlds), sys.argv)
+            report = Report(*_judge_runs(ScriptRuns(run, worlds, root, quiet, words), adaptive))
         else:
             settings = ScriptSettings(worlds=[1, *worlds], precision=precision, timeout=timeout)
             report = prove_script(train, (), settings, quiet=quiet)
@@ -98,11 +99,13 @@ def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict],
     for case in many:
         runs.record(case)
     verdicts, alone = runs.judge(divides)
-    name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
+    name_local_statistics(verdicts, runs.traces, reference)
     return verdicts, alone
 
 
 def _versions() -> dict[str, str]:
-    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    libraries = {"accelerate", "lightning", "lightning-fabric", "pytorch-lightning"} & installed
-    return {**environment.library_versions(), **{name: importlib.metadata.version(name) for name in sorted(libraries)}}
+    result = environment.library_versions()
+    for name in ("accelerate", "lightning", "lightning-fabric", "pytorch-lightning"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            result[name] = importlib.metadata.version(name)
+    return result

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.proof.comparison import ComparedQuantity
-from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts.rank_facts import RankFacts, read_rank_facts, write_rank_facts
+from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.runtime.text import join_names
 
 
-def drop_pieces(traces: Sequence[Trace], reference: Trace) -> list[str]:
+def drop_pieces(traces: Sequence[ScriptTrace], reference: ScriptTrace) -> list[str]:
     """Forget the parameters that ranks hold pieces of, in the traces of all runs.
 
     Args:
@@ -35,9 +34,9 @@ def describe_pieces(names: Sequence[str]) -> ComparedQuantity:
     return ComparedQuantity("parameters are whole", "ABSTAIN", why=why)
 
 
-def _find_pieces(trace: Trace, reference: Trace) -> list[str]:
+def _find_pieces(trace: ScriptTrace, reference: ScriptTrace) -> list[str]:
     """Parameters that are an N-th of those of one process in one dimension, where not all ranks begin with the same."""
-    seen = read_rank_facts(trace.folder)[0]
+    seen = trace.ranks[0]
     mine, whole = trace.tensors("initial parameters"), reference.tensors("initial parameters")
     names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape, len(seen))]
     apart = any(rank.initial.get(name) != seen[0].initial.get(name) for rank in seen for name in names)
@@ -49,7 +48,7 @@ def _is_part(part: tuple[int, ...], whole: tuple[int, ...], count: int) -> bool:
     return len(part) == len(whole) and len(other) == 1 and other[0][0] * count == other[0][1]
 
 
-def _drop(trace: Trace, names: set[str]) -> None:
+def _drop(trace: ScriptTrace, names: set[str]) -> None:
     trace.pieces = frozenset(names)
     facts = trace.facts
     facts.trainable = [name for name in facts.trainable if name not in names]
@@ -57,12 +56,8 @@ def _drop(trace: Trace, names: set[str]) -> None:
     for step in facts.steps:
         step.grad_norm = None  # of what rank 0 holds
         step.replicas = [said for said in step.replicas if not names & {*said.split("'")[1].split("/")}]
-
-    def without(rank: RankFacts) -> RankFacts:
+    for rank in (rank for seen in trace.ranks for rank in seen):
         for digests in (rank.initial, rank.begun, rank.clipped):
             for name in names & {*digests}:
                 del digests[name]
         rank.parted = True
-        return rank
-
-    write_rank_facts(trace.folder, [[without(rank) for rank in step] for step in read_rank_facts(trace.folder)])

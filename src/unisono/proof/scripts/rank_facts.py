@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-RANKS_FILE = "ranks.json"  # in the folder of a trace
+from unisono.proof.recording.trace import Trace
+
+_RANKS_FILE = "ranks.json"  # in the folder of a trace
 
 
 @dataclass
@@ -43,16 +46,29 @@ class RankFacts:
     sources: list[int] = field(default_factory=list)
 
 
-def read_rank_facts(folder: Path) -> list[list[RankFacts]]:
-    """What the processes of a trace saw, step by step and rank by rank."""
-    values = json.loads((folder / RANKS_FILE).read_text(encoding="utf-8"))
-    return [[RankFacts(**rank) for rank in step] for step in values]
+class ScriptTrace(Trace):
+    """A trace of a script, with what each process alone saw.
+
+    Args:
+        folder: where it lies.
+        precision: of the run, `fp64` or `fp32`.
+    """
+
+    def __init__(self, folder: Path, precision: str) -> None:
+        super().__init__(folder)
+        self.precision = precision
+
+    @cached_property
+    def ranks(self) -> list[list[RankFacts]]:
+        """Step by step and rank by rank; changed where some of it is found to mean something else."""
+        values = json.loads((self.folder / _RANKS_FILE).read_text(encoding="utf-8"))
+        return [[RankFacts(**rank) for rank in step] for step in values]
 
 
 def write_rank_facts(folder: Path, ranks: Sequence[Sequence[RankFacts]]) -> None:
-    """Write them anew, where some of it was found to mean something else."""
+    """Write what the processes of a trace saw, step by step and rank by rank."""
     kept = [[asdict(rank) for rank in step] for step in ranks]
-    (folder / RANKS_FILE).write_text(json.dumps(kept), encoding="utf-8")
+    (folder / _RANKS_FILE).write_text(json.dumps(kept), encoding="utf-8")
 
 
 def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:

@@ -22,8 +22,8 @@ from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
-from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder
-from unisono.proof.scripts.rank_facts import read_rank_facts
+from unisono.proof.recording.trace import QUANTITIES, trace_folder
+from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
@@ -85,7 +85,7 @@ class ScriptRuns:
         worlds: numbers of processes to compare with one.
         root: a folder for the traces.
         quiet: print no progress.
-        arguments: of the script by number of processes, where they depend on it.
+        arguments: of the script's command line, by number of processes.
         traces: of the runs that came to their end, by case.
         ended: the errors of the others.
     """
@@ -94,8 +94,8 @@ class ScriptRuns:
     worlds: Sequence[int]
     root: Path
     quiet: bool
-    arguments: Mapping[int, list[str]] = field(default_factory=dict)
-    traces: dict[str, Trace] = field(default_factory=dict)
+    arguments: Mapping[int, list[str]]
+    traces: dict[str, ScriptTrace] = field(default_factory=dict)
     ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
 
     @cached_property
@@ -106,15 +106,15 @@ class ScriptRuns:
         again = Case("1 process, perturbed", 1, {}, precision, perturbed=EPSILON[precision])
         return [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in self.worlds)]
 
-    def record(self, case: Case) -> Trace | None:
+    def record(self, case: Case) -> ScriptTrace | None:
         """Run a case; None if it ended with an error."""
         if not self.quiet:
             say(f"{case.name} …", error=True)
-        run = replace(self.run, arguments=self.arguments.get(case.world_size, self.run.arguments))
+        run = replace(self.run, arguments=self.arguments[case.world_size])
         try:
             trace = run_case(case, run, self.root, threads_per_process(max(self.worlds)))
             if (reference := self.traces.get(case.reference)) is not None:
-                trace.facts.per_process = find_local_statistics(trace, reference, case.precision)
+                trace.facts.per_process = find_local_statistics(trace, reference)
             self.traces[case.name] = trace
         except local_processes.WorkerError as error:
             self.ended[case.name] = error
@@ -125,14 +125,14 @@ class ScriptRuns:
         one, again = self.cases[:2]
         if again.name in self.ended:
             return str(self.ended[again.name])
-        return _explain_unrepeatable(self.traces[again.name], self.traces[one.name], self.run.precision, adaptive)
+        return _explain_unrepeatable(self.traces[again.name], self.traces[one.name], adaptive)
 
     def judge(self, adaptive: bool) -> tuple[list[Verdict], list[Verdict]]:
         """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
         return judgement.judge_cases(self.cases, self.traces, adaptive, self.ended)
 
 
-def find_local_statistics(mine: Trace, reference: Trace, precision: str, until: int | None = None) -> list[str]:
+def find_local_statistics(mine: ScriptTrace, reference: ScriptTrace, until: int | None = None) -> list[str]:
     """Of the buffers of batch normalisation, those of layers whose statistics really are of the rows of one process.
 
     The class of a layer does not say it: one that is derived from torch's may reduce its statistics by itself. Where
@@ -141,27 +141,29 @@ def find_local_statistics(mine: Trace, reference: Trace, precision: str, until: 
     Args:
         mine: the run of many processes, with the buffers in question as its `per_process`.
         reference: the run on one.
-        precision: of both.
         until: the number of steps to look at, if not all.
     """
-    for step, seen in enumerate(read_rank_facts(mine.folder)[:until] if mine.facts.per_process else []):
+    for step, seen in enumerate(mine.ranks[:until] if mine.facts.per_process else []):
         if any(rank.buffers != seen[0].buffers for rank in seen[1:]):
-            apart = comparison.relative_distances(mine.tensors("buffers", step), reference.tensors("buffers", step))
-            layers = {name.rpartition(".")[0] for name, size in apart.items() if size > MAX_ROUNDING[precision]}
+            layers = {name.rpartition(".")[0] for name in _find_far_buffers(mine, reference, step)}
             return [name for name in mine.facts.per_process if name.rpartition(".")[0] in layers]
     return []
 
 
-def find_other_buffers(mine: Trace, reference: Trace, precision: str) -> list[str]:
+def find_other_buffers(mine: ScriptTrace, reference: ScriptTrace) -> list[str]:
     """Buffers that rank 0 begins with other values of than one process does, and by more than rounding."""
-    ours, theirs = read_rank_facts(mine.folder)[0][0].initial, read_rank_facts(reference.folder)[0][0].initial
-    apart = comparison.relative_distances(mine.tensors("buffers", 0), reference.tensors("buffers", 0))
-    far = {name for name, size in apart.items() if size > MAX_ROUNDING[precision]}
+    ours, theirs = mine.ranks[0][0].initial, reference.ranks[0][0].initial
+    far = _find_far_buffers(mine, reference, 0)
     return [name for name in ours if name in far and ours[name] != theirs.get(name, ours[name])]
 
 
+def _find_far_buffers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> set[str]:
+    apart = comparison.relative_distances(mine.tensors("buffers", step), reference.tensors("buffers", step))
+    return {name for name, size in apart.items() if size > MAX_ROUNDING[mine.precision]}
+
+
 def name_local_statistics(
-    verdicts: Sequence[Verdict], traces: Mapping[str, Trace], reference: Trace, precision: str
+    verdicts: Sequence[Verdict], traces: Mapping[str, ScriptTrace], reference: ScriptTrace
 ) -> None:
     """Name batch normalisation by the rows of one process, where it is what makes the difference."""
     for found in verdicts:
@@ -169,12 +171,12 @@ def name_local_statistics(
             continue
         if any(c.mark == "FAIL" and c.worst.step == found.first.worst.step for c in found.invariants):
             continue  # a fault that the run shows by itself, whatever its layers normalise by
-        if names := find_local_statistics(traces[found.case], reference, precision, found.first.worst.step):
+        if names := find_local_statistics(traces[found.case], reference, found.first.worst.step):
             told = f"{names[0]} and others are of the rows of one process, which normalises by them"
             found.diagnosis = build_diagnosis("Buffers are those of one process", told)
 
 
-def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
+def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrace:
     """Run a case to its end.
 
     Raises:
@@ -190,42 +192,47 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> Trace:
         module, world = "unisono.proof.scripts.script_process", case.world_size
         local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:
-        code = error.exit_code
-        if code == ConfigError.exit_code:
-            raise ConfigError(str(error)) from None
-        if late := read_stacks(root, world):
-            lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
-            told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
-            if world == 1:
-                raise local_processes.WorkerError(told, code) from None
-            if waiting := describe_waiting(trace, world):
-                raise ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded") from None
-            raise local_processes.WorkerError(told, code, fault="Processes wait for each other") from None
-        if not error.fault and GONE.search(str(error)):
-            ended = describe_ended(trace, world)
-            told = f"{error}; {ended or 'another process is gone'}"
-            fault = UnequalUpdatesError.fault if ended else "The run ended with an error"
-            raise local_processes.WorkerError(told, code, fault=fault) from None
-        if run.precision == "fp64" and _MIXED_PRECISION.search(str(error)):
-            raise local_processes.WorkerError(str(error), code, fault="Single precision meets double") from None
-        raise
-    return Trace(trace)
+        raise _interpret_error(error, run, trace, world) from None
+    return ScriptTrace(trace, case.precision)
 
 
-def drop_unrepeatable_reports(traces: Mapping[str, Trace], again: Trace, reference: Trace, precision: str) -> list[str]:
+def _interpret_error(
+    error: local_processes.WorkerError, run: ScriptRun, trace: Path, world: int
+) -> ConfigError | local_processes.WorkerError:
+    """The error of a run, with what else is known of its end."""
+    told, fault = str(error), error.fault
+    if error.exit_code == ConfigError.exit_code:
+        return ConfigError(told)
+    if late := read_stacks(trace.parent, world):
+        lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
+        told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
+        if waiting := describe_waiting(trace, world):
+            return ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded")
+        fault = "Processes wait for each other" if world > 1 else ""
+    elif not fault and GONE.search(told):
+        ended = describe_ended(trace, world)
+        told = f"{told}; {ended or 'another process is gone'}"
+        fault = UnequalUpdatesError.fault if ended else "The run ended with an error"
+    elif run.precision == "fp64" and _MIXED_PRECISION.search(told):
+        fault = "Single precision meets double"
+    return local_processes.WorkerError(told, error.exit_code, fault=fault)
+
+
+def drop_unrepeatable_reports(
+    traces: Mapping[str, ScriptTrace], again: ScriptTrace, reference: ScriptTrace
+) -> list[str]:
     """Forget reported numbers in which two runs on one process differ: a time or a throughput, which nothing follows.
 
     Args:
         traces: of all runs.
         again: of the second run on one process.
         reference: of the first.
-        precision: of both.
 
     Returns:
         Their names.
     """
 
-    def reports(trace: Trace) -> list[list[dict[str, float]]]:
+    def reports(trace: ScriptTrace) -> list[list[dict[str, float]]]:
         return [*(step.metrics for step in trace.facts.steps), trace.facts.evaluation]
 
     pairs = [(a[0], b[0]) for a, b in zip(reports(again), reports(reference), strict=False) if a and b]
@@ -233,7 +240,7 @@ def drop_unrepeatable_reports(traces: Mapping[str, Trace], again: Trace, referen
         name
         for ours, theirs in pairs
         for name in {*ours} & {*theirs}
-        if not predictions.is_equal(ours[name], theirs[name], MAX_ROUNDING[precision])
+        if not predictions.is_equal(ours[name], theirs[name], MAX_ROUNDING[reference.precision])
     }
     for values in (values for trace in traces.values() for each in reports(trace) for values in each):
         for name in names & {*values}:
@@ -241,17 +248,17 @@ def drop_unrepeatable_reports(traces: Mapping[str, Trace], again: Trace, referen
     return sorted(names)
 
 
-def _explain_unrepeatable(again: Trace, reference: Trace, precision: str, adaptive: bool) -> str:
+def _explain_unrepeatable(again: ScriptTrace, reference: ScriptTrace, adaptive: bool) -> str:
     """Why two runs on one process, of which one began with weights changed in their last bit, are not the same run."""
     allowed = {**dict.fromkeys(QUANTITIES, math.inf), "sample ids": 0.0}
     found = {c.quantity: c for c in comparison.compare_traces(again, reference, allowed, adaptive=False)}
     if adaptive:  # what it makes of rounding is told from the rest by the floor of the gradients
-        allowed["raw gradients"] = judgement.FLOOR[precision]
+        allowed["raw gradients"] = judgement.FLOOR[reference.precision]
         told = comparison.compare_traces(again, reference, allowed, adaptive=True)
         found |= {c.quantity: c for c in told if c.quantity in ("optimizer state", "parameters", "EMA")}
     for quantity in QUANTITIES:
         worst = found[quantity].worst
-        if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[precision]:
+        if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[reference.precision]:
             return (
                 "the script does not repeat, or amplifies rounding: two runs on one process, whose initial weights "
                 f"differ in their last bit, differ in {quantity}{_format_distance(worst)}; give every generator a seed "

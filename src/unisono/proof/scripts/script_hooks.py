@@ -12,7 +12,6 @@ import re
 import runpy
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,15 +27,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from unisono.proof.scripts.rank_progress import RankProgress
-from unisono.proof.scripts.row_digests import digest_rows
+from unisono.proof.scripts.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
 
 _RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it in a pipeline
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
-_SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
-
 
 _watches: list[ScriptWatch] = []  # of which there is at most one
 
@@ -112,10 +109,7 @@ class ScriptWatch:
         self._kept: list[Any] = []  # models whose ids are held, which must not be given to others
         self._inside = False  # of a forward pass of the model
         self._updates = 0  # optimizers that are in `step`, since one may call another
-        self._fetched: dict[int, deque[list[int]]] = {}  # rows of batches without a backward pass yet, by data set
-        self._lengths: dict[int, int] = {}  # of those that passes were made of
-        self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
-        self._latest: deque[list[int]] | None = None  # which the last batch since a backward pass went to
+        self._fetched = FetchedRows()
         self._rows: list[int] = []  # that the update is made of
 
     @contextmanager
@@ -132,7 +126,7 @@ class ScriptWatch:
             (torch.autograd, "backward", self._watch_backward(torch.autograd.backward)),
             *((dist, name, self._watch_receive(getattr(dist, name))) for name in _RECEIVES),
             (_DDPJoinHook, "main_hook", self._watch_shadow(_DDPJoinHook.main_hook)),
-            (_BaseDataLoaderIter, "_next_index", _watch_indices(_BaseDataLoaderIter._next_index)),
+            (_BaseDataLoaderIter, "_next_index", self._watch_indices(_BaseDataLoaderIter._next_index)),
             (_BaseDataLoaderIter, "__next__", self._watch_batches(_BaseDataLoaderIter.__next__)),
             *((home, name, self._watch_clip(getattr(home, name))) for home, name in clips),
         ]
@@ -272,8 +266,9 @@ class ScriptWatch:
             if torch.compiler.is_compiling() or self._inside or _is_transformed():
                 return original(module, *args, **named)
             if not (module.training and torch.is_grad_enabled()):
-                if self._latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
-                    self._latest.pop()  # an evaluation
+                latest = self._fetched.latest
+                if latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
+                    latest.pop()  # an evaluation
                 return original(module, *args, **named)
             if self.records is None:
                 if self._is_trained(module):
@@ -310,18 +305,15 @@ class ScriptWatch:
         def backward(tensors: Any, *args: Any, **named: Any) -> Any:
             inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
             if not inside:
-                self._latest = None
+                self._fetched.latest = None
                 self.progress.begin_pass()
             if not inside and self.records is not None:
                 given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 if self.records.before_backward():
                     self._rows = []
                 self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
-                for key in [key for key, batches in self._fetched.items() if batches]:
-                    number = [*self._lengths].index(key) if key in self._lengths else len(self._lengths)
-                    self._lengths.setdefault(key, _length_of(self._data[key]))
-                    self._rows += [(number << _SOURCE_BITS) + row for row in self._fetched[key].popleft()]
-                self.records.seen.sources = [*self._lengths.values()]
+                self._rows += self._fetched.take_pass()
+                self.records.seen.sources = self._fetched.lengths
             return original(tensors, *args, **named)
 
         return backward
@@ -340,21 +332,20 @@ class ScriptWatch:
 
     # rows ------------------------------------------------------------------------------------------------------------
 
+    def _watch_indices(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def draw(iterator: Any) -> Any:
+            indices = original(iterator)
+            self._fetched.draw(iterator, indices)
+            return indices
+
+        return draw
+
     def _watch_batches(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def fetch(iterator: Any) -> Any:
             batch = original(iterator)
-            indices = iterator.__dict__.get("_unisono_indices")
-            if indices and torch.is_grad_enabled():  # else an evaluation
-                key = id(iterator._dataset)
-                self._data[key] = iterator._dataset
-                source = self._fetched.setdefault(key, deque())
-                if iterator.__dict__.pop("_unisono_new", False):
-                    source.clear()
-                self._latest = source
-                source.append(_row_numbers(indices.popleft()))
-            elif indices:
-                indices.popleft()
+            self._fetched.fetch(iterator)
             return batch
 
         return fetch
@@ -371,31 +362,6 @@ def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
         n: v for n, v in values.items() if isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
     }
     return {name: float(value) for name, value in single.items() if not _MEASURES_TIME.search(name)}
-
-
-def _watch_indices(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def draw(iterator: Any) -> Any:
-        indices = original(iterator)
-        if "_unisono_indices" not in iterator.__dict__:
-            iterator._unisono_indices, iterator._unisono_new = deque(), True
-        iterator._unisono_indices.append(indices)
-        return indices
-
-    return draw
-
-
-def _length_of(data: Any) -> int:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return -1
-
-
-def _row_numbers(indices: Any) -> list[int]:
-    """The rows of a batch, as its sampler names them; none for a data set without numbers."""
-    each = indices if isinstance(indices, list | tuple) else [indices]
-    return [int(index) for index in each if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)]
 
 
 def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:

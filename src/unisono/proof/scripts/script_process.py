@@ -52,7 +52,7 @@ class ScriptRun:
     reference: str
     precision: str
     timeout: float
-    trace: str
+    trace: str = ""
     perturbed: float = 0.0
     arguments: list[str] = field(default_factory=list)
     steps: int = 0

@@ -21,11 +21,19 @@ from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
-from unisono.proof.recording.trace import Trace
-from unisono.proof.scripts import script_comparison, script_rows, self_check
+from unisono.proof.scripts import script_rows, self_check
 from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
+from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.script_arguments import fill_arguments
-from unisono.proof.scripts.script_comparison import Report, ScriptRuns, find_other_buffers, name_local_statistics
+from unisono.proof.scripts.script_comparison import (
+    LATE,
+    MAX_ROUNDING,
+    Report,
+    ScriptRuns,
+    drop_unrepeatable_reports,
+    find_other_buffers,
+    name_local_statistics,
+)
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
@@ -112,8 +120,9 @@ def prove_script(
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
     for precision in ladder:
         with trace_room() as root:
-            run = ScriptRun(reference, precision, settings.timeout, "", steps=settings.steps)
-            report = _prove(runs := ScriptRuns(run, worlds, root, quiet, words), lower=precision != ladder[-1])
+            run = ScriptRun(reference, precision, settings.timeout, steps=settings.steps)
+            runs = ScriptRuns(run, worlds, root, quiet, words)
+            report = _prove(runs, lower=precision != ladder[-1])
         if report is not None:
             break
         if not quiet:
@@ -125,10 +134,10 @@ def prove_script(
 
 def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     """Run and judge all cases; None if one raised an error in fp64, and a lower precision may be tried."""
-    one, *others = runs.cases
+    one, again, *_ = runs.cases
     reference = runs.record(one)
     if reference is not None:
-        for case in others:
+        for case in runs.cases[1:]:
             runs.record(case)
     if lower and any(map(_may_be_of_fp64, runs.ended.values())):
         return None
@@ -136,25 +145,24 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         return Report(*runs.judge(adaptive=False))
     pieces = drop_pieces([trace for name, trace in runs.traces.items() if name != one.name], reference)
     for trace in runs.traces.values():
-        script_rows.count_shared_rows_once(trace, reference, runs.run.precision)
+        script_rows.count_shared_rows_once(trace, reference)
     own = {name for name, trace in runs.traces.items() if script_rows.drop_own_numbers(trace, reference)}
-    checks = {name: self_check.check_run(trace, runs.run.precision) for name, trace in runs.traces.items()}
+    checks = {name: self_check.check_run(trace) for name, trace in runs.traces.items()}
     _fill_losses(runs.traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
-    again = runs.traces.get(others[0].name, reference)
-    dropped = script_comparison.drop_unrepeatable_reports(runs.traces, again, reference, runs.run.precision)
+    dropped = drop_unrepeatable_reports(runs.traces, runs.traces.get(again.name, reference), reference)
     stray = runs.explain_stray(adaptive)
     verdicts, alone = runs.judge(adaptive)
     for judged in verdicts:
         if judged.case in runs.traces:
-            _complete(judged, checks[judged.case], runs.traces[judged.case], reference, stray, runs.run.precision)
-            note_reduction(judged, checks[judged.case], checks[one.name])
+            trace, check = runs.traces[judged.case], checks[judged.case]
+            _complete(judged, check, trace, reference, stray)
+            note_reduction(judged, check, checks[one.name])
             judged.invariants += [describe_pieces(pieces)] if pieces else []
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
-            trace = runs.traces[judged.case]
-            if judged.first and (other := find_other_buffers(trace, reference, runs.run.precision)):
+            if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
-    name_local_statistics(verdicts, runs.traces, reference, runs.run.precision)
+    name_local_statistics(verdicts, runs.traces, reference)
     unseen = _describe_unseen(reference, runs.run.steps)
     if dropped:
         unseen.append(f"not compared: {', '.join(dropped)}, in which two runs on one process differ")
@@ -163,13 +171,13 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
 
 def _may_be_of_fp64(error: WorkerError) -> bool:
     """Whether the script may run in fp32: it has raised, for no known reason but its precision."""
-    if script_comparison.LATE in str(error):
+    if LATE in str(error):
         return False
     name = diagnosis.diagnose_error(error.fault, str(error)).fault
     return name in ("The run ended with an error", "Single precision meets double")
 
 
-def _fill_losses(traces: Mapping[str, Trace], checks: Mapping[str, self_check.SelfCheck], reference: str) -> None:
+def _fill_losses(traces: Mapping[str, ScriptTrace], checks: Mapping[str, self_check.SelfCheck], reference: str) -> None:
     """Give every step its loss, where that is known of all runs."""
     losses = {name: choose_losses(check, checks[reference].losses) for name, check in checks.items()}
     known = [all(loss is not None for loss in each) for each in zip(*losses.values(), strict=False)]
@@ -193,32 +201,38 @@ def choose_losses(check: self_check.SelfCheck, reference: Sequence[float | None]
 
 
 def _complete(
-    judged: Verdict, check: self_check.SelfCheck, mine: Trace, reference: Trace, stray: str, precision: str
+    judged: Verdict, check: self_check.SelfCheck, mine: ScriptTrace, reference: ScriptTrace, stray: str
 ) -> None:
     """Add what the run shows by itself, and take back what two runs of other rows cannot show."""
-    marks = {c.quantity: c.mark for c in judged.compared}
-    draws = mine.facts.random or reference.facts.random
+    gradients_agree = any(c.quantity == "raw gradients" and c.mark == "PASS" for c in judged.compared)
     rows, since = script_rows.explain_other_rows(mine, reference)
-    general = stray or (_DRAWS if draws else "")
-    reason = stray or rows or general
+    drawn = _DRAWS if mine.facts.random or reference.facts.random else ""
     rates = "global batch" not in rows and not reference.facts.rate_by_loss  # do not depend on rows
-    kept = () if stray else tuple(q for q in _WITHOUT_ROWS if rates or q != "learning rate")
-    if check.inside:
-        unseen = _UNSEEN[check.inside]
-        judged.compared = [
-            dataclasses.replace(c, mark="ABSTAIN", why=check.inside) if c.quantity in unseen else c
-            for c in judged.compared
-        ]
-    if stray:  # what was measured then is not rounding, and nothing is shown by differences within it
-        most = script_comparison.MAX_ROUNDING[precision]
-        judged.compared = [
-            dataclasses.replace(c, mark="ABSTAIN", why=stray) if c.allowed > most else c for c in judged.compared
-        ]
-    for number, one in enumerate(judged.compared):
-        explained = general or not 0 < one.worst.step < since
-        judged.compared[number] = _take_back(one, reason if explained and one.quantity not in kept else "", marks)
-    harmless = {self_check.MODES} if marks.get("raw gradients") == "PASS" else set()  # what does not depend on it
-    judged.invariants += [c for c in check.found if c.quantity not in harmless]
+
+    def reason_to_abstain(one: ComparedQuantity) -> str:
+        if stray and one.allowed > MAX_ROUNDING[mine.precision]:
+            return stray  # what was measured then is not rounding, and nothing is shown by differences within it
+        if one.quantity in _UNSEEN.get(check.inside, ()):
+            return check.inside
+        if one.mark != "FAIL":
+            return ""
+        if stray:
+            return stray
+        kept = one.quantity in _WITHOUT_ROWS and (rates or one.quantity != "learning rate")
+        explained = drawn or not 0 < one.worst.step < since
+        if (rows or drawn) and explained and not kept:
+            return rows or drawn
+        counted = one.worst.name == "steps of the run"
+        if gradients_agree and one.quantity in ("sample ids", "loss") and not counted:
+            return "it differs as far as it could be seen, but the gradients agree"
+        return ""
+
+    judged.compared = [
+        dataclasses.replace(one, mark="ABSTAIN", why=why) if (why := reason_to_abstain(one)) else one
+        for one in judged.compared
+    ]
+    # A mode that changes no gradient does no harm.
+    judged.invariants += [c for c in check.found if not (gradients_agree and c.quantity == self_check.MODES)]
     world = len(mine.facts.steps[0].by_rank)
     judged.diagnosis = diagnosis.diagnose(mine, reference, [*judged.compared, *judged.invariants], world)
     first = judged.first
@@ -247,7 +261,7 @@ def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_che
     judged.notes.append(note)
 
 
-def _describe_unseen(trace: Trace, steps: int) -> list[str]:
+def _describe_unseen(trace: ScriptTrace, steps: int) -> list[str]:
     """What the hooks have not seen."""
     made = len(trace.facts.steps)
     missing = {
@@ -267,18 +281,3 @@ def _describe_unseen(trace: Trace, steps: int) -> list[str]:
     if made < steps:
         result.append(f"the script ended after {made} of {steps} steps (steps={steps})")
     return result
-
-
-def _take_back(compared: ComparedQuantity, reason: str, marks: Mapping[str, str]) -> ComparedQuantity:
-    """A failure as an abstention, where it is known not to be one."""
-    if compared.mark != "FAIL":
-        return compared
-    counted = compared.worst.name == "steps of the run"
-    if (
-        not reason
-        and marks.get("raw gradients") == "PASS"
-        and compared.quantity in ("sample ids", "loss")
-        and not counted
-    ):
-        reason = "it differs as far as it could be seen, but the gradients agree"
-    return dataclasses.replace(compared, mark="ABSTAIN", why=reason) if reason else compared

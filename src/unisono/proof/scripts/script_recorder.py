@@ -8,7 +8,6 @@ script nor its random state.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.parameter_changes import ParameterChanges
-from unisono.proof.scripts.rank_facts import RANKS_FILE, RankFacts, buffers_moment, fill_reports, reduced_moment
+from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, fill_reports, reduced_moment, write_rank_facts
 from unisono.runtime import rng
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
@@ -101,7 +100,7 @@ class Records:
             )
         self._group = _build_group(world)
         self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
-        self._ranks: list[list[dict[str, Any]]] = []  # `RankFacts` of every step and rank
+        self._ranks: list[list[RankFacts]] = []  # of every step
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
         self.seen = RankFacts()
         self._reported: dict[str, float] = {}  # since the last update
@@ -113,21 +112,21 @@ class Records:
         self._random, self._generators, self._inputs = False, list[int](), 0  # inputs of passes that are through
         host = self._group.gather(model_facts.host_generators(), "the states of generators")
         self._own_host = any(states != host[0] for states in host)  # else ranks draw alike from them
-        self._begin(by_plain_name(model.named_parameters()))
-        self._write("initial parameters", None, by_plain_name(model.named_parameters()))
+        self._begin(self._parameters())
+        self._write("initial parameters", None, self._parameters())
         if self._optimizer is not None:
             self._optimizer.register_step_pre_hook(self._before_step)
             model.register_forward_pre_hook(lambda *_: self.before_forward())
             model.register_forward_hook(lambda *_: self.after_forward())
-        self._local = LocalGradients(by_plain_name(model.named_parameters()))
+        self._local = LocalGradients(self._parameters())
         self._left = LeftGradients(model.parameters())
-        self._changes = ParameterChanges(by_plain_name(model.named_parameters()))
+        self._changes = ParameterChanges(self._parameters())
 
     def follow(self, model: nn.Module) -> None:
         """Record another model as well, from now on, which may begin with what was trained before."""
         self._model = FollowedModels(self._model, model)
         known = {*self._facts.trainable, *self._facts.frozen}
-        named = by_plain_name(self._model.named_parameters())
+        named = self._parameters()
         new = {name: parameter for name, parameter in named.items() if name not in known}
         self._begin(new)
         self._local.add(new)
@@ -139,7 +138,7 @@ class Records:
 
     def copy_gradients(self) -> dict[str, Tensor]:
         """The gradients as they are now, by parameter."""
-        parameters = by_plain_name(self._model.named_parameters())
+        parameters = self._parameters()
         return {name: gradient.detach().clone() for name, gradient in dense_gradients(parameters).items()}
 
     def keep_unclipped(self, before: dict[str, Tensor]) -> None:
@@ -175,41 +174,42 @@ class Records:
                 "that makes the updates"
             )
         self._take_reduced()
-        self._changes.end_update(by_plain_name(self._model.named_parameters()))
+        self._changes.end_update(self._parameters())
         given = rows.detach().cpu() if isinstance(rows, Tensor) else list(rows or ())
         known = [] if self.seen.parted else torch.as_tensor(given).flatten().tolist()
-        mine = [
-            [int(row) for row in known],
-            self._rates,
-            None if loss is None else float(loss),
-            None if metrics is None else {name: float(value) for name, value in metrics.items()},
-            self._clean,
-            self._random,
-            self._see_buffers(),
-        ]
+        self._write_own(buffers_moment(self._world.rank), self._buffers())
+        self.seen.buffers = model_facts.digest_plain(self._buffers())
+        mine = {
+            "rows": [int(row) for row in known],
+            "lr": self._rates,
+            "loss": None if loss is None else float(loss),
+            "metrics": None if metrics is None else {name: float(value) for name, value in metrics.items()},
+            "clean": self._clean,
+            "random": self._random,
+            "seen": asdict(self.seen),
+        }
         self._gather_reported()
-        everyone = self._group.gather(mine, "the facts of a step")
-        by_rank, rates, losses, reported, clean, random, seen = (list(told) for told in zip(*everyone, strict=True))
-        self._ranks.append(seen)
-        self._facts.random |= any(random)
+        ranks = self._group.gather(mine, "the facts of a step")
+        self._ranks.append([RankFacts(**rank["seen"]) for rank in ranks])
+        self._facts.random |= any(rank["random"] for rank in ranks)
+        clean = [rank["clean"] for rank in ranks]
+        state, pieces = self._read_state()
         self._facts.steps.append(
             StepFacts(
-                rows=sorted(row for rank in by_rank for row in rank),
-                by_rank=by_rank,
-                loss=next((value for value in losses if value is not None), None),
+                rows=sorted(row for rank in ranks for row in rank["rows"]),
+                by_rank=[rank["rows"] for rank in ranks],
+                loss=next((rank["loss"] for rank in ranks if rank["loss"] is not None), None),
                 terms={},
                 grad_norm=self._norm,
-                lr=rates,
-                metrics=[values for values in reported if values is not None],
+                lr=[rank["lr"] for rank in ranks],
+                metrics=[rank["metrics"] for rank in ranks if rank["metrics"] is not None],
                 clean=None if None in clean else all(clean),
-                replicas=self._differing_replicas(),
+                replicas=self._differing_replicas({n: v for n, v in state.items() if n not in pieces}),
             )
         )
         number = self.steps - 1
-        self._write("parameters", number, by_plain_name(self._model.named_parameters()))
-        self._write("buffers", number, by_plain_name(self._model.named_buffers()))
-        assert self._optimizer is not None
-        state, pieces = self._read_state()
+        self._write("parameters", number, self._parameters())
+        self._write("buffers", number, self._buffers())
         owned = gather_owned(self._group, self._world.rank, self._world.folder, number, state, pieces)
         self._write("optimizer state", number, state, owned)
         if self._ema is not None:
@@ -249,18 +249,24 @@ class Records:
         self._gather_reported()
         self._facts.promoted = [*lower]
         self._facts.rate_by_loss = model_facts.has_rate_by_loss()
-        named = by_plain_name(self._model.named_parameters())
+        named = self._parameters()
         self._facts.untrained = self._changes.find_untrained(self._facts.trainable, named)
         self._facts.by_script = own = self._changes.by_script
         self._facts.frozen = [name for name in self._facts.frozen if name not in own]
         if self._world.rank == 0:
-            (self._world.folder / RANKS_FILE).write_text(json.dumps(self._ranks), encoding="utf-8")
+            write_rank_facts(self._world.folder, self._ranks)
             write_facts(self._world.folder, self._facts)
 
     @property
     def steps(self) -> int:
         """Updates that are recorded, which is also the number of the one under way, from 0."""
         return len(self._facts.steps)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return by_plain_name(self._model.named_parameters())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return by_plain_name(self._model.named_buffers())
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
         if self._world.perturbed:
@@ -273,7 +279,7 @@ class Records:
             (self._facts.trainable if parameter.requires_grad else self._facts.frozen).append(name)
         if self._world.size > 1:
             self._facts.per_process = sorted(model_facts.local_statistics(self._model))
-        buffers = by_plain_name(self._model.named_buffers())
+        buffers = self._buffers()
         shared = {name: value for name, value in buffers.items() if name not in self._facts.per_process}
         self.seen.initial = model_facts.digest_plain({**parameters, **shared})
 
@@ -300,7 +306,7 @@ class Records:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
-        named = by_plain_name(self._model.named_parameters())
+        named = self._parameters()
         parameters = {name: parameter for name, parameter in named.items() if id(parameter) not in others}
         now = dense_gradients(parameters)
         thawed = [name for name in self._facts.frozen if name in named and named[name].requires_grad]
@@ -323,7 +329,7 @@ class Records:
 
     def before_forward(self) -> None:
         """Called before a forward pass of the model."""
-        self._local.add(by_plain_name(self._model.named_parameters()))
+        self._local.add(self._parameters())
         for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
             if torch.is_autocast_enabled(device):
                 self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -374,26 +380,20 @@ class Records:
         """The optimizer's state, and what of it is a piece."""
         assert self._optimizer is not None
         state = by_plain_name(sharded_tensors.optimizer_tensors(self._model, self._optimizer).items())
-        return state, find_pieces(self._group, state, by_plain_name(self._model.named_parameters()))
+        return state, find_pieces(self._group, state, self._parameters())
 
     def _take_reduced(self) -> None:
         """Record the gradients as an optimizer has left them that has reduced them inside of its step."""
         before = self._group.gather(self.seen.clipped, "digests of gradients")
         if all(rank == before[0] for rank in before) or self._clips:
             return
-        named = by_plain_name(self._model.named_parameters())
+        named = self._parameters()
         now = {name: g for name, g in dense_gradients(named).items() if name in self.seen.clipped}
         after = self._group.gather(model_facts.digest_plain(now), "digests of gradients after an update")
         if after[0].keys() == before[0].keys() and all(rank == after[0] for rank in after):
             self.seen.clipped = after[0]
             self._write_gradients("raw gradients", now, named)
             self._write_own(reduced_moment(self._world.rank), now)
-
-    def _see_buffers(self) -> dict[str, Any]:
-        buffers = by_plain_name(self._model.named_buffers())
-        self._write_own(buffers_moment(self._world.rank), buffers)
-        self.seen.buffers = model_facts.digest_plain(buffers)
-        return asdict(self.seen)
 
     def _write(
         self, moment: str, step: int | None, values: Mapping[str, Tensor], others: Mapping[str, Array] | None = None
@@ -407,13 +407,10 @@ class Records:
             write_tensors(self._world.folder, moment, step, {**whole, **(others or {})})
         return whole
 
-    def _differing_replicas(self) -> list[str]:
-        """Parameters, state and averages of which some ranks hold the same piece with other bits."""
-        assert self._optimizer is not None
-        state, parts = self._read_state()
-        whole = [(name, value) for name, value in state.items() if name not in parts]
+    def _differing_replicas(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Parameters, this state and averages, of which some ranks hold the same piece with other bits."""
         averages = () if self._ema is None else ((f"ema/{name}", value) for name, value in self._ema.named_parameters())
-        copies = by_plain_name([*self._model.named_parameters(), *whole, *averages])
+        copies = by_plain_name([*self._model.named_parameters(), *state.items(), *averages])
         mine = {name: [*sharded_tensors.local_piece(value), replicas.digest(value)] for name, value in copies.items()}
         everyone = self._group.gather(mine, "the digests of replicas")
         result = []

@@ -1,0 +1,133 @@
+"""How the gradient of an update is made of those that the ranks computed: pure functions of numbers.
+
+It is looked for as a weighted sum; the weights say what was reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.proof import predictions
+from unisono.proof.comparison import relative_distances
+from unisono.proof.recording.gradient_sample import add_gradients
+from unisono.proof.recording.trace import Array
+from unisono.runtime.text import join_names
+
+ROUNDING = {"fp64": 1e-9, "fp32": 1e-3}  # relative, by the precision of a run
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """How the gradient of an update is made of those of the ranks.
+
+    Attributes:
+        weights: of every rank, if it is their weighted sum.
+        off: the parameters where it is not.
+    """
+
+    weights: tuple[float, ...] | None
+    off: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        if self.weights is None:
+            return "nothing of the kind"
+        first, count = self.weights[0], len(self.weights)
+        if max(self.weights) - min(self.weights) > 1e-6 * abs(first):
+            return f"sum weighted by {', '.join(f'{weight:.4g}' for weight in self.weights)}"
+        known = {1.0: "sum", 1 / count: "mean"}
+        return next((name for size, name in known.items() if math.isclose(first, size)), f"sum × {first:.4g}")
+
+
+def explain_reduction(
+    own: Sequence[Mapping[str, Array]], reduced: Mapping[str, Array], precision: str = "fp64"
+) -> WeightedSum:
+    """The weights by which the gradients of the ranks add up to the reduced one: equal ones, if these do.
+
+    Args:
+        own: gradients of every rank by parameter, before the reduction.
+        reduced: after it.
+        precision: of the run, `fp64` or `fp32`.
+
+    Example:
+        >>> explain_reduction([{"w": np.ones(2)}, {"w": np.full(2, 3.0)}], {"w": np.full(2, 2.0)}).weights
+        (0.5, 0.5)
+    """
+    target = {name: reduced[name] for name in sorted({name for rank in own for name in rank} & {*reduced})}
+    if not target:
+        return WeightedSum(None)
+    wanted = _flatten(target, target)
+    columns = np.stack([_flatten(rank, target) for rank in own], axis=1)
+    if not (np.isfinite(columns).all() and np.isfinite(wanted).all()):
+        return WeightedSum(None, [*target])
+
+    def find_off(weights: Sequence[float]) -> list[str]:
+        parts = [{n: w * rank[n] for n in target if n in rank} for w, rank in zip(weights, own, strict=True)]
+        return find_differing(add_gradients(parts), target, precision)
+
+    total = columns.sum(axis=1)
+    equal = [float(total @ wanted) / max(float(total @ total), 1e-300)] * len(own)
+    if not (off := find_off(equal)):
+        return WeightedSum(tuple(equal))
+    fitted = np.linalg.lstsq(columns, wanted, rcond=None)[0].tolist()
+    return WeightedSum(None, off) if find_off(fitted) else WeightedSum(tuple(fitted))
+
+
+def _flatten(values: Mapping[str, Array], like: Mapping[str, Array]) -> NDArray[np.float64]:
+    return np.concatenate([np.float64(values.get(name, np.zeros(one.shape))).ravel() for name, one in like.items()])
+
+
+def find_differing(mine: Mapping[str, Array], reference: Mapping[str, Array], precision: str) -> list[str]:
+    """The tensors in which two sides differ by more than rounding."""
+    return [name for name, size in relative_distances(mine, reference).items() if size > ROUNDING[precision]]
+
+
+def find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> list[str]:
+    """Parameters whose gradient is not the same on all ranks."""
+    return sorted({name for rank in reduced[1:] for name in find_differing(reduced[0], rank, precision)})
+
+
+def is_left_alone(
+    passes: Sequence[Sequence[Mapping[str, Array]]],
+    reduced: Sequence[Mapping[str, Array]],
+    names: Sequence[str],
+    precision: str,
+) -> bool:
+    """Whether gradients of a rank are its own, or a sum in which a backward pass of it is without those of the others.
+
+    Args:
+        passes: of every rank, the gradients of each backward pass.
+        reduced: of every rank, after the reduction.
+        names: of the parameters in question.
+        precision: of the run, `fp64` or `fp32`.
+    """
+    limit = ROUNDING[precision]
+    number = min(map(len, passes))
+    columns = [{n: one[n] for n in names if n in one} for each in passes for one in each[:number]]
+    for rank, gradients in enumerate(reduced):
+        observed = {name: gradients[name] for name in names if name in gradients}
+        if predictions.reproduces(add_gradients(passes[rank]), observed, limit):
+            return True
+        fitted = predictions.fit_weights(observed, columns, limit)
+        if fitted is None:
+            continue
+        of_ranks = np.abs(np.reshape(fitted, (len(passes), number))) > 1e-6 * np.abs(fitted).max()
+        if (of_ranks[rank] & (of_ranks.sum(axis=0) == 1)).any():
+            return True
+    return False
+
+
+def describe_changed(reduced: Sequence[Mapping[str, Array]], precision: str) -> str:
+    """In words, what differs although no rank has its own gradients; whether it is one factor per rank."""
+    factors = [predictions.common_factor(rank, reduced[0], ROUNDING[precision]) for rank in reduced[1:]]
+    known = [f"{factor:.4g}" for factor in factors if factor is not None]
+    if len(known) < len(factors):
+        return ", and no rank has its own: look at what changes them after the reduction"
+    return (
+        f": they are {join_names(known, 3)} times those of rank 0, so each rank multiplies or divides the reduced ones "
+        "by a number of its own (a count of its own rows?)"
+    )

@@ -1,0 +1,114 @@
+"""Which rows a script computes: the numbers that its samplers draw, and digests of what its model is given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
+
+
+class FetchedRows:
+    """The rows of batches that a script has fetched from its `DataLoader`s, until a backward pass is made of them.
+
+    A pass takes the oldest batch of each data set.
+
+    Attributes:
+        latest: the batches that the last one since a backward pass was added to; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # by iterator, of batches to be fetched
+        self._begun: WeakSet[Any] = WeakSet()  # iterators that have fetched a batch
+        self._waiting: dict[int, deque[list[int]]] = {}  # batches without a pass yet, by data set
+        self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
+        self._lengths: dict[int, int] = {}  # of those that passes were made of
+        self.latest: deque[list[int]] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many rows each data set has that passes were made of; -1 where that is not known."""
+        return [*self._lengths.values()]
+
+    def draw(self, iterator: Any, indices: Any) -> None:
+        """A sampler has drawn the rows of a batch, which may be fetched much later."""
+        self._drawn.setdefault(iterator, deque()).append(indices)
+
+    def fetch(self, iterator: Any) -> None:
+        """An iterator has returned the next batch; without gradients it is one of an evaluation."""
+        drawn = self._drawn.get(iterator)
+        if not drawn:
+            return
+        indices = drawn.popleft()
+        if not torch.is_grad_enabled():
+            return
+        key = id(iterator._dataset)
+        self._data[key] = iterator._dataset
+        self.latest = self._waiting.setdefault(key, deque())
+        if iterator not in self._begun:
+            self._begun.add(iterator)
+            self.latest.clear()
+        self.latest.append(_row_numbers(indices))
+
+    def take_pass(self) -> list[int]:
+        """The rows of a backward pass."""
+        rows = []
+        for key, batches in self._waiting.items():
+            if batches:
+                self._lengths.setdefault(key, _length_of(self._data[key]))
+                number = [*self._lengths].index(key)
+                rows += [(number << _SOURCE_BITS) + row for row in batches.popleft()]
+        return rows
+
+
+def _length_of(data: Any) -> int:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _row_numbers(indices: Any) -> list[int]:
+    """The rows of a batch, as its sampler names them; none for a data set without numbers."""
+    each = indices if isinstance(indices, list | tuple) else [indices]
+    return [int(index) for index in each if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0)]
+
+
+def digest_rows(inputs: Any) -> tuple[list[str], str]:
+    """A digest of every row of the tensors among a model's inputs, and the shape of one row.
+
+    Double precision is rounded to single: what another model has made (a generator) differs by rounding between runs.
+    """
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not _made_by_parameters(leaf)]
+    tensors = [tensor for tensor in given if tensor.dim() and tensor.numel()]
+    if not tensors:
+        return [], ""
+    count = len(tensors[0])
+    arrays = [t.detach().cpu() for t in tensors if len(t) == count]
+    plain = [
+        (a.float() if a.dtype in (torch.bfloat16, torch.float64) else a).reshape(count, -1).numpy() for a in arrays
+    ]
+    rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
+    shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
+    return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
+
+
+def _made_by_parameters(tensor: Tensor) -> bool:
+    """Whether a model has made it, with parameters that are trained; data may need a gradient, too."""
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    left, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while left:
+        node = left.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        left += new
+    return False
