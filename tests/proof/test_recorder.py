@@ -47,6 +47,19 @@ def initial(folder: Path) -> dict[str, Any]:
     return load_file(folder / "start-initial-parameters.safetensors")
 
 
+def end(records: Records, folder: Path) -> Trace:
+    records.close()
+    return Trace(folder)
+
+
+def update(model: nn.Module, optimizer: Any, records: Records) -> torch.Tensor:
+    """One step with all rows; returns its loss."""
+    loss = backward(model)
+    optimizer.step()
+    records.step()
+    return loss
+
+
 def backward(model: nn.Module, rows: slice = slice(None)) -> torch.Tensor:
     loss: torch.Tensor = model(DATA[rows]).square().mean()
     loss.backward()
@@ -64,8 +77,7 @@ def test_a_step_is_recorded_as_the_optimizer_made_it(tmp_path: Path) -> None:
     optimizer.step()
     schedule.step()
     records.step(rows=torch.tensor([[3], [1]]), loss=loss, metrics={"accuracy": torch.tensor(0.5)})
-    records.close()
-    trace = Trace(tmp_path)
+    trace = end(records, tmp_path)
     (step,) = trace.facts.steps
     assert (step.rows, step.by_rank) == ([1, 3], [[3, 1]])
     assert step.lr == [[0.5]]  # not what the schedule made of it since
@@ -84,11 +96,8 @@ def test_a_step_is_recorded_as_the_optimizer_made_it(tmp_path: Path) -> None:
 
 def test_a_script_that_does_not_clip_need_not_record_gradients(tmp_path: Path) -> None:
     model, optimizer, records = begun(tmp_path)
-    backward(model)
-    optimizer.step()
-    records.step()
-    records.close()
-    trace = Trace(tmp_path)
+    update(model, optimizer, records)
+    trace = end(records, tmp_path)
     assert set(trace.tensors("raw gradients", 0)) == set(dict(model.named_parameters()))
     assert trace.tensors("clipped gradients", 0) == {}
     (step,) = trace.facts.steps
@@ -102,12 +111,9 @@ def test_a_parameter_that_is_frozen_at_first_is_trained_from_then_on(tmp_path: P
     model, optimizer, records = begun(tmp_path, frozen)
     for step in range(2):
         model[0].weight.requires_grad_(step > 0)
-        backward(model)
-        optimizer.step()
-        records.step()
+        update(model, optimizer, records)
         optimizer.zero_grad()
-    records.close()
-    trace = Trace(tmp_path)
+    trace = end(records, tmp_path)
     assert trace.facts.frozen == ["0.bias"] and "0.weight" in trace.facts.trainable
     first, second = ({name for one in read_local_gradients(trace, 0, step) for name in one} for step in (0, 1))
     assert "2.weight" in first and second - first == {"0.weight"}
@@ -150,8 +156,7 @@ def test_gradients_that_are_left_are_noticed_when_backward_adds_to_them(
         backward(model)  # a second micro-batch adds to the first, as it should
         optimizer.step()
         records.step()
-    records.close()
-    assert [step.clean for step in Trace(tmp_path).facts.steps] == [True, clean]
+    assert [step.clean for step in end(records, tmp_path).facts.steps] == [True, clean]
 
 
 @pytest.mark.parametrize(("cleared", "clean"), [(True, True), (False, False)])
@@ -174,11 +179,28 @@ def test_gradients_that_another_loss_leaves_count_only_if_an_update_is_made_of_t
         discriminator(fake).mean().backward()
         ours.step()
         records.step()
-    records.close()
-    trace = Trace(tmp_path)
+    trace = end(records, tmp_path)
     assert [step.clean for step in trace.facts.steps] == [True, True, clean, True]
     updated = {name[0] for name in trace.tensors("raw gradients", 3)}
     assert updated == {"0"}, "the discriminator's gradients are not of this update"
+
+
+def test_a_model_that_comes_later_is_recorded_beside_the_first_under_its_number(tmp_path: Path) -> None:
+    """A new head, say, on the body that was trained before."""
+    body = nn.Linear(3, 4)
+    model, optimizer, records = begun(tmp_path, nn.Sequential(body, nn.Linear(4, 1)))
+    update(model, optimizer, records)
+    for _ in range(2):
+        later = nn.Sequential(body, nn.Linear(4, 2))
+        optimizer.add_param_group({"params": later[1].parameters()})
+        records.follow(later)
+        update(later, optimizer, records)
+    trace = end(records, tmp_path)
+    heads = ["1.weight", "model-2.1.weight", "model-3.1.weight"]
+    for step in range(3):
+        parameters = trace.tensors("parameters", step)
+        assert sorted(name for name in parameters if "weight" in name) == ["0.weight", *heads[: step + 1]]
+    assert "optimizer/model-3.1.weight/momentum_buffer" in trace.tensors("optimizer state", 2)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -189,11 +211,8 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_
     _, optimizer, records = begun(tmp_path, nn.ParameterList(old.parameters()))
     del old
     gc.collect()  # models of other tests, too
-    backward(model)
-    optimizer.step()
-    records.step()
-    records.close()
-    trace = Trace(tmp_path)
+    update(model, optimizer, records)
+    trace = end(records, tmp_path)
     assert bool(trace.facts.replaced) == same
     failed = [one for one in comparison.check_invariants(trace) if one.mark == "FAIL"]
     found = diagnosis.diagnose(trace, trace, failed, 1)
@@ -201,15 +220,18 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_by_the_shapes_of_
     assert found.fault == ("The optimizer was built before wrapping" if same else "There is no gradient")
 
 
-@pytest.mark.parametrize(("dropout", "random"), [(0.5, True), (0.0, False)])
-def test_a_forward_pass_that_draws_is_noticed(tmp_path: Path, dropout: float, random: bool) -> None:
+@pytest.mark.parametrize(("dropout", "draws", "random"), [(0.5, False, True), (0.0, True, True), (0.0, False, False)])
+def test_a_forward_pass_or_a_loss_that_draws_is_noticed(
+    tmp_path: Path, dropout: float, draws: bool, random: bool
+) -> None:
     model, optimizer, records = begun(tmp_path, nn.Sequential(made(), nn.Dropout(dropout)))
-    backward(model)
+    loss = model(DATA).square().flatten()
+    (loss[torch.randperm(8)[:4]] if draws else loss).mean().backward()
+    records.before_backward()
     torch.rand(3)  # the script's own draws are not the model's
     optimizer.step()
     records.step()
-    records.close()
-    assert Trace(tmp_path).facts.random is random
+    assert end(records, tmp_path).facts.random is random
 
 
 def test_the_perturbed_run_begins_with_other_last_bits(tmp_path: Path) -> None:
@@ -252,19 +274,15 @@ def test_a_moving_average_is_recorded(tmp_path: Path) -> None:
     optimizer.step()
     ema.update_parameters(model)
     records.step()
-    records.close()
-    assert set(Trace(tmp_path).tensors("EMA", 0)) == set(dict(model.named_parameters()))
+    assert set(end(records, tmp_path).tensors("EMA", 0)) == set(dict(model.named_parameters()))
 
 
 def test_evaluation_may_be_recorded_twice_and_not_more(tmp_path: Path) -> None:
     model, optimizer, records = begun(tmp_path)
-    backward(model)
-    optimizer.step()
-    records.step()
+    update(model, optimizer, records)
     records.evaluation({"loss": 0.5})
     records.evaluation({"loss": torch.tensor(0.25)})
-    records.close()
-    facts = Trace(tmp_path).facts
+    facts = end(records, tmp_path).facts
     assert (facts.evaluation, facts.evaluation_again) == ([{"loss": 0.5}], [{"loss": 0.25}])
     with pytest.raises(ConfigError, match="called at most twice"):
         records.evaluation({"loss": 0.5})
@@ -302,13 +320,13 @@ def test_processes_that_have_not_joined_are_told_so(tmp_path: Path) -> None:
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> list[str] | str:
+def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> None:
     """Two steps, each process on its half of the rows."""
     model: nn.Module = made()
     if kind == "fsdp1":
         with pytest.raises(ConfigError, match="keeps parameters in flat pieces"):
             begun(folder, FullyShardedDataParallel(model, device_id=torch.device("cpu")), rank=place.rank, size=2)
-        return "refused"
+        return
     if kind == "sharded":
         fully_shard(model)
     elif kind == "ddp":
@@ -326,7 +344,6 @@ def on_two(place: ProcessInfo, group: Communicator, folder: Path, kind: str) -> 
         reported = {"loss": loss} if place.is_first else None
         records.step(rows=list(range(8))[mine], loss=loss if place.is_first else None, metrics=reported)
     records.close()
-    return records._facts.steps[1].replicas
 
 
 @pytest.fixture(scope="module")
@@ -334,21 +351,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     folder = tmp_path_factory.mktemp("alone")
     model, optimizer, records = begun(folder)
     for _ in range(2):
-        loss = backward(model)
-        optimizer.step()
+        update(model, optimizer, records)
         optimizer.zero_grad()
-        records.step(rows=range(8), loss=loss)
-    records.close()
-    return Trace(folder)
+    return end(records, folder)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
 def test_two_processes_leave_the_trace_of_one(tmp_path: Path, alone: Trace, kind: str) -> None:
-    assert processes.run(on_two, 2, tmp_path, kind) == [[], []]
+    processes.run(on_two, 2, tmp_path, kind)
     trace = Trace(tmp_path)
     for step in trace.facts.steps:
         assert (step.rows, step.by_rank) == (list(range(8)), [[0, 2, 4, 6], [1, 3, 5, 7]])
-        assert (step.lr, len(step.metrics)) == ([[0.5], [0.5]], 1)
+        assert (step.lr, len(step.metrics), step.replicas) == ([[0.5], [0.5]], 1, [])
         assert step.clean is (True if kind == "ddp" else None)
     for moment in ("raw gradients", "optimizer state", "parameters"):
         ours, theirs = trace.tensors(moment, 1), alone.tensors(moment, 1)
@@ -367,7 +381,7 @@ def test_state_that_only_its_owner_keeps_is_recorded(tmp_path: Path) -> None:
     assert Trace(tmp_path / "owned").tensors("state of rank 1", 0).keys() < ours.keys()
 
 
-def on_halves(place: ProcessInfo, group: Communicator, folder: Path) -> list[str]:
+def on_halves(place: ProcessInfo, group: Communicator, folder: Path) -> None:
     """One step of an optimizer that reduces gradients by itself and keeps half of the state on each process."""
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -392,13 +406,13 @@ def on_halves(place: ProcessInfo, group: Communicator, folder: Path) -> list[str
     optimizer.step()
     records.step()
     records.close()
-    return records._facts.steps[0].replicas
 
 
 def test_pieces_of_the_state_and_gradients_that_are_reduced_inside_of_a_step_are_whole(
     tmp_path: Path, alone: Trace
 ) -> None:
-    assert processes.run(on_halves, 2, tmp_path) == [[], []]
+    processes.run(on_halves, 2, tmp_path)
+    assert Trace(tmp_path).facts.steps[0].replicas == []
     for moment in ("raw gradients", "optimizer state"):
         ours, theirs = Trace(tmp_path).tensors(moment, 0), alone.tensors(moment, 0)
         assert ours.keys() == theirs.keys()
@@ -407,13 +421,12 @@ def test_pieces_of_the_state_and_gradients_that_are_reduced_inside_of_a_step_are
 
 
 def test_copies_that_drift_apart_are_named_with_their_ranks(tmp_path: Path) -> None:
-    first, second = processes.run(on_two, 2, tmp_path, "not wrapped")
-    assert first == second
-    assert first[0] == "'0.weight' is not the same on ranks [0] and [1]"
+    processes.run(on_two, 2, tmp_path, "not wrapped")
+    assert Trace(tmp_path).facts.steps[1].replicas[0] == "'0.weight' is not the same on ranks [0] and [1]"
 
 
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:
-    assert processes.run(on_two, 2, tmp_path, "fsdp1") == ["refused", "refused"]
+    processes.run(on_two, 2, tmp_path, "fsdp1")
 
 
 def test_a_clipping_that_changes_nothing_is_none_and_of_two_the_first_counts(tmp_path: Path) -> None:
@@ -421,16 +434,19 @@ def test_a_clipping_that_changes_nothing_is_none_and_of_two_the_first_counts(tmp
     backward(model)
     before = records.copy_gradients()
     records.keep_unclipped(before)  # the norm alone was measured
-    assert records._raw is None
+    optimizer.step()
+    records.step()
+    backward(model)
+    before = records.copy_gradients()
     for first in (True, False):
         nn.utils.clip_grad_norm_(list(model.parameters())[: 2 if first else 4], 1e-3)
         records.keep_unclipped(before if first else records.copy_gradients())
     optimizer.step()
     records.step()
-    records.close()
-    trace = Trace(tmp_path)
-    np.testing.assert_array_equal(trace.tensors("raw gradients", 0)["0.weight"], before["0.weight"].numpy())
-    assert np.linalg.norm(trace.tensors("clipped gradients", 0)["0.weight"]) < 2e-3
+    trace = end(records, tmp_path)
+    assert trace.tensors("clipped gradients", 0) == {}
+    np.testing.assert_array_equal(trace.tensors("raw gradients", 1)["0.weight"], before["0.weight"].numpy())
+    assert np.linalg.norm(trace.tensors("clipped gradients", 1)["0.weight"]) < 2e-3
 
 
 def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer_holds_is_told(tmp_path: Path) -> None:
@@ -444,8 +460,7 @@ def test_a_teacher_inside_of_a_model_is_not_trained_and_a_body_that_no_optimizer
         records.step()
         with torch.no_grad():
             model["teacher"].weight.lerp_(model["body"].weight, 0.1)
-    records.close()
-    trace = Trace(tmp_path)
+    trace = end(records, tmp_path)
     assert trace.facts.frozen == ["teacher.bias"]
     assert trace.facts.untrained == ["body.weight", "body.bias"]
     marks = {c.quantity: c.mark for c in comparison.check_invariants(trace)}
@@ -469,21 +484,7 @@ def test_gradients_by_autograd_grad_are_added_to_nothing(tmp_path: Path) -> None
             parameter.grad = gradient
         optimizer.step()
         records.step()
-    assert [step.clean for step in records._facts.steps] == [None, None]
-
-
-def test_random_numbers_of_a_loss_are_seen(tmp_path: Path) -> None:
-    for draws in (False, True):
-        (tmp_path / str(draws)).mkdir()
-        model, optimizer, records = begun(tmp_path / str(draws))
-        records.before_forward()
-        loss = model(DATA).square().flatten()
-        records.after_forward()
-        (loss[torch.randperm(8)[:4]] if draws else loss).mean().backward()
-        records.before_backward()
-        optimizer.step()
-        records.step()
-        assert records._facts.random == draws
+    assert [step.clean for step in end(records, tmp_path).facts.steps] == [None, None]
 
 
 @pytest.mark.parametrize("by_name", [False, True])

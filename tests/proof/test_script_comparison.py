@@ -10,6 +10,7 @@ import pytest
 from tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.recording.trace import write_tensors
+from unisono.proof.scripts.parameter_pieces import drop_pieces
 from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, fill_reports
 from unisono.proof.scripts.script_comparison import (
     drop_unrepeatable_reports,
@@ -101,3 +102,21 @@ def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: f
     many, one = (SelfCheck([], [], [], n, f"sum × {f}", f) for n, f in ((2, factor), (1, alone)))
     note_reduction(judged, many, one)
     assert ("look for what multiplies" in judged.notes[0]) == told
+
+
+@pytest.mark.parametrize(
+    ("length", "own", "pieces"), [(3, True, ["w"]), (2, True, ["w"]), (4, True, []), (3, False, [])]
+)
+def test_pieces_of_a_parameter_that_ranks_hold_by_hand_are_left_out_of_everything(
+    tmp_path: Path, length: int, own: bool, pieces: list[str]
+) -> None:
+    """Of 8 rows on 3 ranks, some have 3 and some 2."""
+    many = [RankFacts(initial={"w": rank * own, "b": 5}) for rank in range(3)]
+    mine = write_script_trace(tmp_path / "many", [many], trainable=["w", "b"])
+    reference = write_script_trace(tmp_path / "one", [[RankFacts()]], trainable=["w", "b"])
+    for trace, rows in ((mine, length), (reference, 8)):
+        write_tensors(trace.folder, "initial parameters", None, {"w": np.ones((rows, 4)), "b": np.ones(8)})
+    assert drop_pieces([mine], reference) == pieces
+    for trace in (mine, reference):
+        assert [*trace.tensors("initial parameters")] == trace.facts.trainable[::-1] == ["b"] + ["w"] * (not pieces)
+    assert all(rank.parted == bool(pieces) and ("w" in rank.initial) != bool(pieces) for rank in mine.ranks[0])

@@ -35,7 +35,7 @@ def describe_pieces(names: Sequence[str]) -> ComparedQuantity:
 
 
 def _find_pieces(trace: ScriptTrace, reference: ScriptTrace) -> list[str]:
-    """Parameters that are an N-th of those of one process in one dimension, where not all ranks begin with the same."""
+    """Parameters that are an N-th of those of one process in one dimension, or about that, where ranks begin unlike."""
     seen = trace.ranks[0]
     mine, whole = trace.tensors("initial parameters"), reference.tensors("initial parameters")
     names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape, len(seen))]
@@ -45,7 +45,10 @@ def _find_pieces(trace: ScriptTrace, reference: ScriptTrace) -> list[str]:
 
 def _is_part(part: tuple[int, ...], whole: tuple[int, ...], count: int) -> bool:
     other = [(a, b) for a, b in zip(part, whole, strict=False) if a != b]
-    return len(part) == len(whole) and len(other) == 1 and other[0][0] * count == other[0][1]
+    if len(part) != len(whole) or len(other) != 1:
+        return False
+    length, full = other[0]
+    return length in (full // count, -(-full // count))
 
 
 def _drop(trace: ScriptTrace, names: set[str]) -> None:

@@ -9,15 +9,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from unisono.runtime.errors import ConfigError, UnisonoError
 
 _PATIENCE = 0.2  # of the time that a run may take
 _RECEIVING = 5.0  # seconds, of a process that waits for what another one sends
-# How many backward passes in all, and since the last update; whether it receives, or has begun to train, or has ended.
-_BEGIN = {"receives": False, "begun": False, "updates": 0, "passes": 0, "since": 0, "ended": False}
+
+
+@dataclass
+class _Progress:
+    """How far a process has come.
+
+    Attributes:
+        receives: whether it has waited for what another one sends, before it trained.
+        begun: whether it has begun to train.
+        updates: that it has begun.
+        passes: backward passes in all.
+        since: backward passes since the last update.
+        ended: whether the script has returned.
+    """
+
+    receives: bool = False
+    begun: bool = False
+    updates: int = 0
+    passes: int = 0
+    since: int = 0
+    ended: bool = False
 
 
 class UnequalUpdatesError(UnisonoError):
@@ -32,7 +51,7 @@ def describe_waiting(folder: Path, size: int) -> str:
 
     The first may wait because updates are recorded on all ranks together, and not because the script does.
     """
-    made = [one["updates"] for one in _read(_files_of(folder, size))]
+    made = [one.updates for one in _read(_files_of(folder, size))]
     if min(made) == max(made):
         return ""
     first, last = made.index(max(made)), made.index(min(made))
@@ -45,14 +64,14 @@ def describe_waiting(folder: Path, size: int) -> str:
 def describe_ended(folder: Path, size: int) -> str:
     """In words, a process that has returned while another one was in a later backward pass; empty if there is none."""
     every = _read(_files_of(folder, size))
-    ended = [rank for rank, one in enumerate(every) if one["ended"]]
-    later = [rank for rank, one in enumerate(every) if ended and one["passes"] > every[ended[0]]["passes"]]
+    ended = [rank for rank, one in enumerate(every) if one.ended]
+    later = [rank for rank, one in enumerate(every) if ended and one.passes > every[ended[0]].passes]
     if not later:
         return ""
     gone, other = every[ended[0]], every[later[0]]
     return (
-        f"rank {ended[0]} has ended after {gone['updates']} updates and {gone['passes']} backward passes, and rank "
-        f"{later[0]} is in backward pass {other['passes']}"
+        f"rank {ended[0]} has ended after {gone.updates} updates and {gone.passes} backward passes, and rank "
+        f"{later[0]} is in backward pass {other.passes}"
     )
 
 
@@ -60,8 +79,8 @@ def _files_of(folder: Path, size: int) -> list[Path]:
     return [folder / f"progress-{number}.json" for number in range(size)]
 
 
-def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text("utf-8")) if file.exists() else _BEGIN for file in files]
+def _read(files: Iterable[Path]) -> list[_Progress]:
+    return [_Progress(**json.loads(file.read_text("utf-8"))) if file.exists() else _Progress() for file in files]
 
 
 class RankProgress:
@@ -77,11 +96,11 @@ class RankProgress:
     def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
         self._files = _files_of(folder, size)
         self._rank, self._patience = rank, _PATIENCE * timeout
-        self._mine = dict(_BEGIN)
+        self._mine = _Progress()
 
     def begin_receiving(self) -> None:
         """Before it trains, this process waits for what another one sends."""
-        self._mine["receives"] = True
+        self._mine.receives = True
         self._tell()
 
     def begin_records(self) -> None:
@@ -90,11 +109,11 @@ class RankProgress:
         Raises:
             ConfigError: if one does not come there, since it waits for what this one has not sent yet.
         """
-        self._mine["begun"] = True
+        self._mine.begun = True
         self._tell()
         since = time.monotonic()
-        while late := {rank: one for rank, one in self._read().items() if not one["begun"]}:
-            receiving = [rank for rank, one in late.items() if one["receives"]]
+        while late := {rank: one for rank, one in self._read().items() if not one.begun}:
+            receiving = [rank for rank, one in late.items() if one.receives]
             if receiving and time.monotonic() - since > _RECEIVING:
                 raise ConfigError(
                     f"rank {self._rank} begins its first forward pass, and rank {receiving[0]} waits for what another "
@@ -105,8 +124,8 @@ class RankProgress:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self._mine["passes"] += 1
-        self._mine["since"] += 1
+        self._mine.passes += 1
+        self._mine.since += 1
         self._tell()
 
     def begin_update(self) -> None:
@@ -115,14 +134,14 @@ class RankProgress:
         Raises:
             UnequalUpdatesError: if one has ended, or has been in a later backward pass for long.
         """
-        passes = self._mine["since"]
-        self._mine |= {"updates": self._mine["updates"] + 1, "since": 0}
+        passes = self._mine.since
+        self._mine.updates, self._mine.since = self._mine.updates + 1, 0
         self._tell()
         before, since = self._read(), time.monotonic()
-        while behind := [rank for rank, one in before.items() if one["updates"] < self._mine["updates"]]:
+        while behind := [rank for rank, one in before.items() if one.updates < self._mine.updates]:
             late = time.monotonic() - since > self._patience
             for rank in behind:
-                if before[rank]["ended"] or (late and before[rank]["since"] > passes):
+                if before[rank].ended or (late and before[rank].since > passes):
                     raise UnequalUpdatesError(self._describe(rank, before[rank]))
             time.sleep(0.002)
             now = self._read()
@@ -130,26 +149,26 @@ class RankProgress:
 
     def end(self) -> None:
         """The script has returned."""
-        self._mine["ended"] = True
+        self._mine.ended = True
         self._tell()
 
-    def _describe(self, rank: int, other: dict[str, Any]) -> str:
-        made = other["updates"]
-        end = "ended after" if other["ended"] else "is in"
+    def _describe(self, rank: int, other: _Progress) -> str:
+        made = other.updates
+        end = "ended after" if other.ended else "is in"
         return (
-            f"rank {self._rank} makes its update {self._mine['updates']} after backward pass {self._mine['passes']}, "
+            f"rank {self._rank} makes its update {self._mine.updates} after backward pass {self._mine.passes}, "
             f"and rank {rank} has made {made} update{'' if made == 1 else 's'} and {end} backward pass "
-            f"{other['passes']}"
+            f"{other.passes}"
         )
 
     def _tell(self) -> None:
         if len(self._files) > 1:
             file = self._files[self._rank]
             new = file.with_suffix(".new")
-            new.write_text(json.dumps(self._mine), encoding="utf-8")
+            new.write_text(json.dumps(asdict(self._mine)), encoding="utf-8")
             new.replace(file)
 
-    def _read(self) -> dict[int, dict[str, Any]]:
+    def _read(self) -> dict[int, _Progress]:
         """What the others have done."""
         others = {rank: file for rank, file in enumerate(self._files) if rank != self._rank}
         return dict(zip(others, _read(others.values()), strict=True))

@@ -31,7 +31,6 @@ from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
 from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
 from unisono.proof.scripts import model_facts
-from unisono.proof.scripts.followed_models import FollowedModels
 from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.parameter_changes import ParameterChanges
@@ -92,6 +91,7 @@ class Records:
         self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: nn.Module | None = None
     ) -> None:
         self._world, self._model, self._ema = world, model, ema
+        self._models = 1
         self._optimizer = None if optimizer is None else model_facts.unwrap_optimizer(optimizer)
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise ConfigError(
@@ -123,8 +123,9 @@ class Records:
         self._changes = ParameterChanges(self._parameters())
 
     def follow(self, model: nn.Module) -> None:
-        """Record another model as well, from now on, which may begin with what was trained before."""
-        self._model = FollowedModels(self._model, model)
+        """Record another model as well, from now on, under its number; it may begin with what was trained before."""
+        self._models += 1
+        self._model = nn.ModuleDict({"module": self._model, f"model-{self._models}": model})  # `module.` is no name
         known = {*self._facts.trainable, *self._facts.frozen}
         named = self._parameters()
         new = {name: parameter for name, parameter in named.items() if name not in known}

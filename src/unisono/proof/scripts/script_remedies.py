@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from unisono.proof.fault_names import Diagnosis
+from unisono.proof.fault_names import REMEDIES, Diagnosis
 
 SHARD_THE_ROOT = "call fully_shard(model) after its blocks: nothing reduces what no fully_shard was given"
 STEP_LATER = "let the optimizer step after the backward pass: DDP reduces a gradient after the parameter's own hooks"
@@ -40,7 +40,7 @@ _REMEDIES = {
 
 
 def reword(diagnosis: Diagnosis) -> Diagnosis:
-    """A diagnosis with the remedy for a script."""
-    own = diagnosis.remedy in (SHARD_THE_ROOT, STEP_LATER)
-    remedy = _REMEDIES.get(diagnosis.fault, diagnosis.remedy)
-    return diagnosis if own else dataclasses.replace(diagnosis, remedy=remedy)
+    """A diagnosis with the remedy for a script, if it has that of its fault and not one of its own."""
+    if diagnosis.remedy != REMEDIES[diagnosis.fault]:
+        return diagnosis
+    return dataclasses.replace(diagnosis, remedy=_REMEDIES.get(diagnosis.fault, diagnosis.remedy))

@@ -357,7 +357,7 @@ def _describe_buffers(step: _Step) -> str:
 
 def _describe_modes(step: _Step) -> str:
     evaluating = [{*rank.evaluating} for rank in step.seen]
-    apart = set.union(*evaluating) - set.intersection(*evaluating)
+    apart = {name for names in evaluating for name in names ^ evaluating[0]}
     ranks = [number for number, names in enumerate(evaluating) if apart & names]
     shown = join_names([repr(name) for name in sorted(apart)], 3)
     return f"{shown} in evaluation mode on ranks {ranks} only" if apart else ""
