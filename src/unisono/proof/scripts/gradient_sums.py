@@ -48,11 +48,6 @@ def explain_reduction(
 ) -> WeightedSum:
     """The weights by which the gradients of the ranks add up to the reduced one: equal ones, if these do.
 
-    Args:
-        own: gradients of every rank by parameter, before the reduction.
-        reduced: after it.
-        precision: of the run, `fp64` or `fp32`.
-
     Example:
         >>> explain_reduction([{"w": np.ones(2)}, {"w": np.full(2, 3.0)}], {"w": np.full(2, 2.0)}).weights
         (0.5, 0.5)
@@ -99,11 +94,7 @@ def is_left_alone(
 ) -> bool:
     """Whether gradients of a rank are its own, or a sum in which a backward pass of it is without those of the others.
 
-    Args:
-        passes: of every rank, the gradients of each backward pass.
-        reduced: of every rank, after the reduction.
-        names: of the parameters in question.
-        precision: of the run, `fp64` or `fp32`.
+    All are of every rank: the gradients of each backward pass, and after the reduction, of the parameters `names`.
     """
     limit = ROUNDING[precision]
     number = min(map(len, passes))

@@ -6,7 +6,7 @@ import gc
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,22 @@ from unisono.data.loading.draws import host_generator_states
 from unisono.engines.torch.guards import replicas
 from unisono.runtime.errors import ConfigError
 
+T = TypeVar("T")
+
 # What DDP, torch.compile, Fabric, activation checkpointing and FSDP put into the names of parameters.
 _WRAPPERS = re.compile(
     r"(?<![^./])(?:module|_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
+
+
+def find_living(kind: type[T]) -> list[T]:
+    """The objects of a class that this process has; `isinstance` would ask proxies, which may compute something."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    """What optimizers hold, in their order."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
@@ -29,8 +41,7 @@ def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
 
     Those that it holds are in no module then; else they are those of another model.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    held, modules = held_parameters(optimizer), find_living(nn.Module)
     models = [module for module in modules if not isinstance(module, nn.ParameterList)]  # which a recorder has made
     if {id(parameter) for parameter in held} & {id(one) for module in models for one in module.parameters()}:
         return ""
@@ -43,8 +54,7 @@ def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
 
 def has_rate_by_loss() -> bool:
     """Whether there is a `ReduceLROnPlateau`: a learning rate that depends on the losses."""
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return any(issubclass(type(found), plateau) for found in gc.get_objects())
+    return bool(find_living(torch.optim.lr_scheduler.ReduceLROnPlateau))
 
 
 def by_plain_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

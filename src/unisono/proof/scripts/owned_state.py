@@ -44,13 +44,7 @@ def gather_owned(
 ) -> dict[str, Array]:
     """The state that the first rank does not have, or has a piece of, as it is together; collective.
 
-    Args:
-        group: all processes.
-        rank: of this one.
-        folder: of the trace, through which the arrays go.
-        step: from 0.
-        state: of this rank, by name.
-        pieces: what of it is a piece.
+    The arrays go through files in the folder of the trace, not through `group`.
     """
     plain = {name: value for name, value in state.items() if not isinstance(value, DTensor)}
     everyone = group.gather({name: name in pieces for name in plain}, "the names of the optimizer's state")

@@ -13,15 +13,7 @@ from unisono.runtime.text import join_names
 
 
 def drop_pieces(traces: Sequence[ScriptTrace], reference: ScriptTrace) -> list[str]:
-    """Forget the parameters that ranks hold pieces of, in the traces of all runs.
-
-    Args:
-        traces: of runs on several processes.
-        reference: of that on one.
-
-    Returns:
-        Their names.
-    """
+    """Forget the parameters that ranks hold pieces of, in these traces and that of one process; returns their names."""
     found = {name for trace in traces for name in _find_pieces(trace, reference)}
     for trace in (*traces, reference) if found else ():
         _drop(trace, found)

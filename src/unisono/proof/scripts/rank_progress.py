@@ -20,22 +20,13 @@ _RECEIVING = 5.0  # seconds, of a process that waits for what another one sends
 
 @dataclass
 class _Progress:
-    """How far a process has come.
+    """How far a process has come."""
 
-    Attributes:
-        receives: whether it has waited for what another one sends, before it trained.
-        begun: whether it has begun to train.
-        updates: that it has begun.
-        passes: backward passes in all.
-        since: backward passes since the last update.
-        ended: whether the script has returned.
-    """
-
-    receives: bool = False
-    begun: bool = False
-    updates: int = 0
-    passes: int = 0
-    since: int = 0
+    receives: bool = False  # whether it has waited for what another one sends, before it trained
+    begun: bool = False  # to train
+    updates: int = 0  # that it has begun
+    passes: int = 0  # backward passes in all
+    since: int = 0  # backward passes since the last update
     ended: bool = False
 
 

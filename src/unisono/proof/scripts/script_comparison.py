@@ -133,15 +133,10 @@ class ScriptRuns:
 
 
 def find_local_statistics(mine: ScriptTrace, reference: ScriptTrace, until: int | None = None) -> list[str]:
-    """Of the buffers of batch normalisation, those of layers whose statistics really are of the rows of one process.
+    """Of the buffers in `per_process`, those of layers whose statistics really are of the rows of one process.
 
     The class of a layer does not say it: one that is derived from torch's may reduce its statistics by itself. Where
-    ranks differ for the first time, even by rounding, rank 0's must not be those of one process either.
-
-    Args:
-        mine: the run of many processes, with the buffers in question as its `per_process`.
-        reference: the run on one.
-        until: the number of steps to look at, if not all.
+    ranks differ for the first time, in the first `until` steps, rank 0's must not be those of one process either.
     """
     for step, seen in enumerate(mine.ranks[:until] if mine.facts.per_process else []):
         if any(rank.buffers != seen[0].buffers for rank in seen[1:]):
@@ -221,16 +216,7 @@ def _interpret_error(
 def drop_unrepeatable_reports(
     traces: Mapping[str, ScriptTrace], again: ScriptTrace, reference: ScriptTrace
 ) -> list[str]:
-    """Forget reported numbers in which two runs on one process differ: a time or a throughput, which nothing follows.
-
-    Args:
-        traces: of all runs.
-        again: of the second run on one process.
-        reference: of the first.
-
-    Returns:
-        Their names.
-    """
+    """Forget reported numbers in which two runs on one process differ, as times do; returns their names."""
 
     def reports(trace: ScriptTrace) -> list[list[dict[str, float]]]:
         return [*(step.metrics for step in trace.facts.steps), trace.facts.evaluation]

@@ -7,14 +7,10 @@ they are clipped), the batches of a `DataLoader` (rows), forward passes (inputs,
 from __future__ import annotations
 
 import functools
-import gc
 import re
-import runpy
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from unisono.proof.scripts.model_facts import find_living, held_parameters
 from unisono.proof.scripts.rank_progress import RankProgress
 from unisono.proof.scripts.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.script_recorder import Records, World
@@ -42,20 +39,8 @@ class _EnoughSteps(BaseException):
     """Ends a script after the steps that are compared; no `except Exception` of a script catches it."""
 
 
-def run_script(path: Path, world: World, steps: int) -> Records:
-    """Run a script as `python path` would, until it has made so many updates or ends; see `run_watched`."""
-    sys.path.insert(0, str(path.parent))  # as `python path` does
-    return run_watched(lambda: runpy.run_path(str(path), run_name="__main__"), path.name, world, steps)
-
-
 def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -> Records:
-    """Run something that trains, until it has made so many updates or ends.
-
-    Args:
-        train: to call.
-        name: of it, for messages.
-        world: the process.
-        steps: updates after which it is ended.
+    """Run something that trains, until it has made so many updates or ends; its name is for messages.
 
     Raises:
         ConfigError: if it makes no update.
@@ -224,7 +209,7 @@ class ScriptWatch:
         """Record the models of optimizers that came later, if a module that is in none of the known ones is theirs."""
         own = {id(parameter) for parameter in module.parameters()} - self._trained
         optimizers = self._living_optimizers() if own else []
-        later = [one for one in optimizers if own & {id(p) for group in one.param_groups for p in group["params"]}]
+        later = [one for one in optimizers if own & {id(parameter) for parameter in held_parameters(one)}]
         if later and self.records is not None:
             model = _find_model(later)
             self._add_members(model)
@@ -296,8 +281,7 @@ class ScriptWatch:
 
     def _is_trained(self, module: nn.Module) -> bool:
         """Whether an optimizer holds one of its parameters."""
-        every = (p for one in self._living_optimizers() for group in one.param_groups for p in group["params"])
-        held = self._trained or {id(parameter) for parameter in every}
+        held = self._trained or {id(parameter) for parameter in held_parameters(*self._living_optimizers())}
         return any(id(parameter) in held for parameter in module.parameters())
 
     def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,10 +350,9 @@ def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
     """The modules that hold what the optimizers train, wrapped as they are: one, or a list of several."""
-    wanted = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    left = {id(parameter): parameter for parameter in wanted}
+    left = {id(parameter): parameter for parameter in held_parameters(*optimizers)}
     place = {key: number for number, key in enumerate(left)}  # the same in every run, as the order of objects is not
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    modules = find_living(nn.Module)
     inner = {id(child) for module in modules for child in module._modules.values()}
     holders = [
         (len(held), not isinstance(module, DistributedDataParallel), -min(place[key] for key in held), module)

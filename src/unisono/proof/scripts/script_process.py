@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -114,9 +116,13 @@ def _load_function(reference: str) -> Callable[..., Any]:
 
 def _load_watched(run: ScriptRun) -> Callable[[World], Any]:
     if run.reference.endswith(".py"):
-        return lambda world: script_hooks.run_script(Path(run.reference), world, run.steps)
-    train = _load_function(run.reference)
-    return lambda world: script_hooks.run_watched(train, train.__name__, world, run.steps)
+        sys.path.insert(0, str(Path(run.reference).parent))  # as `python path` does
+        train: Callable[[], Any] = partial(runpy.run_path, run.reference, run_name="__main__")
+        name = Path(run.reference).name
+    else:
+        train = _load_function(run.reference)
+        name = train.__name__
+    return lambda world: script_hooks.run_watched(train, name, world, run.steps)
 
 
 def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:

@@ -304,7 +304,7 @@ class Records:
         self._optimizer = optimizer
         self._facts.optimizer = type(optimizer).__name__
         self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter) for parameter in model_facts.held_parameters(optimizer)}
         self._clean = self._left.close_update(own)
         others, self._updated = self._updated - own, self._updated | own  # whose gradients are not of this update
         named = self._parameters()

@@ -16,10 +16,9 @@ from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.local_gradients import read_local_gradients
-from unisono.proof.recording.trace import Array, StepFacts
+from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.gradient_sums import (
     ROUNDING,
-    WeightedSum,
     describe_changed,
     explain_reduction,
     find_differing,
@@ -102,33 +101,17 @@ class SelfCheck:
     inside: str = ""
 
 
-@dataclass(frozen=True)
 class _Step:
-    """A step of a run, with its gradients.
+    """A step of a run, from 0, with its gradients."""
 
-    Attributes:
-        trace: of the run.
-        number: from 0.
-        passes: of every rank, the gradients of each backward pass.
-        reduced: of every rank, the gradients of the update.
-        made: how those of rank 0 are made of what the ranks computed.
-        unequal: parameters whose gradient is not the same on all ranks.
-    """
-
-    trace: ScriptTrace
-    number: int
-    passes: list[list[dict[str, Array]]]
-    reduced: list[dict[str, Array]]
-    made: WeightedSum
-    unequal: list[str]
-
-    @property
-    def facts(self) -> StepFacts:
-        return self.trace.facts.steps[self.number]
-
-    @property
-    def seen(self) -> list[RankFacts]:
-        return self.trace.ranks[self.number]
+    def __init__(self, trace: ScriptTrace, number: int) -> None:
+        self.trace, self.number = trace, number
+        self.facts, self.seen = trace.facts.steps[number], trace.ranks[number]
+        ranks = range(len(self.seen))
+        self.passes = [read_local_gradients(trace, rank, number) for rank in ranks]
+        self.reduced = [trace.tensors(reduced_moment(rank), number) for rank in ranks]
+        self.made = explain_reduction([add_gradients(each) for each in self.passes], self.reduced[0], trace.precision)
+        self.unequal = find_unequal(self.reduced, trace.precision)  # between ranks
 
     def tensors(self, moment: str) -> dict[str, Array]:
         return self.trace.tensors(moment, self.number)
@@ -152,14 +135,6 @@ class _Step:
         return sum(count * sum(rank.losses) for count, rank in zip(rows, self.seen, strict=True)) / sum(rows)
 
 
-def _read_step(trace: ScriptTrace, number: int) -> _Step:
-    ranks = range(len(trace.ranks[number]))
-    passes = [read_local_gradients(trace, rank, number) for rank in ranks]
-    reduced = [trace.tensors(reduced_moment(rank), number) for rank in ranks]
-    made = explain_reduction([add_gradients(each) for each in passes], reduced[0], trace.precision)
-    return _Step(trace, number, passes, reduced, made, find_unequal(reduced, trace.precision))
-
-
 _Failure = tuple[ComparedQuantity, Diagnosis]
 
 
@@ -172,7 +147,7 @@ def _fail(check: str, step: int, what: str, fault: str = "", remedy: str = "") -
 
 def check_run(trace: ScriptTrace) -> SelfCheck:
     """Check a run against itself; on one process only its losses are told."""
-    steps = [_read_step(trace, number) for number in range(len(trace.ranks))]
+    steps = [_Step(trace, number) for number in range(len(trace.ranks))]
     seen = [rank for step in steps for rank in step.seen]
     losses, averages, size = [step.loss for step in steps], [step.average for step in steps], len(steps[0].seen)
     made = steps[0].made
