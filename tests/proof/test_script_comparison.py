@@ -105,7 +105,7 @@ def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: f
 
 
 @pytest.mark.parametrize(
-    ("length", "own", "pieces"), [(3, True, ["w"]), (2, True, ["w"]), (4, True, []), (3, False, [])]
+    ("length", "own", "pieces"), [(3, True, ["w"]), (2, True, ["w"]), (8, True, []), (3, False, [])]
 )
 def test_pieces_of_a_parameter_that_ranks_hold_by_hand_are_left_out_of_everything(
     tmp_path: Path, length: int, own: bool, pieces: list[str]

@@ -180,9 +180,9 @@ class Add(torch.autograd.Function):
 class Parts(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, up, down = torch.nn.Linear(3, 5), torch.nn.Linear(5, 8), torch.nn.Linear(8, 1)
+        self.first, up, down = torch.nn.Linear(3, 5), torch.nn.Linear(5, 9), torch.nn.Linear(9, 1)
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        self.mine = slice(rank * 9 // size, (rank + 1) * 9 // size)
         self.up = torch.nn.Parameter(up.weight.data if WHOLE else up.weight.data[self.mine].clone())
         self.down = torch.nn.Parameter(down.weight.data if WHOLE else down.weight.data[:, self.mine].clone())
 
@@ -206,7 +206,7 @@ for rows in torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(1)):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("correct", [True, False])
 def test_layers_that_ranks_compute_together_by_hand(tmp_path: Path, whole: bool, correct: bool) -> None:
-    """All ranks are given the same rows, and hold whole parameters of which each uses a part, or that part alone."""
+    """All ranks are given the same rows, and hold whole parameters of which each uses a part of 4 or 5 rows, or that."""
     text = JOINED + PARTS.replace("WHOLE", str(whole))
     report = prove(tmp_path, text if correct else text.replace("dist.all_reduce(gradient)", "pass"))
     (verdict,) = report.verdicts

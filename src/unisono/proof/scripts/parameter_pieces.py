@@ -27,20 +27,20 @@ def describe_pieces(names: Sequence[str]) -> ComparedQuantity:
 
 
 def _find_pieces(trace: ScriptTrace, reference: ScriptTrace) -> list[str]:
-    """Parameters that are an N-th of those of one process in one dimension, or about that, where ranks begin unlike."""
+    """Parameters that are shorter than those of one process in one dimension, where not all ranks begin with the same.
+
+    Ranks need not hold equally much: the last one may have the rest, or the parameter be padded.
+    """
     seen = trace.ranks[0]
     mine, whole = trace.tensors("initial parameters"), reference.tensors("initial parameters")
-    names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape, len(seen))]
+    names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape)]
     apart = any(rank.initial.get(name) != seen[0].initial.get(name) for rank in seen for name in names)
     return names if apart else []
 
 
-def _is_part(part: tuple[int, ...], whole: tuple[int, ...], count: int) -> bool:
+def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     other = [(a, b) for a, b in zip(part, whole, strict=False) if a != b]
-    if len(part) != len(whole) or len(other) != 1:
-        return False
-    length, full = other[0]
-    return length in (full // count, -(-full // count))
+    return len(part) == len(whole) and len(other) == 1 and other[0][0] < other[0][1]
 
 
 def _drop(trace: ScriptTrace, names: set[str]) -> None:
