@@ -206,7 +206,7 @@ for rows in torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(1)):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("correct", [True, False])
 def test_layers_that_ranks_compute_together_by_hand(tmp_path: Path, whole: bool, correct: bool) -> None:
-    """All ranks are given the same rows, and hold whole parameters of which each uses 4 or 5 of 9 rows, or only those."""
+    """All ranks get the same rows, and hold whole parameters of which each uses 4 or 5 of 9 rows, or those alone."""
     text = JOINED + PARTS.replace("WHOLE", str(whole))
     report = prove(tmp_path, text if correct else text.replace("dist.all_reduce(gradient)", "pass"))
     (verdict,) = report.verdicts

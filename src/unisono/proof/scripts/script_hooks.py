@@ -10,7 +10,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -100,33 +100,25 @@ class ScriptWatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """With all hooks in place."""
-        handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        clips = [(home, name) for home in (nn.utils, nn.utils.clip_grad) for name in _CLIPS]
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-            (Optimizer, "__init__", self._watch_creation(Optimizer.__init__)),
-            (nn.Module, "__call__", self._watch_forward(nn.Module.__call__)),
-            (torch.autograd, "backward", self._watch_backward(torch.autograd.backward)),
-            *((dist, name, self._watch_receive(getattr(dist, name))) for name in _RECEIVES),
-            (_DDPJoinHook, "main_hook", self._watch_shadow(_DDPJoinHook.main_hook)),
-            (_BaseDataLoaderIter, "_next_index", self._watch_indices(_BaseDataLoaderIter._next_index)),
-            (_BaseDataLoaderIter, "__next__", self._watch_batches(_BaseDataLoaderIter.__next__)),
-            *((home, name, self._watch_clip(getattr(home, name))) for home, name in clips),
+            (Optimizer, "__init__", self._on_creation),
+            (nn.Module, "__call__", self._on_forward),
+            (torch.autograd, "backward", self._on_backward),
+            *((dist, name, self._on_receive) for name in _RECEIVES),
+            (_DDPJoinHook, "main_hook", self._on_shadow),
+            (_BaseDataLoaderIter, "_next_index", self._on_indices),
+            (_BaseDataLoaderIter, "__next__", self._on_batch),
+            *((home, name, self._on_clip) for home in (nn.utils, nn.utils.clip_grad) for name in _CLIPS),
         ]
-        before = [(home, name, getattr(home, name)) for home, name, _ in replaced]
-        for home, name, function in replaced:
-            setattr(home, name, function)
-        _watches.append(self)
-        try:
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            for home, name, watch in replaced:
+                stack.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, _wrap(getattr(home, name), watch))
+            _watches.append(self)
+            stack.callback(_watches.remove, self)
             yield
-        finally:
-            _watches.remove(self)
-            for home, name, function in before:
-                setattr(home, name, function)
-            for handle in handles:
-                handle.remove()
 
     # what a callback says -------------------------------------------------------------------------------------------
 
@@ -155,13 +147,9 @@ class ScriptWatch:
 
     # optimizers ----------------------------------------------------------------------------------------------------
 
-    def _watch_creation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def create(optimizer: Optimizer, *args: Any, **named: Any) -> None:
-            original(optimizer, *args, **named)
-            self._optimizers.append(weakref.ref(optimizer))
-
-        return create
+    def _on_creation(self, original: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **named: Any) -> None:
+        original(optimizer, *args, **named)
+        self._optimizers.append(weakref.ref(optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._updates += 1
@@ -220,61 +208,49 @@ class ScriptWatch:
         self._members |= {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
         self._trained |= {id(parameter) for parameter in model.parameters()}
 
-    def _watch_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def receive(*args: Any, **named: Any) -> Any:
-            if self.records is None:
-                self.progress.begin_receiving()
-            return original(*args, **named)
+    def _on_receive(self, original: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        if self.records is None:
+            self.progress.begin_receiving()
+        return original(*args, **named)
 
-        return receive
-
-    def _watch_shadow(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def shadow(hook: Any) -> Any:
-            made = 0 if self.records is None else self.records.steps
-            if made < self._steps:
-                raise ConfigError(
-                    f"rank {self._world.rank} has no more batches after {made} updates, and others go on under join(): "
-                    "an update that is made on some ranks only cannot be recorded. "
-                    + (f"Prove those before it with steps={made}" if made else "Give every rank a batch")
-                )
-            return original(hook)
-
-        return shadow
+    def _on_shadow(self, original: Callable[..., Any], /, hook: Any) -> Any:
+        made = 0 if self.records is None else self.records.steps
+        if made < self._steps:
+            raise ConfigError(
+                f"rank {self._world.rank} has no more batches after {made} updates, and others go on under join(): "
+                "an update that is made on some ranks only cannot be recorded. "
+                + (f"Prove those before it with steps={made}" if made else "Give every rank a batch")
+            )
+        return original(hook)
 
     # passes ----------------------------------------------------------------------------------------------------------
 
-    def _watch_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside or _is_transformed():
-                return original(module, *args, **named)
-            if not (module.training and torch.is_grad_enabled()):
-                latest = self._fetched.latest
-                if latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
-                    latest.pop()  # an evaluation
-                return original(module, *args, **named)
-            if self.records is None:
-                if self._is_trained(module):
-                    self._begin(self._living_optimizers())
-            elif id(module) not in self._members:
-                self._follow_new(module)
-            records = self.records
-            if records is None or id(module) not in self._members:
-                return original(module, *args, **named)
-            digests, shape = digest_rows((args, named))
-            records.seen.inputs += digests
-            records.seen.shape = shape or records.seen.shape
-            records.before_forward()
-            self._inside = True
-            try:
-                return original(module, *args, **named)
-            finally:
-                self._inside = False
-                records.after_forward()
-
-        return call
+    def _on_forward(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or self._inside or _is_transformed():
+            return original(module, *args, **named)
+        if not (module.training and torch.is_grad_enabled()):
+            latest = self._fetched.latest
+            if latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
+                latest.pop()  # an evaluation
+            return original(module, *args, **named)
+        if self.records is None:
+            if self._is_trained(module):
+                self._begin(self._living_optimizers())
+        elif id(module) not in self._members:
+            self._follow_new(module)
+        records = self.records
+        if records is None or id(module) not in self._members:
+            return original(module, *args, **named)
+        digests, shape = digest_rows((args, named))
+        records.seen.inputs += digests
+        records.seen.shape = shape or records.seen.shape
+        records.before_forward()
+        self._inside = True
+        try:
+            return original(module, *args, **named)
+        finally:
+            self._inside = False
+            records.after_forward()
 
     def _living_optimizers(self) -> list[Optimizer]:
         return [one for reference in self._optimizers if (one := reference()) is not None]
@@ -284,55 +260,49 @@ class ScriptWatch:
         held = self._trained or {id(parameter) for parameter in held_parameters(*self._living_optimizers())}
         return any(id(parameter) in held for parameter in module.parameters())
 
-    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **named: Any) -> Any:
-            inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
-            if not inside:
-                self._fetched.latest = None
-                self.progress.begin_pass()
-            if not inside and self.records is not None:
-                given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                if self.records.before_backward():
-                    self._rows = []
-                self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
-                self._rows += self._fetched.take_pass()
-                self.records.seen.sources = self._fetched.lengths
-            return original(tensors, *args, **named)
+    def _on_backward(self, original: Callable[..., Any], /, tensors: Any, *args: Any, **named: Any) -> Any:
+        inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
+        if not inside:
+            self._fetched.latest = None
+            self.progress.begin_pass()
+        if not inside and self.records is not None:
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if self.records.before_backward():
+                self._rows = []
+            self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
+            self._rows += self._fetched.take_pass()
+            self.records.seen.sources = self._fetched.lengths
+        return original(tensors, *args, **named)
 
-        return backward
-
-    def _watch_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def clip(parameters: Any, *args: Any, **named: Any) -> Any:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            before = None if self.records is None else self.records.copy_gradients()
-            result = original(given, *args, **named)
-            if self.records is not None and before is not None:
-                self.records.keep_unclipped(before)
-            return result
-
-        return clip
+    def _on_clip(self, original: Callable[..., Any], /, parameters: Any, *args: Any, **named: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before = None if self.records is None else self.records.copy_gradients()
+        result = original(given, *args, **named)
+        if self.records is not None and before is not None:
+            self.records.keep_unclipped(before)
+        return result
 
     # rows ------------------------------------------------------------------------------------------------------------
 
-    def _watch_indices(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def draw(iterator: Any) -> Any:
-            indices = original(iterator)
-            self._fetched.draw(iterator, indices)
-            return indices
+    def _on_indices(self, original: Callable[..., Any], /, iterator: Any) -> Any:
+        indices = original(iterator)
+        self._fetched.draw(iterator, indices)
+        return indices
 
-        return draw
+    def _on_batch(self, original: Callable[..., Any], /, iterator: Any) -> Any:
+        batch = original(iterator)
+        self._fetched.fetch(iterator)
+        return batch
 
-    def _watch_batches(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def fetch(iterator: Any) -> Any:
-            batch = original(iterator)
-            self._fetched.fetch(iterator)
-            return batch
 
-        return fetch
+def _wrap(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives its arguments, and the function that it stands for, to one that watches its calls."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **named: Any) -> Any:
+        return watch(original, *args, **named)
+
+    return call
 
 
 def _is_transformed() -> bool:

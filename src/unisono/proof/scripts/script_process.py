@@ -76,12 +76,6 @@ class LowerPrecisions(precision.PromoteToDouble):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def user_line(stack: traceback.StackSummary) -> str:
-    """The innermost line of a stack that is the user's: not Python's, not of an installed package, not ours."""
-    frame = ([frame for frame in stack if is_user_file(frame.filename)] or list(stack))[-1]
-    return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
-
-
 def main(folder: Path) -> NoReturn:
     """Entry of a process that `unisono.launch.processes.local_processes` started for a comparison of scripts."""
     rank_process.die_with_parent()
@@ -134,7 +128,10 @@ def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:
         if not (isinstance(error, TooEarly) or GONE.search(str(error))):  # another process has failed, which says so
             traceback.print_exc()
         what = traceback.format_exception_only(error)[-1].strip()
-        raise ScriptError(f"rank {rank}: {what} ({user_line(traceback.extract_tb(error.__traceback__))})") from error
+        stack = traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in stack if is_user_file(frame.filename)] or stack)[-1]
+        line = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line}"
+        raise ScriptError(f"rank {rank}: {what} ({line})") from error
 
 
 if __name__ == "__main__":
