@@ -69,8 +69,8 @@ def compare(
         root.mkdir(parents=True, exist_ok=True)
         if inspect.signature(train).parameters:
             run = ScriptRun(reference, precision, timeout)
-            words = dict.fromkeys((1, *worlds), sys.argv)
-            report = Report(*_judge_runs(ScriptRuns(run, worlds, root, quiet, words), adaptive))
+            runs = ScriptRuns(run, dict.fromkeys((1, *worlds), sys.argv), root, quiet)
+            report = Report(*_judge_runs(runs, adaptive))
         else:
             settings = ScriptSettings(worlds=[1, *worlds], precision=precision, timeout=timeout)
             report = prove_script(train, (), settings, quiet=quiet)

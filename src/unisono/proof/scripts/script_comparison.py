@@ -82,19 +82,17 @@ class ScriptRuns:
 
     Attributes:
         run: what they have in common.
-        worlds: numbers of processes to compare with one.
+        arguments: of the script's command line, for one process and for every other number.
         root: a folder for the traces.
         quiet: print no progress.
-        arguments: of the script's command line, by number of processes.
         traces: of the runs that came to their end, by case.
         ended: the errors of the others.
     """
 
     run: ScriptRun
-    worlds: Sequence[int]
+    arguments: Mapping[int, list[str]]
     root: Path
     quiet: bool
-    arguments: Mapping[int, list[str]]
     traces: dict[str, ScriptTrace] = field(default_factory=dict)
     ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
 
@@ -104,7 +102,8 @@ class ScriptRuns:
         precision = self.run.precision
         one = Case("1 process", 1, {}, precision)
         again = Case("1 process, perturbed", 1, {}, precision, perturbed=EPSILON[precision])
-        return [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in self.worlds)]
+        several = (world for world in self.arguments if world > 1)
+        return [one, again, *(Case(f"{world} processes", world, {}, precision, one.name) for world in several)]
 
     def record(self, case: Case) -> ScriptTrace | None:
         """Run a case; None if it ended with an error."""
@@ -112,7 +111,7 @@ class ScriptRuns:
             say(f"{case.name} …", error=True)
         run = replace(self.run, arguments=self.arguments[case.world_size])
         try:
-            trace = run_case(case, run, self.root, threads_per_process(max(self.worlds)))
+            trace = run_case(case, run, self.root, threads_per_process(max(self.arguments)))
             if (reference := self.traces.get(case.reference)) is not None:
                 trace.facts.per_process = find_local_statistics(trace, reference)
             self.traces[case.name] = trace

@@ -121,7 +121,7 @@ def prove_script(
     for precision in ladder:
         with trace_room() as root:
             run = ScriptRun(reference, precision, settings.timeout, steps=settings.steps)
-            runs = ScriptRuns(run, worlds, root, quiet, words)
+            runs = ScriptRuns(run, words, root, quiet)
             report = _prove(runs, lower=precision != ladder[-1])
         if report is not None:
             break
