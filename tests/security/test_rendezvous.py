@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.launch.node_threads import Node, connected, ends
 from tests.ports import free_port
 from unisono.launch.nodes import run_token, tcp_rendezvous
 from unisono.launch.nodes.tcp_rendezvous import TOKEN, NodeCommunicator
 from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError
-from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
+from unisono.runtime.errors import ConfigError, DeadlineError, RunError
 
 
 @pytest.fixture(autouse=True)
@@ -26,44 +27,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(tcp_rendezvous, "_GREETING_TIMEOUT", 1.0)
     return tmp_path / "runs"
-
-
-class Node(threading.Thread):
-    """A launcher of a node; `end` is what its act returned or raised."""
-
-    def __init__(
-        self, rank: int, port: int, folder: Path, act: Callable[[NodeCommunicator], Any] | None = None, **more: Any
-    ) -> None:
-        super().__init__(daemon=True)
-        self.rank, self.port, self.folder, self.more, self.end = rank, port, folder, more, None
-        self.act = act or (lambda met: met.gather(met.rank, "ranks"))
-        self.start()
-
-    def run(self) -> None:
-        given = {"size": 2, "start_timeout": 60, "timeout": 60, **self.more}
-        try:
-            where = f"127.0.0.1:{self.port}"
-            with tcp_rendezvous.connect_nodes(
-                self.rank, given["size"], where, given["start_timeout"], given["timeout"], self.folder
-            ) as met:
-                self.end = self.act(met)
-        except UnisonoError as error:
-            self.end = error
-
-
-def connected(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), 5)
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-
-
-def ends(*nodes: Node) -> list[Any]:
-    for node in nodes:
-        node.join(120)
-    assert not any(node.is_alive() for node in nodes)
-    return [node.end for node in nodes]
 
 
 NONCE = "0" * 32

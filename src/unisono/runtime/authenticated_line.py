@@ -19,8 +19,10 @@ import hmac
 import json
 import secrets
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from unisono.runtime.communicator import Json
@@ -32,6 +34,7 @@ TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; neve
 VERSION = 2
 MAX_GREETING_BYTES = 4096  # per message, before both sides are authenticated
 MAX_MESSAGE_BYTES = 64 << 20  # per message, afterwards
+GRACE_SECONDS = 5.0  # seconds by which a member waits longer than member 0, so that member 0's reason arrives first
 _MAC = 64  # characters of an HMAC-SHA256 in hex
 _NONCE = 32  # characters
 
@@ -45,7 +48,7 @@ class TokenError(GreetingError):
 
 
 class AuthenticatedLine:
-    """A connected socket that sends and receives authenticated messages.
+    """A connected socket that sends and receives authenticated messages; several threads may send.
 
     Args:
         link: A connected socket.
@@ -59,6 +62,7 @@ class AuthenticatedLine:
         self._link = link
         # A timeout belongs to the socket object, and one thread writes while another reads.
         self._write_socket = link.dup()
+        self._sending = threading.Lock()
         self._buffer = bytearray()
         self._key: bytes | None = None
         self._directions = (b"", b"")  # sent, received
@@ -138,11 +142,12 @@ class AuthenticatedLine:
             OSError: If the connection fails.
         """
         text = json.dumps(message)
-        if self._key is not None:
-            text = f"{_mac(self._key, self._directions[0], str(self._sent_count), text)} {text}"
-            self._sent_count += 1
-        self._write_socket.settimeout(max(0.01, deadline - time.monotonic()))
-        self._write_socket.sendall(text.encode() + b"\n")
+        with self._sending:
+            if self._key is not None:
+                text = f"{_mac(self._key, self._directions[0], str(self._sent_count), text)} {text}"
+                self._sent_count += 1
+            self._write_socket.settimeout(max(0.01, deadline - time.monotonic()))
+            self._write_socket.sendall(text.encode() + b"\n")
 
     def receive(self, deadline: float, what: str) -> dict[str, Any]:
         """Return the next message.
@@ -230,6 +235,90 @@ class AuthenticatedLine:
                 f"{self.name} sent a message of {len(line)} bytes, which is too long, while waiting for {what}"
             )
         return line
+
+
+# between member 0 of a job (a process or a node) and all others -----------------------------------------------------
+
+
+def connect_line(
+    place: tuple[str, int], name: str, deadline: float, greet: Callable[[AuthenticatedLine], None]
+) -> AuthenticatedLine:
+    """Connect to member 0, which may not be listening yet, and in whose place another process may answer.
+
+    Args:
+        place: Address and port of member 0.
+        name: Its name for error messages.
+        deadline: For all attempts.
+        greet: Authenticates the process that answers.
+
+    Raises:
+        GreetingError: Why the last attempt before the deadline failed.
+    """
+    while True:
+        try:
+            link = socket.create_connection(place, max(0.01, min(5.0, deadline - time.monotonic())))
+            line = AuthenticatedLine(link, name)
+            with ExitStack() as unless_greeted:
+                unless_greeted.callback(line.close)
+                greet(line)
+                unless_greeted.pop_all()
+                return line
+        except GreetingError as error:
+            why = error
+        except OSError as error:
+            why = GreetingError(error.strerror or "no answer")
+        if time.monotonic() >= deadline:
+            raise why
+        time.sleep(0.1)
+
+
+def gather(
+    lines: Mapping[int, AuthenticatedLine],
+    rank: int,
+    size: int,
+    value: Json,
+    timeout: float,
+    what: str,
+    advice: str = "",
+) -> list[Json]:
+    """Return the value of every member, in rank order, on every member.
+
+    Args:
+        lines: On member 0 a line to each other member, in rank order; elsewhere the line to member 0.
+        rank: Of this member.
+        size: Number of members.
+        value: Of this member.
+        timeout: Seconds that it may take.
+        what: What is waited for.
+        advice: Added to the message if it takes longer.
+
+    Raises:
+        DeadlineError: On every member, naming the one that is gone or late.
+    """
+    if rank:
+        answer = lines[0].exchange({"value": value}, timeout + GRACE_SECONDS, what)
+        if "fault" in answer:
+            raise DeadlineError(one_line(answer["fault"], 2000))
+        values = answer.get("values")
+        if not isinstance(values, list) or len(values) != size:
+            raise DeadlineError(f"{lines[0].name} sent an invalid answer while waiting for {what}")
+        return values
+    deadline = time.monotonic() + timeout
+    try:
+        values = [value, *(line.receive(deadline, what).get("value") for line in lines.values())]
+    except DeadlineError as error:
+        fault = f"{error}{advice}"
+        broadcast(lines, {"fault": fault})
+        raise DeadlineError(fault) from error
+    broadcast(lines, {"values": values})
+    return values
+
+
+def broadcast(lines: Mapping[int, AuthenticatedLine], message: Json) -> None:
+    """Send a message to all members that can still be reached."""
+    for line in lines.values():
+        with suppress(OSError):
+            line.send(message, time.monotonic() + GRACE_SECONDS)
 
 
 def _hex_field(message: dict[str, Any], name: str, length: int) -> str:

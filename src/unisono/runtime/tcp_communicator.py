@@ -11,17 +11,15 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
-from unisono.runtime import heartbeat
-from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError
+from unisono.runtime import authenticated_line, heartbeat
+from unisono.runtime.authenticated_line import GRACE_SECONDS, TOKEN, AuthenticatedLine, GreetingError
 from unisono.runtime.communicator import Json, ProcessInfo, format_address
 from unisono.runtime.errors import DeadlineError
 from unisono.runtime.listening import listen
 from unisono.runtime.text import one_line
 
 _GREETING_TIMEOUT = 5.0  # seconds for a new connection to identify itself
-_GRACE_SECONDS = 5.0  # seconds by which a process waits longer than rank 0, so that rank 0's reason arrives first
 
 
 class TcpCommunicator:
@@ -62,23 +60,9 @@ class TcpCommunicator:
         Raises:
             DeadlineError: Naming the rank that is gone or late.
         """
+        advice = f" (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
         with heartbeat.phase("wait", what):
-            if self.rank:
-                reply = self._lines[0].exchange({"value": value}, self.timeout + _GRACE_SECONDS, what)
-                if "fault" in reply:
-                    raise DeadlineError(reply["fault"])
-                return list(reply["values"])
-            deadline = time.monotonic() + self.timeout
-            values = [value] + [None] * (self.size - 1)
-            try:
-                for rank, line in self._lines.items():
-                    values[rank] = line.receive(deadline, what)["value"]
-            except DeadlineError as error:
-                fault = f"{error} (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
-                self._broadcast({"fault": fault})
-                raise DeadlineError(fault) from error
-            self._broadcast({"values": values})
-            return values
+            return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what, advice)
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
@@ -110,11 +94,6 @@ class TcpCommunicator:
             line.close()
         if self._listener is not None and self._channel == 0:
             self._listener.close()
-
-    def _broadcast(self, message: Json) -> None:
-        for line in self._lines.values():
-            with suppress(OSError):
-                line.send(message, time.monotonic() + _GRACE_SECONDS)
 
 
 def connect_processes(
@@ -162,17 +141,14 @@ def _accept_processes(
                 f"of {place.world_size} processes, rank{many} {', '.join(map(str, absent))} did not start or could "
                 f"not reach rank 0 within {limit:g} s ({key})"
             )
-            for late in lines.values():
-                with suppress(OSError):
-                    late.send({"refused": text}, time.monotonic() + 1)
+            authenticated_line.broadcast(lines, {"refused": text})
             raise DeadlineError(f"rank 0: {text}") from None
         greeted = _authenticate_process(line, place.world_size, channel)
         if greeted is None or greeted in lines:
             line.close()
         else:
             lines[greeted] = line
-    for line in lines.values():
-        line.send({"welcome": f"rank 0 ({platform.node()}, process {os.getpid()})"}, time.monotonic() + _GRACE_SECONDS)
+    authenticated_line.broadcast(lines, {"welcome": f"rank 0 ({platform.node()}, process {os.getpid()})"})
     return dict(sorted(lines.items()))
 
 
@@ -193,30 +169,24 @@ def _connect_to_rank_zero(
     place: ProcessInfo, host: str, port: int, channel: int, deadline: float, limit: float, key: str
 ) -> AuthenticatedLine:
     """Connect another process to rank 0, which may not be listening yet."""
-    where, why = format_address(host, port), "nothing listens there"
+    where = format_address(host, port)
     who = {
         "rank": place.rank, "size": place.world_size, "channel": channel, "host": platform.node(), "pid": os.getpid(),
     }  # fmt: skip
-    while True:
-        try:
-            link = socket.create_connection((host, port), max(0.01, min(5.0, deadline - time.monotonic())))
-            line = AuthenticatedLine(link, f"rank 0 at {where}")
-            until = max(deadline, time.monotonic() + _GRACE_SECONDS)  # rank 0 may be greeting another process
-            line.introduce(who, _read_token(), line.offer(until)[1], until)
-            break
-        except GreetingError as error:  # the listener is not rank 0, or has just gone
-            line.close()
-            why = str(error)
-        except OSError as error:
-            why = error.strerror or str(error) or "no answer"
-        if time.monotonic() >= deadline:
-            raise DeadlineError(
-                f"rank {place.rank} could not connect to rank 0 at {where} within {limit:g} s ({key}): {why}. Check "
-                "that rank 0 is running, that this is its address (MASTER_ADDR, MASTER_PORT), and that no firewall "
-                "blocks the port"
-            )
-        time.sleep(0.1)
-    message = line.receive(max(deadline, time.monotonic()) + _GRACE_SECONDS, "all processes to connect")
+
+    def greet(line: AuthenticatedLine) -> None:
+        until = max(deadline, time.monotonic() + GRACE_SECONDS)  # rank 0 may be greeting another process
+        line.introduce(who, _read_token(), line.offer(until)[1], until)
+
+    try:
+        line = authenticated_line.connect_line((host, port), f"rank 0 at {where}", deadline, greet)
+    except GreetingError as error:
+        raise DeadlineError(
+            f"rank {place.rank} could not connect to rank 0 at {where} within {limit:g} s ({key}): {error}. Check "
+            "that rank 0 is running, that this is its address (MASTER_ADDR, MASTER_PORT), and that no firewall "
+            "blocks the port"
+        ) from error
+    message = line.receive(max(deadline, time.monotonic()) + GRACE_SECONDS, "all processes to connect")
     if "refused" in message:
         line.close()
         raise DeadlineError(f"rank {place.rank}: {one_line(message['refused'], 2000)}")

@@ -7,11 +7,13 @@ part of a checkpoint.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.nodes import network
 from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
 from unisono.runtime.communicator import Node
+from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
 from unisono.runtime.listening import reserve_port
@@ -57,33 +60,30 @@ def _connect_nodes(meeting: NodeCommunicator, config: RunConfig, stack: ExitStac
     def choose() -> tuple[str, str] | None:  # not on node 0, whose own name may mean 127.0.1.1
         return network.choose_interface(asked, host, port) if meeting.rank else None
 
-    others = meeting.run_on_all_nodes(choose, "the interfaces of all nodes")
+    others = raise_everywhere(meeting, choose, "the interfaces of all nodes", member="node")
     with ExitStack() as listeners:
 
         def listen() -> dict[str, Any]:
             name, address = others[meeting.rank] or network.choose_interface(asked, others[1][1], port)
-            listener = listeners.enter_context(_open_listener(address, meeting.size))
+            listener = listeners.enter_context(_open_listener(address))
             kept = stack.enter_context(reserve_port(address))
             ports = [each.getsockname()[1] for each in (listener, kept)]
             return {"interface": name, "address": address, "ports": ports}
 
-        nodes = meeting.run_on_all_nodes(listen, "the addresses of all nodes")
-        meeting.run_on_all_nodes(lambda: _reach_all_nodes(nodes, meeting.rank), "all nodes to reach each other")
+        nodes = raise_everywhere(meeting, listen, "the addresses of all nodes", member="node")
+        reach = partial(_reach_all_nodes, nodes, meeting.rank)
+        raise_everywhere(meeting, reach, "all nodes to reach each other", member="node")
     return Node(meeting.rank, meeting.size, nodes[0]["address"], nodes[0]["ports"][1], nodes[meeting.rank]["interface"])
 
 
-def _open_listener(address: str, size: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def _open_listener(address: str) -> socket.socket:
     try:
-        listener.bind((address, 0))
-        listener.listen(size)
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError as error:
-        listener.close()
         raise RunError(
-            f"this node cannot listen at {address}: {error.strerror}; set launch.interface to another interface"
+            f"this node cannot listen at {address}: {os.strerror(error.errno or 0)}; set launch.interface to another "
+            "interface"
         ) from error
-    return listener
 
 
 def _reach_all_nodes(nodes: list[dict[str, Any]], mine: int) -> None:

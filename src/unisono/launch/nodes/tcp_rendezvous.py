@@ -17,23 +17,23 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unisono.launch.nodes import network
 from unisono.launch.nodes.run_token import find_token, print_status, provide_token, secret_path
-from unisono.runtime.authenticated_line import TOKEN, AuthenticatedLine, GreetingError, TokenError
+from unisono.runtime import authenticated_line
+from unisono.runtime.authenticated_line import GRACE_SECONDS, TOKEN, AuthenticatedLine, GreetingError, TokenError
 from unisono.runtime.communicator import Json, format_address
-from unisono.runtime.errors import ConfigError, DeadlineError, RunError, UnisonoError
+from unisono.runtime.errors import ConfigError, DeadlineError, UnisonoError
 from unisono.runtime.text import one_line
 
 _GREETING_TIMEOUT = 5.0  # seconds for the whole handshake of a new connection
 _MAX_GREETINGS = 64  # handshakes at a time
 _MAX_REJECTIONS_SHOWN = 10  # refused hosts that are reported by name
-_PATIENCE = 5.0  # seconds by which a node waits longer than node 0, so that node 0's reason arrives first
 _GRACE = 10.0  # seconds for this node's processes to notice by themselves that others are gone
 
 
@@ -50,7 +50,6 @@ class NodeCommunicator:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.failure: str | None = None
         self._lines = lines  # on node 0 a connection to each other node, elsewhere the connection to node 0
-        self._write_lock = threading.Lock()
 
     def gather(self, value: Json, what: str) -> list[Json]:
         """Return the value of every node, in node order, on every node.
@@ -58,48 +57,11 @@ class NodeCommunicator:
         Raises:
             DeadlineError: Naming the node that is gone or late.
         """
-        if self.rank:
-            line = self._lines[0]
-            answer = line.exchange({"value": value}, self.timeout + _PATIENCE, what)
-            if "fault" in answer:
-                raise DeadlineError(one_line(answer["fault"], 2000))
-            values = answer.get("values")
-            if not isinstance(values, list) or len(values) != self.size:
-                raise DeadlineError(f"{line.name} sent an invalid answer while this node waited for {what}")
-            return values
-        deadline = time.monotonic() + self.timeout
-        values = [value] + [None] * (self.size - 1)
-        try:
-            for rank, line in self._lines.items():
-                values[rank] = line.receive(deadline, what).get("value")
-        except DeadlineError as error:
-            self._broadcast({"fault": str(error)})
-            raise
-        self._broadcast({"values": values})
-        return values
+        return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what)
 
     def barrier(self, what: str) -> None:
         """Return once every node has called it."""
         self.gather(None, what)
-
-    def run_on_all_nodes(self, act: Callable[[], Json], what: str) -> list[Json]:
-        """Run `act` on every node and return all results; if one node refuses, all do.
-
-        Raises:
-            RunError: With the text of the first node that refused.
-        """
-        try:
-            mine = [None, act()]
-        except UnisonoError as error:
-            mine = [str(error), None]
-        parts = self.gather(mine, what)
-        answer = [part if isinstance(part, list) and len(part) == 2 else [None, None] for part in parts]
-        refused = {rank: text for rank, (text, _) in enumerate(answer) if text}
-        if refused:
-            rank, text = next(iter(refused.items()))
-            alike = len(refused) == self.size and set(refused.values()) == {text}
-            raise RunError(text if alike else f"node {rank}: {text}")
-        return [value for _, value in answer]
 
     @contextmanager
     def watch_nodes(self) -> Iterator[None]:
@@ -119,13 +81,13 @@ class NodeCommunicator:
         try:
             yield
         except BaseException as error:
-            self._broadcast({"left": 1})
+            authenticated_line.broadcast(self._lines, {"left": 1})
             if isinstance(error, KeyboardInterrupt) and self.failure:
                 raise DeadlineError(f"{self.failure}. The processes of this node were stopped") from error
             raise
         finally:
             stop.set()
-        self._broadcast({"left": 0})
+        authenticated_line.broadcast(self._lines, {"left": 0})
         deadline = time.monotonic() + self.timeout
         for thread in watches:  # closing a connection with unread data would discard our last message
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -134,12 +96,6 @@ class NodeCommunicator:
         """Close all connections."""
         for line in self._lines.values():
             line.close()
-
-    def _broadcast(self, message: Json) -> None:
-        with self._write_lock:
-            for line in self._lines.values():
-                with suppress(OSError):
-                    line.send(message, time.monotonic() + _PATIENCE)
 
     def _watch_node(self, line: AuthenticatedLine, stop: threading.Event) -> None:
         why = None
@@ -159,7 +115,7 @@ class NodeCommunicator:
 
     def _send_heartbeats(self, stop: threading.Event) -> None:
         while not stop.wait(min(5.0, self.timeout / 4)):
-            self._broadcast({})
+            authenticated_line.broadcast(self._lines, {})
 
 
 @contextmanager
@@ -227,8 +183,7 @@ def _accept_nodes(
                     raise _refuse_all(lines, ConfigError(wrong))
         finally:
             guests.close()
-    for line in lines.values():
-        line.send({"welcome": f"node 0 ({platform.node()}, process {os.getpid()})"}, deadline)
+    authenticated_line.broadcast(lines, {"welcome": f"node 0 ({platform.node()}, process {os.getpid()})"})
     return dict(sorted(lines.items()))
 
 
@@ -298,9 +253,8 @@ def _describe_wrong_number(
 
 def _refuse_all(lines: dict[int, AuthenticatedLine], error: UnisonoError) -> UnisonoError:
     """Return the error, after sending it to all connected nodes."""
+    authenticated_line.broadcast(lines, {"refused": str(error), "late": isinstance(error, DeadlineError)})
     for line in lines.values():
-        with suppress(OSError):
-            line.send({"refused": str(error), "late": isinstance(error, DeadlineError)}, time.monotonic() + 1)
         line.close()
     return error
 
@@ -339,46 +293,37 @@ def _join_node_0(
     _, address = network.resolve_host(host, port)
     at = format_address(host, port)
     who = {"node": rank, "nodes": size, "host": platform.node(), "pid": os.getpid()}
-    why, unseen = "nothing answers there", ""
-    while True:
-        line = None
-        try:
-            link = socket.create_connection((address, port), max(0.01, min(5.0, deadline - time.monotonic())))
-            line = AuthenticatedLine(link, f"node 0 at {at}")
-            until = time.monotonic() + _GREETING_TIMEOUT
-            which, theirs = line.offer(until)
-            token = find_token(which, secret, at)
-            if token is not None:
-                line.introduce(who, token, theirs, until)
-                break
-            unseen = (  # still the reason to report once node 0 has stopped waiting
+    unseen: list[str] = []  # still the reason to report once node 0 has stopped waiting
+
+    def greet(line: AuthenticatedLine) -> None:
+        until = time.monotonic() + _GREETING_TIMEOUT
+        which, theirs = line.offer(until)
+        token = find_token(which, secret, at)
+        if token is None:
+            unseen[:] = [
                 f"it asks for the token that node 0 wrote into {secret.parent} for this user only, but this node sees "
                 "none there. run.dir must be on a file system that all nodes share, under the same path"
-            )
+            ]
+            raise GreetingError(*unseen)
+        try:
+            line.introduce(who, token, theirs, until)
         except TokenError as error:
             why = f"{error} ({TOKEN}); it may not be node 0"
             if os.environ.get(TOKEN):
                 raise ConfigError(
                     f"the process that answers at {at} was refused: {why}. Set {TOKEN} to the same value on all nodes"
                 ) from error
-        except GreetingError as error:
-            why = str(error)
-        except OSError as error:
-            why = error.strerror or "no answer"
-        except BaseException:
-            if line is not None:
-                line.close()
-            raise
-        if line is not None:
-            line.close()
-        if time.monotonic() >= deadline:
-            raise DeadlineError(
-                f"node {rank} could not connect to node 0 at {at} within {start_timeout:g} s "
-                f"(launch.start_timeout): {unseen or why}. Check that node 0 is running, that this is its address, and "
-                "that no firewall blocks the port"
-            )
-        time.sleep(0.1)
-    answer = line.receive(max(deadline, time.monotonic()) + _PATIENCE, "all nodes to connect")
+            raise GreetingError(why) from error
+
+    try:
+        line = authenticated_line.connect_line((address, port), f"node 0 at {at}", deadline, greet)
+    except GreetingError as error:
+        raise DeadlineError(
+            f"node {rank} could not connect to node 0 at {at} within {start_timeout:g} s (launch.start_timeout): "
+            f"{unseen[0] if unseen else error}. Check that node 0 is running, that this is its address, and that no "
+            "firewall blocks the port"
+        ) from error
+    answer = line.receive(max(deadline, time.monotonic()) + GRACE_SECONDS, "all nodes to connect")
     if "refused" in answer:
         line.close()
         raise (DeadlineError if answer.get("late") else ConfigError)(one_line(answer["refused"], 2000))
