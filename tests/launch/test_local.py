@@ -23,14 +23,12 @@ UNWATCHED = "launch.monitor=false"
 TASK = f"{tasks.__file__}:LinearTask"
 
 
-class Ended:
+class Ended(children.ChildProcesses):
     """Processes that have ended without a fault, at once."""
 
     def __init__(self, count: int) -> None:
-        self.pids, self.codes = [0] * count, dict.fromkeys(range(count), 0)
-
-    def wait_for_exit(self, seconds: float) -> None:
-        pass
+        super().__init__([0] * count, lambda seconds: {})
+        self.codes = dict.fromkeys(range(count), 0)
 
 
 @pytest.fixture
@@ -149,63 +147,44 @@ def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
 # which fault is shown -----------------------------------------------------------------------------------------------
 
 
-def headline(folder: Path, exits: dict[int, int], *faults: tuple[int, str, float], first: int = 0) -> tuple[str, int]:
-    """What is told of processes that ended so, of which some had written a fault so many seconds ago."""
-    for rank, kind, ago in faults:
-        code = 5 if kind == "DeadlineError" else 1
-        fault = {"rank": rank, "kind": kind, "text": f"{kind} of {rank}", "code": code, "time": time.time() - ago}
-        fault["fault"] = ""
-        (folder / f"rank-{rank}.fault.json").write_text(json.dumps(fault))
-    told = exit_report.select_fault(folder, {first + place: code for place, code in exits.items()})
-    return str(told), told.exit_code
-
-
 def test_what_the_fault_is_called_is_kept(tmp_path: Path):
     report = {"rank": 0, "kind": "GuardError", "text": "no", "code": 4, "fault": "Replicas drift apart", "time": 0.0}
     (tmp_path / "rank-0.fault.json").write_text(json.dumps(report))
     assert exit_report.select_fault(tmp_path, {0: 4}).fault == "Replicas drift apart"
 
 
-def test_a_death_is_not_told_as_the_preemption_that_another_rank_takes_the_launcher_s_signal_for(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 1, 1: -9}, (0, "Preempted", 0.2))
-    assert (told, code) == (
-        f"rank 1 died without a message (killed by signal 9 (SIGKILL), possibly by the OOM killer); see {tmp_path}",
-        9,
-    )
+SILENT = "DeadlineError of 0\nRanks that did not respond until the launcher stopped them: "
+KILLED = "rank 1 died without a message (killed by signal 9 (SIGKILL), possibly by the OOM killer); see "
 
 
-def test_a_preemption_of_all_ranks_is_told_as_one(tmp_path: Path):
-    assert headline(tmp_path, {0: 1, 1: -15}, (0, "Preempted", 0.2)) == ("Preempted of 0", 1)
-
-
-def test_a_process_that_the_launcher_ended_does_not_hide_who_waited_for_it(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.2))
-    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 1", 5)
-
-
-def test_ranks_of_a_later_node_are_told_as_those_of_the_whole_job(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 5, 1: -15}, (0, "DeadlineError", 0.3), (2, "DeadlineError", 0.2), first=2)
-    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 3", 5)
-    assert headline(tmp_path / "none", {1: -9}, first=2)[0].startswith("rank 3 died without a message")
-
-
-def test_a_process_that_did_not_listen_to_the_launcher_does_not_hide_who_waited_for_it(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 5, 1: -9, 2: 5}, (0, "DeadlineError", 5.3), (2, "DeadlineError", 5.1))
-    assert (told, code) == ("DeadlineError of 0\nRanks that did not respond until the launcher stopped them: 1", 5)
-
-
-def test_a_process_that_was_killed_from_outside_is_named_before_those_that_waited_for_it(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 5, 1: -9, 2: -15}, (0, "DeadlineError", 0.2))
-    assert told.startswith("rank 1 died without a message")
-    assert code == 9
-
-
-@pytest.mark.parametrize("signal", [9, 15])
-def test_a_process_that_died_where_nobody_waited_is_named(tmp_path: Path, signal: int):
-    told, _ = headline(tmp_path, {1: -signal})
-    assert told.startswith(f"rank 1 died without a message (killed by signal {signal}")
-
-
-def test_a_fault_of_the_task_is_told_before_a_wait_for_it(tmp_path: Path):
-    told, code = headline(tmp_path, {0: 5, 1: 2, 2: -15}, (0, "DeadlineError", 0.3), (1, "DataError", 0.2))
-    assert (told, code) == ("DataError of 1", 1)
+@pytest.mark.parametrize(
+    ("exits", "faults", "told", "code"),
+    [
+        pytest.param({0: 1, 1: -9}, ["0 Preempted 0.2"], KILLED, 9,
+                     id="a death, which another rank takes for a preemption, as the launcher ends it"),
+        pytest.param({0: 1, 1: -15}, ["0 Preempted 0.2"], "Preempted of 0", 1, id="a preemption of all ranks"),
+        pytest.param({0: 5, 1: -15}, ["0 DeadlineError 0.2"], f"{SILENT}1", 5,
+                     id="who waited for a process that the launcher ended"),
+        pytest.param({0: 5, 1: -9, 2: 5}, ["0 DeadlineError 5.3", "2 DeadlineError 5.1"], f"{SILENT}1", 5,
+                     id="who waited for a process that did not listen to the launcher"),
+        pytest.param({2: 5, 3: -15}, ["0 DeadlineError 0.3", "2 DeadlineError 0.2"], f"{SILENT}3", 5,
+                     id="ranks of a later node as those of the whole job"),
+        pytest.param({0: 5, 1: -9, 2: -15}, ["0 DeadlineError 0.2"], KILLED, 9,
+                     id="a process that was killed from outside, before those that waited for it"),
+        pytest.param({1: -9}, [], KILLED, 9, id="a process that died where nobody waited"),
+        pytest.param({3: -15}, [], "rank 3 died without a message (killed by signal 15 (SIGTERM)); see ", 9,
+                     id="a process that was ended where nobody waited"),
+        pytest.param({0: 5, 1: 2, 2: -15}, ["0 DeadlineError 0.3", "1 DataError 0.2"], "DataError of 1", 1,
+                     id="a fault of the task before a wait for it"),
+    ],
+)  # fmt: skip
+def test_of_many_faults_the_cause_is_told(
+    tmp_path: Path, exits: dict[int, int], faults: list[str], told: str, code: int
+):
+    """Each fault is the rank, the kind and how many seconds ago it was written."""
+    for rank, kind, ago in map(str.split, faults):
+        fault = {"rank": int(rank), "kind": kind, "text": f"{kind} of {rank}", "time": time.time() - float(ago)}
+        report = {**fault, "code": 5 if kind == "DeadlineError" else 1, "fault": ""}
+        (tmp_path / f"rank-{rank}.fault.json").write_text(json.dumps(report))
+    found = exit_report.select_fault(tmp_path, exits)
+    assert (str(found).removesuffix(str(tmp_path)), found.exit_code) == (told, code)

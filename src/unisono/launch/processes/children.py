@@ -45,6 +45,17 @@ class ChildProcesses:
             if pid in ended:
                 self.codes.setdefault(place, ended[pid])
 
+    @property
+    def living(self) -> list[int]:
+        """Process ids of those that have not ended, as far as this process knows."""
+        return [pid for place, pid in enumerate(self.pids) if place not in self.codes]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all that have not ended."""
+        for pid in self.living:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
 
 def start_children(
     server: ForkServer | None, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
@@ -95,25 +106,22 @@ def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[
     """
     with _collect_signals(signals) as received:
         try:
-            while len(children.codes) < len(children.pids) and not any(children.codes.values()) and not received:
+            while children.living and not any(children.codes.values()) and not received:
                 children.wait_for_exit(_TICK)
         finally:
-            if len(children.codes) < len(children.pids):
-                end_children(children, received[0] if received else signal.SIGTERM)
+            if children.living:
+                _end_children(children, received[0] if received else signal.SIGTERM)
     if received:
         raise KeyboardInterrupt
     return children.codes
 
 
-def end_children(children: ChildProcesses, number: int = signal.SIGTERM) -> None:
+def _end_children(children: ChildProcesses, number: int) -> None:
     """End the remaining processes: by a signal, and some seconds later by SIGKILL."""
     for by, seconds in ((number, GRACE), (signal.SIGKILL, _PATIENCE)):
-        for place, pid in enumerate(children.pids):
-            if place not in children.codes:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, by)
+        children.send_signal(by)
         deadline = time.monotonic() + seconds
-        while len(children.codes) < len(children.pids) and (left := deadline - time.monotonic()) > 0:
+        while children.living and (left := deadline - time.monotonic()) > 0:
             children.wait_for_exit(min(_TICK, left))
 
 

@@ -7,8 +7,8 @@ Linux, or with a library that starts threads), ranks are started as new processe
 
     python -m unisono.launch.processes.fork_server DESCRIPTOR MODULE …
 
-Launcher and server exchange JSON over a socket, one message per line. Sessions, signals and the death of a parent are
-handled as in `unisono.launch.processes.children`, which uses this server or starts processes itself.
+Launcher and server exchange JSON over a socket. Sessions, signals and the death of a parent are handled as in
+`unisono.launch.processes.children`, which uses this server or starts processes itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -53,7 +55,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
-        here, there = socket.socketpair()
+        self._channel, there = Pipe()
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "unisono.launch.processes.fork_server", f"{there.fileno()}", *PRELOADED_MODULES,
@@ -61,7 +63,6 @@ class ForkServer:
                 env={**os.environ, **(variables or {})}, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()],
                 start_new_session=True,
             )  # fmt: skip
-        self._channel = JsonChannel(here)
         self._exit_codes: dict[int, int] = {}
         self._ready: bool | None = None
 
@@ -73,7 +74,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and all its forks."""
-        self._channel.link.close()  # the server ends when the other end is closed
+        self._channel.close()  # the server ends when the other end is closed
         if self._ready is None:  # still importing: it would notice only later, and has no forks
             self._process.kill()
         try:
@@ -86,13 +87,13 @@ class ForkServer:
     def ready(self) -> bool:
         """Whether the server can fork; waits until it has imported everything."""
         if self._ready is None:
-            self._ready = bool((self._channel.receive() or {}).get("ready"))
+            self._ready = bool((_receive(self._channel) or {}).get("ready"))
         return self._ready
 
     def preload(self, modules: Sequence[str]) -> None:
         """Let the server import more, while it has no forks; `ready` then waits for that, too."""
         if modules and self.ready:
-            self._channel.send({"modules": list(modules)})
+            _send(self._channel, {"modules": list(modules)})
             self._ready = None
 
     def fork(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
@@ -104,8 +105,8 @@ class ForkServer:
             environments: Of the processes.
         """
         order = {"module": module, "arguments": list(arguments), "environments": [dict(e) for e in environments]}
-        self._channel.send({**order, "cwd": str(Path.cwd())})
-        while (answer := self._channel.receive()) is not None:
+        _send(self._channel, {**order, "cwd": str(Path.cwd())})
+        while (answer := _receive(self._channel)) is not None:
             if "pids" in answer:
                 return list(answer["pids"])
             self._exit_codes[answer["pid"]] = answer["code"]
@@ -118,45 +119,24 @@ class ForkServer:
             OSError: If the server is gone, and all its forks with it.
         """
         found, self._exit_codes = self._exit_codes, {}
-        while self._channel.has_message(0.0 if found else seconds):
-            answer = self._channel.receive()
+        while self._channel.poll(0.0 if found else seconds):
+            answer = _receive(self._channel)
             if answer is None:
                 raise OSError("the fork server is gone")
             found[answer["pid"]] = answer["code"]
         return found
 
 
-class JsonChannel:
-    """JSON messages over a socket, one per line."""
+def _send(channel: Connection, message: Any) -> None:
+    channel.send_bytes(json.dumps(message).encode())
 
-    def __init__(self, link: socket.socket) -> None:
-        self.link = link
-        self._read = b""
 
-    def send(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: If the connection fails.
-        """
-        self.link.sendall(json.dumps(message).encode() + b"\n")
-
-    def has_message(self, seconds: float) -> bool:
-        """Whether a message or the end of the stream arrives within `seconds`."""
-        return b"\n" in self._read or bool(select.select([self.link], [], [], seconds)[0])
-
-    def receive(self) -> Any:
-        """Return the next message; None at the end of the stream."""
-        while b"\n" not in self._read:
-            try:
-                part = self.link.recv(1 << 16)
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line)
+def _receive(channel: Connection) -> Any:
+    """Return the next message; None if the other end is closed."""
+    try:
+        return json.loads(channel.recv_bytes())
+    except (EOFError, OSError):
+        return None
 
 
 def die_with_process(parent: int | None) -> None:
@@ -181,7 +161,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     die_with_process(None)
     for number in _IGNORED_SIGNALS:  # meant for the ranks and the launcher
         signal.signal(number, signal.SIG_IGN)
-    channel = JsonChannel(socket.socket(fileno=descriptor))
+    channel = Connection(descriptor)
     _preload(channel, modules)
     wakeup, signalled = socket.socketpair()
     signalled.setblocking(False)
@@ -190,13 +170,13 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     signal.set_wakeup_fd(signalled.fileno())
     children = set[int]()
     while True:
-        asked, _, _ = select.select([channel.link, wakeup], [], [])
+        asked, _, _ = select.select([channel, wakeup], [], [])
         if wakeup in asked:
             with suppress(BlockingIOError):
                 wakeup.recv(4096)
             _report_exits(channel, children)
-        if channel.link in asked:
-            order = channel.receive()
+        if channel in asked:
+            order = _receive(channel)
             if order is None:  # the launcher is gone or done
                 for child in children:
                     with suppress(ProcessLookupError):
@@ -205,13 +185,13 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
             if "modules" in order:
                 _preload(channel, order["modules"])
                 continue
-            sockets = (channel.link, wakeup, signalled)
+            sockets = (channel, wakeup, signalled)
             pids = [_fork(order, environment, sockets) for environment in order["environments"]]
             children.update(pids)
             _send_or_exit(channel, {"pids": pids})
 
 
-def _preload(channel: JsonChannel, modules: Sequence[str]) -> None:
+def _preload(channel: Connection, modules: Sequence[str]) -> None:
     """Import modules, and report whether this process can be forked."""
     for module in modules:
         with suppress(Exception):  # a rank that needs it will report the error
@@ -222,7 +202,7 @@ def _preload(channel: JsonChannel, modules: Sequence[str]) -> None:
     gc.freeze()  # keeps collections in a fork from touching, and so copying, shared pages
 
 
-def _report_exits(channel: JsonChannel, children: set[int]) -> None:
+def _report_exits(channel: Connection, children: set[int]) -> None:
     """Report children that have ended, with their exit codes."""
     for child in sorted(children):
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -231,14 +211,16 @@ def _report_exits(channel: JsonChannel, children: set[int]) -> None:
             _send_or_exit(channel, {"pid": child, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _send_or_exit(channel: JsonChannel, message: Any) -> None:
+def _send_or_exit(channel: Connection, message: Any) -> None:
     try:
-        channel.send(message)
+        _send(channel, message)
     except OSError:  # the launcher is gone
         os._exit(0)
 
 
-def _fork(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Sequence[socket.socket]) -> int:
+def _fork(
+    order: Mapping[str, Any], environment: Mapping[str, str], sockets: Sequence[Connection | socket.socket]
+) -> int:
     """Fork a process that carries out an order; return its process id."""
     server = os.getpid()
     with warnings.catch_warnings():
@@ -254,7 +236,7 @@ def _fork(order: Mapping[str, Any], environment: Mapping[str, str], sockets: Seq
         for number in (*_IGNORED_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         for one in sockets:
-            os.close(one.detach())
+            one.close()
         _apply_environment(order, environment)
         folder, *more = order["arguments"]
         importlib.import_module(order["module"]).main(Path(folder), *more)

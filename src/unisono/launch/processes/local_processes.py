@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from unisono.checkpoint.core import commit
@@ -78,7 +78,9 @@ def launch(
     started: list[ChildProcesses] = []
     with (
         preemption.forward_signals(
-            lambda: _living_pids(started), lambda: _kill_all(started), config.launch.preempt_deadline
+            lambda: [pid for one in started for pid in one.living],
+            lambda: [one.send_signal(signal.SIGKILL) for one in started],
+            config.launch.preempt_deadline,
         ) as was_preempted,
         watch or nullcontext(),
     ):
@@ -255,17 +257,6 @@ def _import_path(reference: str) -> str:
     by_name = ":" in reference and ".py:" not in reference
     folders = [folder for folder in sys.path if by_name and folder and Path(folder, package).is_dir()]
     return os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
-
-
-def _living_pids(started: Sequence[ChildProcesses]) -> list[int]:
-    """Return the ids of processes that have not ended, as far as this one knows."""
-    return [pid for group in started for place, pid in enumerate(group.pids) if place not in group.codes]
-
-
-def _kill_all(started: Sequence[ChildProcesses]) -> None:
-    for number in _living_pids(started):
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
 
 
 def _preempted_error(folder: Path) -> Preempted:
