@@ -18,7 +18,7 @@ from tests.runs import configuration
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
 from unisono.launch.processes.rank_process import run_and_exit
-from unisono.runtime import collective_log
+from unisono.runtime import collective_log, heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Context, Loss, Task
@@ -191,7 +191,7 @@ def process(rank: int, port: int, folder: Path, wrong: str) -> None:
     for stream in (1, 2):
         os.dup2(printed, stream)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ[collective_log.RING_DIR_VARIABLE] = str(folder)
+    os.environ[heartbeat.DIRECTORY_VARIABLE] = str(folder)
     torch.set_num_threads(1)
     place = ProcessInfo(rank, 2, rank, 2, "test")
 

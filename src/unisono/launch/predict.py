@@ -22,6 +22,7 @@ from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.grouped import plan_evaluation
 from unisono.data.order.mixture import Joined
 from unisono.data.table_files import check_table_suffix, write_table
+from unisono.engines import rules
 from unisono.launch.run import Run
 from unisono.optim import schedules
 from unisono.runtime.communicator import ProcessInfo
@@ -190,8 +191,8 @@ class _Scores:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._terms: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._metrics: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._terms: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # (sum, count)
+        self._metrics: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         self._weights: dict[str, float] = {}
 
     def add(self, micro: MicroBatch, loss: Loss | None) -> None:
@@ -201,17 +202,13 @@ class _Scores:
         self._weights |= dict(loss.weights)
         terms = {name: (total, micro.counts[name]) for name, total in loss.sums.items()}
         for sums, added in ((self._terms, terms), (self._metrics, loss.metrics)):
-            for name, pair in added.items():
-                sums[name] = [before + float(more) for before, more in zip(sums[name], pair, strict=True)]
+            for name, (total, count) in added.items():
+                sums[name] = sums[name][0] + float(total), sums[name][1] + float(count)
 
     def summary(self) -> dict[str, float]:
         """Return the values by name, as reported by `Task.summary`; of rows without targets, nothing."""
         if not any(count for _, count in self._terms.values()):
             return {}
-        terms = {name: total / count if count else 0.0 for name, (total, count) in self._terms.items()}
-        values = {"loss": sum(self._weights.get(name, 1.0) * value for name, value in terms.items())}
-        if len(terms) > 1:
-            values |= {f"loss/{name}": value for name, value in terms.items()}
-        values |= {name: total / count if count else 0.0 for name, (total, count) in self._metrics.items()}
+        values = rules.build_step_result(self._terms, self._weights, self._metrics, work={}).values
         empty = {name for name, (_, count) in self._metrics.items() if not count}
         return {name: value for name, value in self._task.summary(values).items() if name not in empty}

@@ -28,6 +28,7 @@ from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
+from unisono.runtime.text import join_names
 from unisono.task_config import read_run
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ class ReplayResult:
             )
             lines.append(f"  the first step that differs is step {self.step}: {values}")
         if self.arrays:
-            more = f" and {len(self.arrays) - 4} more" if len(self.arrays) > 4 else ""
-            names = ", ".join(f"'{name}'" for name in self.arrays[:4])
-            lines.append(f"  after step {self.last}: {names}{more} (of {self.array_count} arrays)")
+            names = join_names(f"'{name}'" for name in self.arrays)
+            lines.append(f"  after step {self.last}: {names} (of {self.array_count} arrays)")
         if self.state:
             lines.append(f"  the saved state differs, too: {', '.join(self.state)}")
         return [

@@ -119,11 +119,7 @@ def plan_run(
     directory = run_directory.run_path(config)
     if config.launch.nodes > 1:  # each may have another working directory
         directory = directory.resolve()
-    run_directory.refuse_unusable(config)
-    newest = _newest_checkpoint(config, directory, held)
-    past = _past_provenance(config, directory, newest)
-    provenance.check_names(config, past["config"] if past else None)
-    random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
+    newest, past, random = _read_past(config, directory, held)
     config = _resolve_micro_batch(config, directory, past, random, micro_batch)
     if newest.checkpoint is not None and not held:
         disk_space.check_disk_space(directory, config, disk_space.newest_size(directory), 1)
@@ -171,9 +167,7 @@ def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRu
         run: Whose processes have ended.
         micro_batch: A new micro-batch, if it should change.
     """
-    config = run.config
-    if micro_batch is not None:
-        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": micro_batch})})
+    config = run.config if micro_batch is None else _with_micro_batch(run.config, micro_batch)
     resolved = replace(plan_run(config, held=True), origins=run.origins, command=run.command)
     run_directory.write_config(resolved)
     return resolved
@@ -193,8 +187,7 @@ def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
     alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
     config = layout.resolve_layout(config, None)
-    split = batch_split.resolve_split(config)
-    config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": split.micro_batch})})
+    config = _with_micro_batch(config, batch_split.resolve_split(config).micro_batch)
     return ResolvedRun(config, directory, resume_point.list_all(directory))
 
 
@@ -208,16 +201,12 @@ def refuse_other_run(config: RunConfig) -> None:
         RunError: If the directory cannot be used, or holds another run.
     """
     directory = run_directory.run_path(config)
-    run_directory.refuse_unusable(config)
-    newest = _newest_checkpoint(config, directory, held=False)
-    past = _past_provenance(config, directory, newest)
-    provenance.check_names(config, past["config"] if past else None)
+    _, past, random = _read_past(config, directory, held=False)
     if past is None:
         return
-    random = newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
     if not isinstance(config.layout.micro_batch, int):
         previous = provenance.fill_defaults(past["config"], config)["layout"]["micro_batch"]
-        config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": previous})})
+        config = _with_micro_batch(config, previous)
     provenance.check_compatible(
         str(directory), provenance.compare(past, provenance.describe_run(config), config, random), config
     )
@@ -277,24 +266,29 @@ def read_resolved_run(directory: Path, digest: str) -> ResolvedRun:
 # what an earlier start left behind ----------------------------------------------------------------------------------
 
 
-def _newest_checkpoint(config: RunConfig, directory: Path, held: bool) -> NewestCheckpoint:
-    """Return the newest checkpoint with a readable manifest, in the directory or being fetched from the store."""
+def _read_past(
+    config: RunConfig, directory: Path, held: bool
+) -> tuple[NewestCheckpoint, provenance.Provenance | None, bool]:
+    """Return what earlier starts left: the newest checkpoint, the run's provenance, and whether its passes are random.
+
+    The checkpoint is the newest with a readable manifest, in the directory or being fetched from the store. The
+    provenance is that of the checkpoint, else of the run's configuration; None for a new run.
+    """
+    run_directory.refuse_unusable(config)
     store = upload.open_store(config) if held else None
     newest = resume_point.newest_readable(
         directory / "checkpoints", None if store is None else partial(restore.refetch, store)
     )
     if config.checkpoint.upload.url is not None and (partial_restores := restore.find_partial(directory)):
-        return NewestCheckpoint(commit.read_manifest(partial_restores[-1]))
-    return newest
-
-
-def _past_provenance(config: RunConfig, directory: Path, newest: NewestCheckpoint) -> provenance.Provenance | None:
-    """Return the provenance of the run from its newest checkpoint, else from its configuration; None for a new run."""
-    if not (directory / "config.yaml").is_file():
-        return None
-    if newest.checkpoint is not None:
-        return newest.checkpoint.about
-    return {"config": foreign_run.read_values(directory / "config.yaml")}  # ended before its first checkpoint
+        newest = NewestCheckpoint(commit.read_manifest(partial_restores[-1]))
+    past: provenance.Provenance | None = None
+    if (directory / "config.yaml").is_file():
+        if newest.checkpoint is not None:
+            past = newest.checkpoint.about
+        else:  # it ended before its first checkpoint
+            past = {"config": foreign_run.read_values(directory / "config.yaml")}
+    provenance.check_names(config, past["config"] if past else None)
+    return newest, past, newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
 
 
 def _resolve_micro_batch(
@@ -320,8 +314,11 @@ def _resolve_micro_batch(
     if size is None and requested == "auto":
         return config
     if size is None:
-        whole_rows = config.layout.model_copy(update={"micro_batch": None})
-        size = batch_split.resolve_split(config.model_copy(update={"layout": whole_rows})).micro_batch
+        size = batch_split.resolve_split(_with_micro_batch(config, None)).micro_batch
+    return _with_micro_batch(config, size)
+
+
+def _with_micro_batch(config: RunConfig, size: Any) -> RunConfig:
     return config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": size})})
 
 

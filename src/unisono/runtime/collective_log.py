@@ -23,11 +23,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime.heartbeat import DIRECTORY_VARIABLE
+from unisono.runtime.text import find_stretches
+
 log = logging.getLogger(__name__)
 
 RING_SIZE = 1024  # calls kept in a ring
 COMPARISON = "the comparison of collectives"  # site of the calls that compare digests
-RING_DIR_VARIABLE = "UNISONO_PULSE"  # names the directory of the rings, if there is one
 
 _SLOT = 512  # bytes per call
 _HEAD = struct.Struct("<8sIII")  # magic, rank, slots, bytes per slot
@@ -208,7 +210,7 @@ def _create_ring(path: Path, size: int) -> mmap.mmap:
 
 def ring_dir() -> Path | None:
     """Return the directory of this node's rings if the parent process reads them, else None."""
-    named = os.environ.get(RING_DIR_VARIABLE)
+    named = os.environ.get(DIRECTORY_VARIABLE)
     return Path(named) if named and Path(named).is_dir() else None
 
 
@@ -381,13 +383,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     >>> format_ranks([0, 1, 2, 5])
     '0-2,5'
     """
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and rank == stretches[-1][1] + 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in stretches)
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in find_stretches(sorted(ranks)))
     return text if len(text) <= 80 else ""
 
 

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
+from unisono.runtime.text import find_stretches
+
 _MAX_EXAMPLES, _MAX_LENGTH = 3, 40  # names in an error, and characters of one
 
 
@@ -239,11 +241,5 @@ def format_ranges(numbers: Iterable[int]) -> str:
     >>> format_ranges([0, 1, 2, 5, 7, 8])
     '0 to 2, 5, 7 to 8'
     """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    texts = [" to ".join(map(str, part)) for part in parts]
+    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in find_stretches(numbers)]
     return ", ".join(texts[:5]) + (", …" if len(texts) > 5 else "")

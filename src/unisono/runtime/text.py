@@ -44,6 +44,21 @@ def format_value(value: object) -> str:
     return ", ".join(map(format_value, value)) if isinstance(value, list | tuple) else str(value)
 
 
+def find_stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each stretch of consecutive numbers in ascending ones.
+
+    >>> find_stretches([0, 1, 2, 5])
+    [(0, 2), (5, 5)]
+    """
+    stretches: list[tuple[int, int]] = []
+    for number in numbers:
+        if stretches and number == stretches[-1][1] + 1:
+            stretches[-1] = stretches[-1][0], number
+        else:
+            stretches.append((number, number))
+    return stretches
+
+
 def join_names(names: Iterable[str], most: int = 4) -> str:
     """Join the first names, and say how many more there are.
 
