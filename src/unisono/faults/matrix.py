@@ -16,6 +16,8 @@ from unisono.faults import job
 from unisono.faults.job import Job, JobResult
 
 ShowFault = Callable[["Sandbox"], "Outcome"]
+# Exit codes, see `unisono.runtime.errors`.
+REFUSED, NOT_FINITE, GUARD, UNREACHED, UNSAVED, DESYNC, DIED, STUCK, PREEMPTED = 2, 3, 4, 5, 7, 8, 9, 10, 75
 
 
 class AbstainError(Exception):
@@ -153,6 +155,12 @@ class Sandbox:
         """Start a job in the folder of this scenario."""
         job_options = {"engine": self.engine, **options}
         return Job(self.folder, f"layout.world_size={world}", *words, fault=fault, **job_options)  # type: ignore[arg-type]
+
+    def node(self, rank: int, port: int, *words: str, **options: Any) -> Job:
+        """Start one of two nodes of a job, both on this host."""
+        own = ("layout.world_size=2", "launch.nodes=2", f"launch.node_rank={rank}")
+        where = f"launch.rendezvous=127.0.0.1:{port}"
+        return Job(self.folder, *own, where, *words, output=f"node-{rank}.txt", **options)
 
     def run(self, *words: str, **options: Any) -> JobResult:
         """Run a job in the folder of this scenario to its end."""

@@ -15,10 +15,7 @@ import numpy as np
 from unisono.data.prepare.manifest import MANIFEST_FILE, build_manifest, write_json
 from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.faults import job
-from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
-from unisono.faults.scenarios.death import DIED
-
-REFUSED, NOT_FINITE = 2, 3
+from unisono.faults.matrix import DIED, NOT_FINITE, REFUSED, AbstainError, Outcome, Sandbox, scenario
 
 
 def _write_texts(folder: Path, files: int = 3) -> Path:

@@ -6,9 +6,8 @@ import os
 import signal
 import time
 
-from unisono.faults.matrix import Outcome, Sandbox, scenario
+from unisono.faults.matrix import DIED, REFUSED, STUCK, Outcome, Sandbox, scenario
 
-REFUSED, DIED, STUCK = 2, 9, 10
 HELD = "hold@forward:1:7"  # the run stays in step 8 until it is released
 
 

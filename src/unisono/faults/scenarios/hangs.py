@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 
 from unisono.faults import job
-from unisono.faults.job import Job, free_port
-from unisono.faults.matrix import Outcome, Sandbox, scenario
-
-REFUSED, DESYNC = 2, 8
+from unisono.faults.matrix import DESYNC, REFUSED, Outcome, Sandbox, scenario
 
 
 @scenario("B14", "row count not divisible by the ranks, last batch short")
@@ -58,20 +54,16 @@ def _add_two_node_desync(key: str, text: str, fault: str, *says: str) -> None:
     @scenario(key, text)
     def _show(sandbox: Sandbox) -> Outcome:
         outcome, before = Outcome(), sandbox.reference_digests()
-        rendezvous = f"launch.rendezvous=127.0.0.1:{free_port()}"
-        words = ("layout.world_size=2", "launch.nodes=2", "launch.interface=lo", rendezvous)
-        with ExitStack() as stack:
-            jobs = [
-                stack.enter_context(
-                    Job(sandbox.folder, *words, f"launch.node_rank={n}", fault=fault, output=f"node-{n}.txt")
-                )
-                for n in range(2)
-            ]
-            ends = [node.finish(120) for node in jobs]
+        port = job.free_port()
+        with (
+            sandbox.node(0, port, "launch.interface=lo", fault=fault) as first,
+            sandbox.node(1, port, "launch.interface=lo", fault=fault) as second,
+        ):
+            ends = [node.finish(120) for node in (first, second)]
             began = job.fault_time(sandbox.folder)
             outcome.check(began is not None, "the fault did not happen")
             outcome.seconds = round(max(done.ended_at for done in ends) - (began or time.monotonic()), 1)
-            outcome.lost_steps = jobs[0].step() - max(job.newest_step(jobs[0].run), 0)
+            outcome.lost_steps = first.step() - max(job.newest_step(first.run), 0)
         for number, done in reversed([*enumerate(ends)]):  # the message of the first
             outcome.expect(done, DESYNC, "faulty.py:", "rank 0", "rank 1", *says, name=f"node {number}")
         outcome.check(not ends[0].orphans, f"processes {ends[0].orphans} are still running")

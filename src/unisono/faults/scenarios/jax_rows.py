@@ -6,10 +6,9 @@ import time
 
 from unisono.faults import job
 from unisono.faults.job import free_port
-from unisono.faults.matrix import SCENARIOS, Outcome, Sandbox, scenario
+from unisono.faults.matrix import SCENARIOS, UNREACHED, Outcome, Sandbox, scenario
 from unisono.faults.scenarios import death, network, storage  # noqa: F401 - their rows are added again
 from unisono.faults.scenarios.kills import kill_rank
-from unisono.faults.scenarios.network import UNREACHED
 from unisono.faults.scenarios.setup import run_by_hand
 
 

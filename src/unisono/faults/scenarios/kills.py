@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from unisono.faults import job
-from unisono.faults.matrix import Outcome, Sandbox, scenario
+from unisono.faults.matrix import DIED, Outcome, Sandbox, scenario
 from unisono.faults.rank_server import RankServer
-from unisono.faults.scenarios.death import DIED
 
 KILLS = "UNISONO_KILLS"  # the number of random kills
 SEED = 20_261_122

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from unisono.faults import job, task_fault
 from unisono.faults.job import Job, free_port
-from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.faults.matrix import REFUSED, UNREACHED, AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.setup import run_by_hand
 
-REFUSED, UNREACHED = 2, 5
 IPV4 = ("10.97.0.1", "10.97.0.2")
 IPV6 = ("fd00:97::1", "fd00:97::2")
 

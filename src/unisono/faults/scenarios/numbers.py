@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from unisono.faults import job
-from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
-
-NOT_FINITE, GUARD = 3, 4
+from unisono.faults.matrix import GUARD, NOT_FINITE, AbstainError, Outcome, Sandbox, scenario
 
 
 @scenario("D32", "a NaN loss on one rank")

@@ -11,13 +11,14 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from unisono.faults import job
-from unisono.faults.matrix import Outcome, Sandbox, scenario
+from unisono.faults.matrix import REFUSED, UNREACHED, Outcome, Sandbox, scenario
 
 
 class _Payload:
@@ -44,7 +45,7 @@ def _payload(sandbox: Sandbox) -> Outcome:
     for file in sorted(newest.iterdir()):
         content = file.read_bytes()
         file.write_bytes(pickle.dumps(_Payload(touched)))
-        outcome.expect(_evaluate(sandbox), 2, file.name, name=file.name)
+        outcome.expect(_evaluate(sandbox), REFUSED, file.name, name=file.name)
         outcome.check(not touched.exists(), f"{file.name} was unpickled")
         file.write_bytes(content)
     return outcome
@@ -61,7 +62,7 @@ def _escape(sandbox: Sandbox) -> Outcome:
     for hostile in (f"../../../../{secret.name}", str(secret)):
         text = original.replace(json.dumps(shard.name), json.dumps(hostile))
         job.rewrite_manifest(newest, lambda _, text=text: json.loads(text))  # type: ignore[misc]
-        outcome.expect(_evaluate(sandbox), 2, name=hostile)
+        outcome.expect(_evaluate(sandbox), REFUSED, name=hostile)
     return outcome
 
 
@@ -73,7 +74,7 @@ def _link(sandbox: Sandbox) -> Outcome:
     elsewhere = sandbox.folder / "elsewhere.safetensors"
     shutil.move(shard, elsewhere)
     shard.symlink_to(elsewhere)
-    outcome.expect(_evaluate(sandbox), 2, shard.name)
+    outcome.expect(_evaluate(sandbox), REFUSED, shard.name)
     return outcome
 
 
@@ -92,7 +93,7 @@ def _yaml(sandbox: Sandbox) -> Outcome:
         folder.mkdir()
         (folder / "mine.yaml").write_text(text)
         done = sandbox.run_verb("check", "mine", f"--config-dir={folder}")
-        outcome.expect(done, 2, name=name)
+        outcome.expect(done, REFUSED, name=name)
         outcome.check(not touched.exists(), f"{name} ran a command")
         outcome.check("Traceback" not in done.output, f"{name}: {done.output[-800:]}")
     return outcome
@@ -102,7 +103,7 @@ def _yaml(sandbox: Sandbox) -> Outcome:
 def _secret(sandbox: Sandbox) -> Outcome:
     canary = "hf_" + "Q7x" * 11
     outcome = Outcome()
-    outcome.expect(sandbox.run(f"observe.project={canary}"), 2)
+    outcome.expect(sandbox.run(f"observe.project={canary}"), REFUSED)
     _check_no_leak(outcome, sandbox, canary)
     return outcome
 
@@ -111,7 +112,7 @@ def _secret(sandbox: Sandbox) -> Outcome:
 def _secret_of_the_environment(sandbox: Sandbox) -> Outcome:
     canary = "Q7x" * 11
     outcome, done = Outcome(), sandbox.run("observe.project='${oc.env:PGPASSWORD}'", variables={"PGPASSWORD": canary})
-    outcome.expect(done, 2)
+    outcome.expect(done, REFUSED)
     outcome.check("Traceback" not in done.output, done.output[-800:])
     _check_no_leak(outcome, sandbox, canary)
     return outcome
@@ -147,23 +148,16 @@ def _stranger(sandbox: Sandbox) -> Outcome:
 
 @scenario("S6b", "strangers at the rendezvous port: garbage, a wrong token, no token")
 def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
-    port = job.free_port()
-    words = ("layout.world_size=2", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}", "launch.start_timeout=90")
-    before, outcome = sandbox.reference_digests(), Outcome()
-
-    def node(rank: int, token: str, where: Sandbox = sandbox) -> job.Job:
-        command = job.train_command(*words, f"launch.node_rank={rank}")
-        return job.Job(where.folder, command=command, variables={"UNISONO_TOKEN": token}, output=f"{rank}{token}.txt")
-
-    with node(0, "ours") as first:
-        job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
-        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"node": 1, "nodes": 2, "proof": ""}\n'):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
-                link.sendall(data)
+    before, outcome, port = sandbox.reference_digests(), Outcome(), job.free_port()
+    words, ours = ("launch.start_timeout=90",), {"UNISONO_TOKEN": "ours"}
+    garbage = (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b'{"node": 1, "nodes": 2, "proof": ""}\n')
+    with sandbox.node(0, port, *words, variables=ours) as first:
+        _send_to_node_0(first, port, garbage)
         for token in ("theirs", ""):
-            with node(1, token, sandbox.for_scenario("stranger")) as other:
-                outcome.expect(other.finish(60), 2, "UNISONO_TOKEN", name=f"the node with the token '{token}'")
-        with node(1, "ours") as second:
+            stranger = sandbox.for_scenario("stranger")
+            with stranger.node(1, port, *words, variables={"UNISONO_TOKEN": token}) as other:
+                outcome.expect(other.finish(60), REFUSED, "UNISONO_TOKEN", name=f"the node with the token '{token}'")
+        with sandbox.node(1, port, *words, variables=ours) as second:
             for done in (first.finish(), second.finish()):
                 outcome.compare(done, before)
     return outcome
@@ -171,7 +165,7 @@ def _uninvited_nodes(sandbox: Sandbox) -> Outcome:
 
 @scenario("S8", "rendezvous: input that breaks parsers, and an impostor of node 0")
 def _rendezvous(sandbox: Sandbox) -> Outcome:
-    words = ("layout.world_size=2", "launch.nodes=2", "launch.start_timeout=60")
+    words = ("launch.start_timeout=60",)
     before, outcome, port = sandbox.reference_digests(), Outcome(), job.free_port()
     nonce = b'"nonce": "' + b"0" * 32 + b'"'
     hostile = [
@@ -180,16 +174,9 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
         b"{" + nonce + b', "proof": "' + b"0" * 64 + b'", "who": {"node": 1, "nodes": 2, "host": "\\u001b[2J"}}\n',
     ]  # fmt: skip
 
-    def node(rank: int, at: int, where: Sandbox = sandbox) -> job.Job:
-        command = job.train_command(*words, f"launch.rendezvous=127.0.0.1:{at}", f"launch.node_rank={rank}")
-        return job.Job(where.folder, command=command, output=f"{rank}.txt")
-
-    with node(0, port) as first:
-        job.wait_for(lambda: "meets the others" in first.output.read_text(), 60.0, "node 0 to listen")
-        for data in hostile:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
-                link.sendall(data)
-        with node(1, port) as second:
+    with sandbox.node(0, port, *words) as first:
+        _send_to_node_0(first, port, hostile)
+        with sandbox.node(1, port, *words) as second:
             for done in (first.finish(), second.finish()):
                 outcome.compare(done, before)
                 outcome.check("\x1b" not in done.output, "escape sequences from a stranger reach the terminal")
@@ -198,12 +185,20 @@ def _rendezvous(sandbox: Sandbox) -> Outcome:
     )
     with socket.create_server(("127.0.0.1", 0)) as false:
         threading.Thread(target=_answer, args=(false, answers), daemon=True).start()
-        with node(1, false.getsockname()[1], sandbox.for_scenario("false")) as believer:
+        with sandbox.for_scenario("false").node(1, false.getsockname()[1], *words) as believer:
             done = believer.finish()
-    outcome.check(done.code in (2, 5), f"a false node 0 was believed: {done.code}: {done.output[-800:]}")
+    outcome.check(done.code in (REFUSED, UNREACHED), f"a false node 0 was believed: {done.code}: {done.output[-800:]}")
     outcome.check(not (believer.run / "checkpoints").exists(), "it trained")
     outcome.message = done.message
     return outcome
+
+
+def _send_to_node_0(node: job.Job, port: int, messages: Iterable[bytes]) -> None:
+    """Connect to node 0 once for each message, as anybody may."""
+    job.wait_for(lambda: "meets the others" in node.output.read_text(), 60.0, "node 0 to listen")
+    for data in messages:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 20.0) as link:
+            link.sendall(data)
 
 
 @scenario("S8b", "another user of the host floods the rendezvous store with 240 MB")

@@ -15,10 +15,8 @@ from typing import Any
 
 from unisono.faults import job, task, task_fault
 from unisono.faults.job import Job
-from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
-from unisono.faults.scenarios.death import DIED, HELD, send_signal
-
-REFUSED, PREEMPTED = 2, 75
+from unisono.faults.matrix import DIED, PREEMPTED, REFUSED, AbstainError, Outcome, Sandbox, scenario
+from unisono.faults.scenarios.death import HELD, send_signal
 
 
 def run_by_hand(

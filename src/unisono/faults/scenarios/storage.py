@@ -14,10 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from unisono.faults import job
-from unisono.faults.matrix import AbstainError, Outcome, Sandbox, scenario
+from unisono.faults.matrix import REFUSED, UNSAVED, AbstainError, Outcome, Sandbox, scenario
 from unisono.faults.scenarios.death import HELD, send_signal
-
-REFUSED, UNSAVED = 2, 7
 
 
 @contextmanager
