@@ -133,7 +133,7 @@ def _disconnected_node(sandbox: Sandbox) -> Outcome:
     ):
         jobs[0].wait_for_step(5)
         began = time.monotonic()
-        _run_ip("-n", names[1], "link", "set", "v1", "down")
+        run_ip("-n", names[1], "link", "set", "v1", "down")
         ends = [node.finish(120) for node in jobs]
         outcome = Outcome(message=ends[0].message, seconds=round(max(done.ended_at for done in ends) - began, 1))
         outcome.check(
@@ -158,16 +158,16 @@ def make_hosts(addresses: Sequence[str]) -> Iterator[list[str]]:
     try:
         try:
             for name in names:
-                _run_ip("netns", "add", name)
-            _run_ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
+                run_ip("netns", "add", name)
+            run_ip("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1])
             for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
                 for link in ("lo", f"v{number}"):
-                    _run_ip("-n", name, "link", "set", link, "up")
+                    run_ip("-n", name, "link", "set", link, "up")
                 # Without nodad, duplicate address detection delays an IPv6 address by a second.
                 how = ("/64", "nodad") if ":" in address else ("/24",)
-                _run_ip("-n", name, "addr", "add", f"{address}{how[0]}", "dev", f"v{number}", *how[1:])
+                run_ip("-n", name, "addr", "add", f"{address}{how[0]}", "dev", f"v{number}", *how[1:])
                 if ":" in address:
-                    _run_ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
+                    run_ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
         except subprocess.CalledProcessError as error:
             raise AbstainError(f"cannot create network namespaces here: {error.stderr.strip()}") from error
         yield names
@@ -222,5 +222,6 @@ def command_on(name: str, *words: str) -> list[str]:
     return ["ip", "netns", "exec", name, *words]
 
 
-def _run_ip(*words: str) -> None:
+def run_ip(*words: str) -> None:
+    """Change interfaces and namespaces of this machine."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
