@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
 from unisono.runtime import listening
+from unisono.runtime.communicator import format_address
 from unisono.runtime.errors import ConfigError
 
 FOUND = [
@@ -30,6 +32,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rendezvous_without_host_and_port_is_refused_with_an_example(text: str):
     with pytest.raises(ConfigError, match=r"as in 10\.0\.0\.1:29400"):
         network.parse_rendezvous(text)
+
+
+@pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:29400"), ("fd00::1", "[fd00::1]:29400")])
+def test_an_address_is_written_as_it_is_read(host: str, text: str):
+    assert format_address(host, 29400) == text
+    assert network.parse_rendezvous(text) == (host, 29400)
 
 
 def test_a_name_that_leads_nowhere_is_refused():
@@ -86,26 +94,29 @@ def test_no_way_to_a_host_is_told_with_the_interfaces(monkeypatch: pytest.Monkey
 # where the processes of one host meet ---------------------------------------------------------------------------------
 
 
+def reserved_at(*there: str) -> Callable[[str], socket.socket]:
+    """Ports of a host with these addresses alone."""
+
+    def reserved(address: str) -> socket.socket:
+        if address not in there:
+            raise OSError(99, "Cannot assign requested address")
+        return socket.socket()
+
+    return reserved
+
+
 @pytest.mark.parametrize(
     ("there", "found"), [(("127.0.0.1", "::1"), "127.0.0.1"), (("127.0.0.1",), "127.0.0.1"), (("::1",), "::1")]
 )
 def test_processes_of_one_host_meet_at_the_loopback_of_either_kind(
     monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], found: str
 ):
-    def reserved(address: str) -> socket.socket:
-        if address not in there:
-            raise OSError(99, "Cannot assign requested address")
-        return socket.socket()
-
-    monkeypatch.setattr(network, "reserve_port", reserved)
+    monkeypatch.setattr(network, "reserve_port", reserved_at(*there))
     assert network.find_loopback() == found
 
 
 def test_a_host_whose_loopback_is_down_is_told_how_to_mend_it(host: None, monkeypatch: pytest.MonkeyPatch):
-    def reserved(address: str) -> socket.socket:
-        raise OSError(99, "Cannot assign requested address")
-
-    monkeypatch.setattr(network, "reserve_port", reserved)
+    monkeypatch.setattr(network, "reserve_port", reserved_at())
     with pytest.raises(ConfigError, match=r"neither 127\.0\.0\.1 nor ::1.* eth0 10\.0\.0\.5.*`ip link set lo up`"):
         network.find_loopback()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.checkpoint.saved import save
 from tests.security.runs import stranger
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.core.commit import Checkpoint
 from unisono.checkpoint.exchange.export import export
 from unisono.config.schema.verbs import Export
 from unisono.launch.run import evaluate, open_run
@@ -30,9 +32,13 @@ def run(tmp_path: Path) -> Path:
     return found
 
 
+def newest(run: Path) -> Checkpoint:
+    return commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1])
+
+
 def _use(run: Path) -> list[Callable[[], object]]:
     return [
-        lambda: assets.check(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), run),
+        lambda: assets.check(newest(run), run),
         lambda: open_run(run, task=LinearTask),
         lambda: evaluate(run, task=LinearTask),
         lambda: export(run, Export(to="safetensors")),
@@ -42,11 +48,8 @@ def _use(run: Path) -> list[Callable[[], object]]:
 @pytest.mark.parametrize("change", ["changed", "lost", "added", "a link"])
 def test_assets_that_differ_from_the_checkpoint_s_are_refused_by_name(run: Path, change: str) -> None:
     file = run / "assets" / TOKENS
-    assert set(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]).assets or ()) == {
-        "config.json",
-        TOKENS,
-    }
-    assets.check(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), run)
+    assert set(newest(run).assets or ()) == {"config.json", TOKENS}
+    assets.check(newest(run), run)
     if change == "changed":
         file.write_text("{ }")
     elif change == "added":
@@ -62,8 +65,5 @@ def test_assets_that_differ_from_the_checkpoint_s_are_refused_by_name(run: Path,
 
 
 def test_a_checkpoint_of_before_has_nothing_to_compare(run: Path) -> None:
-    from dataclasses import replace
-
-    checkpoint = replace(commit.read_manifest(commit.find_checkpoints(run / "checkpoints")[-1]), assets=None)
     (run / "assets" / TOKENS).write_text("other")
-    assets.check(checkpoint, run)
+    assets.check(replace(newest(run), assets=None), run)

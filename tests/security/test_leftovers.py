@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from unisono.cli import main
-from unisono.launch import cluster
-from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import own_folder
 from unisono.supervise import fault_injection, identity
@@ -60,16 +58,3 @@ def test_a_variable_that_was_left_over_ends_no_run(tmp_path: Path, monkeypatch: 
     assert main.main([*words, "run.name=a"]) == 0
     with pytest.raises(RuntimeError, match="fault injected by --fault"):
         main.main([*words, "run.name=b", "--fault", SPEC])
-
-
-def test_with_a_token_nobody_else_knows_the_port_of_a_slurm_step() -> None:
-    def port(**more: str) -> int:
-        given = {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", **more}
-        cluster.set_rendezvous_variables(ProcessInfo(0, 2, 0, 1, "slurm"), given)
-        return int(given["MASTER_PORT"])
-
-    assert port() == port() and port(UNISONO_TOKEN="a") == port(UNISONO_TOKEN="a")
-    assert len({port(), port(UNISONO_TOKEN="a"), port(UNISONO_TOKEN="b"), port(SLURM_JOB_ID="78")}) == 4
-    assert all(20000 <= port(UNISONO_TOKEN=str(n)) < 32000 for n in range(50)), (
-        "below the ports that a system gives away"
-    )

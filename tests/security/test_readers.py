@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,9 @@ NEEDS = {"BIOM 1": "biom", "BIOM 2": "biom"}
 
 
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """As it was, though a fuzz sets a cache of its own."""
-    before = os.environ.get("UNISONO_CACHE")
-    yield
-    os.environ.pop("UNISONO_CACHE", None)
-    if before is not None:
-        os.environ["UNISONO_CACHE"] = before
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was afterwards, though a fuzz sets a cache of its own."""
+    monkeypatch.setenv("UNISONO_CACHE", "")
 
 
 def _given(name: str, count: int, seed: int) -> None:

@@ -12,8 +12,10 @@ SUM = Collective("0", "0-2", "all_reduce", "SUM", -1, "float32", "[4]", "task.py
 OTHER = replace(SUM, operation="all_gather", reduce="", site="task.py:30")
 
 
-def left(folder: Path, *made: list[Collective]) -> Path:
-    for rank, whats in enumerate(made):
+def left(folder: Path, *made: list[Collective], first: int = 0) -> Path:
+    """A folder with the rings of ranks from the first on."""
+    folder.mkdir(exist_ok=True)
+    for rank, whats in enumerate(made, first):
         log, members = CollectiveLog(rank, folder), GroupState("0", range(3), rank)
         for what in whats:
             log.add(members, what.fingerprint, encode_call(what))
@@ -40,13 +42,8 @@ def test_the_two_that_differ_are_named_and_a_ring_that_cannot_be_read_is_left_ou
 
 
 def test_nodes_that_see_each_others_rings_name_two_ranks_of_two_of_them(tmp_path: Path) -> None:
-    shared, nodes = tmp_path / "shared", [tmp_path / f"node-{number}" for number in range(2)]
-    for folder in (shared, *nodes):
-        folder.mkdir()
-    for rank, last in enumerate((SUM, OTHER)):
-        log, members = CollectiveLog(rank, nodes[rank]), GroupState("0", range(3), rank)
-        for what in [SUM] * 2000 + [last]:
-            log.add(members, what.fingerprint, encode_call(what))
+    made, shared = ([SUM] * 2001, [SUM] * 2000 + [OTHER]), left(tmp_path / "shared")
+    nodes = [left(tmp_path / f"node-{rank}", calls, first=rank) for rank, calls in enumerate(made)]
     assert collective_mismatch.describe_mismatch(nodes[0]) is collective_mismatch.describe_mismatch(nodes[1]) is None
     assert (
         collective_mismatch.describe_mismatch_across_nodes(nodes[0], shared, 2, patience=0.01) is None
@@ -57,18 +54,13 @@ def test_nodes_that_see_each_others_rings_name_two_ranks_of_two_of_them(tmp_path
         "rank 1 did all_gather(float32, [4]) at task.py:30"
     )
     assert collective_mismatch.describe_mismatch_across_nodes(nodes[0], shared) == told
-    left = sorted(shared.iterdir())
-    assert [path.name for path in left] == ["rank-00000.calls", "rank-00001.calls"]
-    assert max(path.stat().st_size for path in left) < 40_000  # their last calls alone
+    shown = sorted(shared.iterdir())
+    assert [path.name for path in shown] == ["rank-00000.calls", "rank-00001.calls"]
+    assert max(path.stat().st_size for path in shown) < 40_000  # their last calls alone
 
 
 def test_a_rank_of_another_node_that_is_only_behind_is_not_called_desynchronised(tmp_path: Path) -> None:
-    shared, nodes = tmp_path / "shared", [tmp_path / f"node-{number}" for number in range(2)]
-    for folder in (shared, *nodes):
-        folder.mkdir()
+    shared = left(tmp_path / "shared")
     for rank, calls in enumerate((70, 3)):
-        log, members = CollectiveLog(rank, nodes[rank]), GroupState("0", range(3), rank)
-        for _ in range(calls):
-            log.add(members, SUM.fingerprint, encode_call(SUM))
-    assert collective_mismatch.describe_mismatch_across_nodes(nodes[0], shared, patience=0.0) is None
-    assert collective_mismatch.describe_mismatch_across_nodes(nodes[1], shared, patience=0.0) is None
+        node = left(tmp_path / f"node-{rank}", [SUM] * calls, first=rank)
+        assert collective_mismatch.describe_mismatch_across_nodes(node, shared, patience=0.0) is None
