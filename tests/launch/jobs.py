@@ -107,6 +107,18 @@ def finished(
     return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
 
 
+def torchrun(*options: str, port: int = 0) -> list[str]:
+    """The beginning of a command under torchrun."""
+    command = str(Path(sys.executable).with_name("torchrun"))
+    return [command, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", *options]
+
+
+def ends(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[subprocess.CompletedProcess[str]]:
+    """How commands that run side by side end."""
+    told = [process.communicate(timeout=timeout) for process in processes]
+    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(processes, told, strict=True)]
+
+
 @contextmanager
 def started(command: Sequence[str], cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Start a command; whatever it started ends with the context."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from tests.engines.jax.test_processes import TRAIN, assert_same, train
 from tests.launch import jobs, namespaces, slurm_cluster
 from tests.launch.namespaces import Host
-from tests.launch.test_nodes import MEET, ends, fault
+from tests.launch.test_nodes import MEET, fault
 from unisono.checkpoint.core import commit
 
 Done = subprocess.CompletedProcess[str]
@@ -40,9 +39,8 @@ def pair() -> Iterator[tuple[Host, Host]]:
 def both(folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]] = ()) -> list[Done]:
     with ExitStack() as stack:
         given = variables or [{}] * len(commands)
-        return ends(
-            [stack.enter_context(jobs.started(c, folder, **own)) for c, own in zip(commands, given, strict=True)],
-            timeout=300,
+        return jobs.ends(
+            [stack.enter_context(jobs.started(c, folder, **own)) for c, own in zip(commands, given, strict=True)], 300
         )
 
 
@@ -69,9 +67,8 @@ def by_hand(pair: Sequence[Host], folder: Path, own: Mapping[int, Sequence[str]]
 
 
 def test_torchrun_starts_the_processes(one: Path, tmp_path: Path) -> None:
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    words = ["--rdzv-endpoint=127.0.0.1:0", "--no-python", jobs.UNISONO, *TRAIN, *STEPS, *FSDP, "layout.world_size=7"]
-    done = jobs.finished([*torchrun, *words], tmp_path, 300)
+    command = [*jobs.torchrun("--nproc-per-node=2", "--no-python"), jobs.UNISONO]
+    done = jobs.finished([*command, *TRAIN, *STEPS, *FSDP, "layout.world_size=7"], tmp_path, 300)
     assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "runs" / "a", one, 1e-12)
 

@@ -65,14 +65,9 @@ def job(
         ]
 
 
-def ends(processes: list[subprocess.Popen[str]], timeout: float = 90) -> list[Done]:
-    told = [process.communicate(timeout=timeout) for process in processes]
-    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(processes, told, strict=True)]
-
-
 def run(pair: Sequence[Host], here: Path, *words: str, **options: Any) -> list[Done]:
     with job(pair, here, *words, **options) as processes:
-        return ends(processes)
+        return jobs.ends(processes, 90)
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:
@@ -245,7 +240,7 @@ class TestBothHostsEnd:
             jobs.training(here / "marks", 2)
             pair[1].link("down")
             began = time.monotonic()
-            done = ends(processes, 40)
+            done = jobs.ends(processes, 40)
             assert time.monotonic() - began < 5 + 15
         assert [one.returncode for one in done] == [5, 5]
         assert all("waited for " in fault(one) and "the deadline of 5 s (launch.timeout)" in fault(one) for one in done)
@@ -264,7 +259,7 @@ class TestBothHostsEnd:
         with job(pair, here, *LONG, f"task.marks={here}/marks") as processes:
             jobs.training(here / "marks", 2)
             os.kill(processes[node].pid, sent)
-            done = ends(processes, 20)
+            done = jobs.ends(processes, 20)
         assert (done[node].returncode, done[1 - node].returncode) == (code, 5)
         assert f"rank {1 - node} waited for " in fault(done[1 - node])
 
@@ -272,7 +267,7 @@ class TestBothHostsEnd:
         with job(pair, here, *LONG, f"task.marks={here}/marks") as processes:
             stopped = jobs.training(here / "marks", 2)[1]
             os.kill(stopped, signal.SIGSTOP)
-            done = ends(processes, 60)
+            done = jobs.ends(processes, 60)
         assert [one.returncode for one in done] == [5, 5]
         assert "rank 0 waited for " in fault(done[0])
         assert "ended with an error (see its own output). The processes of this node were stopped" in fault(done[1])

@@ -134,9 +134,8 @@ def test_a_run_can_be_asked_to_save_and_to_stop(here: Path, monkeypatch: pytest.
 
 
 def test_torchruns_processes_answer_its_signal(here: Path):
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"]
-    code, told = interrupted(here, signal.SIGTERM, [*command, "--no-python", *words(here, "train.steps=3000")])
+    command = jobs.torchrun("--nproc-per-node=2", "--no-python")
+    code, told = interrupted(here, signal.SIGTERM, [*command, *words(here, "train.steps=3000")])
     (step,) = saved(here)
     assert code == 1  # torchrun's own, after a signal
     kept = f"unisono: ended on rank 0: preempted after step {step} of 3000, which is saved. "

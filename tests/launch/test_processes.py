@@ -47,8 +47,7 @@ def by_hand(
             )
             for rank, given in zip(ranks, words, strict=True)
         ]  # fmt: skip
-        ends = [process.communicate(timeout=200) for process in started]
-    return [subprocess.CompletedProcess([], p.returncode, *end) for p, end in zip(started, ends, strict=True)]
+        return jobs.ends(started, 200)
 
 
 # processes that work ------------------------------------------------------------------------------------------------
@@ -218,32 +217,28 @@ def _now(process: subprocess.Popen[str]) -> processes.Process:
 # processes that somebody else starts --------------------------------------------------------------------------------
 
 
+def torchrun(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return jobs.finished([*jobs.torchrun(port=free_port()), *words], here)
+
+
 def test_torchrun_can_start_the_processes(here: Path, two: tuple[Path, subprocess.CompletedProcess[str]]):
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"]
     words = [*TRAIN, "train.steps=6", "layout.world_size=7"]  # torchrun decides the number
-    done = jobs.finished([*command, "--no-python", jobs.UNISONO, *words], here)
+    done = torchrun(here, "--nproc-per-node=2", "--no-python", jobs.UNISONO, *words)
     assert done.returncode == 0, done.stderr
     mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
     assert [event["loss"] for event in mine] == [event["loss"] for event in theirs]
     assert layout_of(here) == (2, "ddp")
 
 
-def torchrun(here: Path, *words: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("torchrun")), "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    return jobs.finished([*command, f"127.0.0.1:{free_port()}", *options, *words], here)
-
-
 def test_torchrun_may_start_a_single_process(here: Path):
-    done = torchrun(here, "--no-python", jobs.UNISONO, *TRAIN, "train.steps=3", options=["--nproc-per-node", "1"])
+    done = torchrun(here, "--nproc-per-node=1", "--no-python", jobs.UNISONO, *TRAIN, "train.steps=3")
     assert done.returncode == 0, done.stderr
     assert layout_of(here) == (1, "single")
 
 
 def test_torchrun_may_start_the_processes_again_under_any_run_id(here: Path):
-    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-id", "unisono-77"]
-    words = [*TRAIN, "train.steps=4", "task.raises=1", "launch.timeout=20"]
-    done = torchrun(here, "--no-python", jobs.UNISONO, *words, options=options)
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=unisono-77", "--no-python"]
+    done = torchrun(here, *options, jobs.UNISONO, *TRAIN, "train.steps=4", "task.raises=1", "launch.timeout=20")
     assert done.returncode == 0, done.stderr
     assert layout_of(here) == (2, "ddp")
     assert [event["step"] for event in jobs.events(here / "runs" / "a")] == [1, 2, 3, 4, 4]
@@ -266,7 +261,7 @@ if __name__ == "__main__":
 
 def test_a_script_of_torchrun_can_train_its_own_object_twice(here: Path):
     (here / "script.py").write_text(jobs.SMALL + TWICE)
-    done = torchrun(here, "script.py", options=["--nproc-per-node", "2"])
+    done = torchrun(here, "--nproc-per-node=2", "script.py")
     assert done.returncode == 0, done.stderr
     told = {mark.name: mark.read_text() for mark in (here / "marks").iterdir()}
     assert told == dict.fromkeys(["a-0", "a-1", "b-0", "b-1"], "3 True")

@@ -12,7 +12,7 @@ import pytest
 from tests import tasks
 from tests.configs import configured
 from tests.launch import jobs
-from unisono.checkpoint.core import commit, provenance, resume_point
+from tests.launch.test_folder import checkpoint
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory, train
@@ -20,7 +20,7 @@ from unisono.launch.preflight import DataFacts
 from unisono.launch.processes import local_processes, restart
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe.events import Events
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.supervise import preemption
 from unisono.task_config import load_config, read_run
@@ -64,12 +64,6 @@ def failed(run: ResolvedRun) -> str:
     with pytest.raises(WorkerError) as caught:
         restart.launch_with_restarts(run, 1)
     return str(caught.value)
-
-
-def checkpoint(run: ResolvedRun, step: int, random: bool = False) -> None:
-    kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
-    about = provenance.describe_run(read_run(run.directory, trust=True))
-    commit.save_checkpoint(run.directory / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=about)
 
 
 @pytest.mark.parametrize("code", [5, 9, 10])
@@ -120,7 +114,7 @@ def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
         digests.append(arguments[0])
         there = resolve.read_resolved_run(directory, arguments[0])
         assert (there.resume.step if there.resume else 0) == 5 * (len(digests) - 1)
-        checkpoint(run, 5 * len(digests))
+        checkpoint(run.directory, step=5 * len(digests))
         raise WorkerError("rank 1 died", 9)
 
     monkeypatch.setattr(local_processes, "launch", launch)
@@ -140,7 +134,7 @@ def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batche
     """Divisors of the rows of a process, until the smallest does not fit either; from the newest checkpoint."""
     monkeypatch.setenv("CODE", "6")
     run = start("launch.max_restarts=9", "train.global_batch=12")
-    checkpoint(run, 5)
+    checkpoint(run.directory, step=5)
     text = failed(run)
     assert [rows for _, rows in attempts] == [6, 3, 2, 1]
     assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is already one row. Use " in text
@@ -161,7 +155,7 @@ def test_a_run_that_draws_random_numbers_gets_no_other_micro_batch_unless_that_i
     monkeypatch.setitem(globals(), "RANDOM", [True if known_by == "fault" else None])
     run = start("launch.max_restarts=1", "train.global_batch=12")
     if known_by == "checkpoint":
-        checkpoint(run, 5, random=True)
+        checkpoint(run.directory, random=True, step=5)
         run = resolve.plan_restart(run)
     assert "a smaller micro-batch changes the results. To accept that, resume with:\n  " in (text := failed(run))
     assert '"run.allow_change": "[layout.micro_batch]"' in text and '"layout.micro_batch": "3"' in text

@@ -19,7 +19,6 @@ from tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
 from unisono.launch import layout, preflight, run_directory, task_objects, train
-from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
 from unisono.observe import events
@@ -224,19 +223,6 @@ def test_every_error_that_a_caller_can_mend_is_a_unisono_error():
     for bad in ({"layout.device": "tpu9"}, {"train.global_batch": 7, "layout.world_size": 2}, {"zzz": 1}):
         with pytest.raises(UnisonoError):
             unisono.train(LinearTask, {**SHORT, **bad})
-
-
-def test_a_process_of_a_run_cannot_start_a_run_while_it_imports_its_task(monkeypatch: pytest.MonkeyPatch):
-    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in torchrun:
-        monkeypatch.setenv(name, "1")
-    for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "unisono-1")
-    monkeypatch.setattr(
-        local_processes, "launch", lambda *_: pytest.fail("processes were started by a process of a run")
-    )
-    with pytest.raises(ConfigError, match="Put the call under `if __name__ == '__main__':`"):
-        unisono.train(LinearTask, {**SHORT, "layout.world_size": 2})
 
 
 @pytest.mark.parametrize("guard", ["if True:", "if __name__ == '__main__':"])

@@ -190,12 +190,9 @@ def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(t
 
 def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_processes(tmp_path: Path):
     jobs.task_file(tmp_path)
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0", "--fault", "rank=1,step=4,phase=forward,act=gil"]
-    done = jobs.finished(
-        [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", "--no-python", jobs.UNISONO, *words], tmp_path,
-        GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+    command = [*jobs.torchrun("--nproc-per-node=2", "--no-python"), jobs.UNISONO, *words]
+    done = jobs.finished(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1, done.stderr  # torchrun has no other code
     told = [line for line in done.stderr.splitlines() if line.startswith("unisono: error: ")]
     assert len(told) == 1, done.stderr
