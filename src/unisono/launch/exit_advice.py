@@ -28,10 +28,6 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
 
     A run that is refused before its first step only gives the reason: the same command would be refused again.
 
-    Args:
-        run: As resolved.
-        launcher: What started the processes.
-
     Raises:
         Interrupted: Instead of a KeyboardInterrupt.
     """
@@ -55,12 +51,7 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
 
 
 def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
-    """Name the newest checkpoint and the command that resumes from it.
-
-    Args:
-        run: As resolved.
-        launcher: What started the processes.
-    """
+    """Name the newest checkpoint and the command that resumes from it."""
     newest = _newest_checkpoint(run)
     if newest is None:
         return f"There is no checkpoint yet. {_format_command('Start over', run, launcher)}"
@@ -70,13 +61,7 @@ def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
 
 
 def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = "unisono") -> str:
-    """Say what to do after a run has run out of memory.
-
-    Args:
-        run: As resolved.
-        random: Whether its forward passes draw random numbers; None if unknown.
-        launcher: What started the processes.
-    """
+    """Say what to do after a run, whose forward passes may be known to be random, has run out of memory."""
     size = resolve.next_smaller_micro_batch(run)
     if size is None:
         return (

@@ -118,12 +118,7 @@ def threads_per_process(processes: int) -> int:
 
 
 def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
-    """Warn about accelerators that stay idle and about settings without effect.
-
-    Args:
-        asked: As given by the user.
-        config: The same with a concrete layout.
-    """
+    """Warn about accelerators that stay idle and settings without effect, once what was asked for is concrete."""
 
     def warn(text: str) -> None:
         say(f"unisono: WARNING: {text}", error=True)

@@ -135,11 +135,7 @@ def plan_run(
 
 
 def with_smaller_micro_batch(run: ResolvedRun, random: bool | None) -> ResolvedRun:
-    """Resolve the run again with the next smaller micro-batch, after it ran out of memory; its lock is held.
-
-    Args:
-        run: The run that ran out of memory.
-        random: Whether its forward passes draw random numbers; None if unknown.
+    """Resolve a run that ran out of memory again, with the next smaller micro-batch; its lock is held.
 
     Raises:
         MemoryExhaustedError: If there is no smaller one, or it would change the results.
@@ -161,12 +157,7 @@ def draws_random_numbers(run: ResolvedRun, reported: bool | None) -> bool:
 
 
 def plan_restart(run: ResolvedRun, micro_batch: int | None = None) -> ResolvedRun:
-    """Resolve the run again, from the checkpoint that is newest by now; its lock is held.
-
-    Args:
-        run: Whose processes have ended.
-        micro_batch: A new micro-batch, if it should change.
-    """
+    """Resolve an ended run again, from the checkpoint that is newest by now; its lock is held."""
     config = run.config if micro_batch is None else _with_micro_batch(run.config, micro_batch)
     resolved = replace(plan_run(config, held=True), origins=run.origins, command=run.command)
     run_directory.write_config(resolved)

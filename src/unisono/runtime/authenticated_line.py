@@ -243,13 +243,7 @@ class AuthenticatedLine:
 def connect_line(
     place: tuple[str, int], name: str, deadline: float, greet: Callable[[AuthenticatedLine], None]
 ) -> AuthenticatedLine:
-    """Connect to member 0, which may not be listening yet, and in whose place another process may answer.
-
-    Args:
-        place: Address and port of member 0.
-        name: Its name for error messages.
-        deadline: For all attempts.
-        greet: Authenticates the process that answers.
+    """Connect to member 0, which may not be listening yet; another process may answer, which `greet` refuses.
 
     Raises:
         GreetingError: Why the last attempt before the deadline failed.
@@ -283,17 +277,10 @@ def gather(
 ) -> list[Json]:
     """Return the value of every member, in rank order, on every member.
 
-    Args:
-        lines: On member 0 a line to each other member, in rank order; elsewhere the line to member 0.
-        rank: Of this member.
-        size: Number of members.
-        value: Of this member.
-        timeout: Seconds that it may take.
-        what: What is waited for.
-        advice: Added to the message if it takes longer.
+    `lines` are those to all other members, in rank order, on member 0, and the one to member 0 elsewhere.
 
     Raises:
-        DeadlineError: On every member, naming the one that is gone or late.
+        DeadlineError: On every member, naming the one that is gone or late, with `advice` after it.
     """
     if rank:
         answer = lines[0].exchange({"value": value}, timeout + GRACE_SECONDS, what)

@@ -9,12 +9,7 @@ from unisono.runtime.errors import ConfigError
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Args:
-        module: Dotted name.
-        extra: The extra of Unisono that installs it.
-        what: What needs it, e.g. a setting.
+    """Import a module that `pip install unisono[extra]` installs, for what needs it, e.g. a setting.
 
     Raises:
         ConfigError: If it is not installed.

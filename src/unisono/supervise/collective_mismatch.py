@@ -24,9 +24,6 @@ def describe_mismatch(folder: Path) -> str | None:
     Two ranks differ if they issued different calls at the same position in a group, or if each is blocked in a group
     that the other has not joined. A rank that is merely ahead is no mismatch: it waited for the other, or the other
     died.
-
-    Args:
-        folder: Directory of the rings, `$UNISONO_PULSE` of the processes.
     """
     return _describe(collective_log.read_rings(folder))
 

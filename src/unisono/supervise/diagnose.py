@@ -40,9 +40,6 @@ REMEDIES = {
 def diagnose_run(folder: Path) -> list[str]:
     """Return a report about a run, line by line.
 
-    Args:
-        folder: The run's directory.
-
     Raises:
         RunError: If it is not a run directory.
     """

@@ -20,12 +20,7 @@ def newest_size(folder: Path) -> int:
 
 
 def estimate_size(config: RunConfig, parameters: int) -> int:
-    """Estimate the size of a checkpoint in bytes before the first step, when the optimizer has no state yet.
-
-    Args:
-        config: Of the run.
-        parameters: Number of trained parameters over all processes.
-    """
+    """Estimate the size of a checkpoint in bytes before the first step, by the trained parameters of all processes."""
     slots = _OPTIMIZER_SLOTS.get(config.optim.kind, 2)
     if config.optim.kind == "sgd" and not getattr(config.optim, "momentum", 0):
         slots = 0
@@ -42,13 +37,7 @@ def count_checkpoints(config: RunConfig, first: int, total: int) -> int:
 
 
 def check_disk_space(folder: Path, config: RunConfig, size: int, count: int) -> None:
-    """Refuse a run whose next checkpoints do not fit.
-
-    Args:
-        folder: The run's directory, which may not exist yet.
-        config: Of the run.
-        size: Bytes per checkpoint.
-        count: How many checkpoints the run will write.
+    """Refuse a run that will write `count` checkpoints of `size` bytes if the next ones do not fit.
 
     Raises:
         RunError: Saying how much space is needed and how much is free.

@@ -146,14 +146,7 @@ def find_suspects(seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack]) -
 def describe_stuck(
     seen: Mapping[int, RankStatus], stacks: Mapping[int, Stack], limits: PhaseLimits, host: str
 ) -> MonitorFinding:
-    """Build the message about stalled ranks.
-
-    Args:
-        seen: All ranks of this node.
-        stacks: Of the ranks that answered.
-        limits: The limits that were exceeded.
-        host: Name of this node.
-    """
+    """Build the message about stalled ranks of this node, `host`, from the stacks of those that answered."""
     culprits = find_suspects(seen, stacks)
     here = {rank: one for rank, one in seen.items() if one.is_active}
     ranks = {str(rank): to_json(one, stacks.get(rank)) for rank, one in sorted(seen.items())}

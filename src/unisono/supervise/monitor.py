@@ -283,14 +283,7 @@ def finding_path(folder: Path, node: int) -> Path:
 
 
 def write_finding(path: Path, finding: MonitorFinding, node: int, stored: str = "") -> None:
-    """Write a finding.
-
-    Args:
-        path: Of the file.
-        finding: To write.
-        node: Whose monitor it comes from.
-        stored: Folder of the stacks, relative to the run's directory.
-    """
+    """Write the finding of a node's monitor; `stored` is the folder of the stacks, relative to the run's directory."""
     about: dict[str, Any] = {**asdict(finding), "node": node, "host": platform.node(), "time": time.time()}
     write_whole(path, json.dumps(secrets.hidden({**about, "stacks": stored}), indent=1) + "\n")
 

@@ -40,11 +40,7 @@ class Stragglers:
         self._waits: deque[float] = deque(maxlen=_WINDOWS)
 
     def update(self, records: Mapping[int, HeartbeatRecord]) -> list[str]:
-        """Return a sentence for each rank that has become a straggler, or for slow communication between them.
-
-        Args:
-            records: Current records of all ranks of this node.
-        """
+        """Return a sentence for each rank of this node that has become a straggler, or for slow communication."""
         steps_done = min((record.steps_done for record in records.values()), default=-1)
         if steps_done < 0 or len(records) < 2:
             return []

@@ -38,12 +38,7 @@ class MemoryLimit:
 
 
 def memory_limit(config: RunConfig, device: str, processes: int) -> MemoryLimit:
-    """Return the memory limit of a process of a run.
-
-    Args:
-        config: Of the run; `layout.max_memory_gb` takes precedence.
-        device: Kind of device.
-        processes: Number of processes that share this host's memory.
+    """Return the memory limit of one of the processes that share this host's memory.
 
     Raises:
         ConfigError: If memory cannot be measured here.

@@ -34,14 +34,7 @@ _BATCHES_COMPARED = 16  # micro-batches, the largest of which is computed
 
 
 class Probe:
-    """Runs trial steps in one process.
-
-    Args:
-        task: The task to train.
-        config: Of the run, concrete except for the micro-batch.
-        place: This process.
-        group: All processes.
-    """
+    """Runs trial steps in one process, of a run whose configuration is concrete except for the micro-batch."""
 
     def __init__(self, task: Task, config: RunConfig, place: ProcessInfo, group: Communicator) -> None:
         self._task, self._config, self._place, self._group = task, config, place, group

@@ -97,12 +97,10 @@ class ForkServer:
             self._ready = None
 
     def fork(self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
-        """Fork one process per environment, each calling `main` of a module; return their process ids.
+        """Fork one process per environment, each calling a module's `main` with a folder as a path, and strings.
 
-        Args:
-            module: Its `main` takes a folder as a path, and strings.
-            arguments: Of `main`.
-            environments: Of the processes.
+        Returns:
+            Their process ids.
         """
         order = {"module": module, "arguments": list(arguments), "environments": [dict(e) for e in environments]}
         _send(self._channel, {**order, "cwd": str(Path.cwd())})

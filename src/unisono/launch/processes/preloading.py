@@ -37,11 +37,7 @@ def is_jax(reference: str) -> bool:
 
 
 def find_libraries(reference: str) -> list[str]:
-    """Return the preloadable libraries that a task's files import, including its package's files.
-
-    Args:
-        reference: To the task.
-    """
+    """Return the preloadable libraries that a task's files import, including its package's files."""
     return sorted(name for name in _imported_modules(reference) if name.partition(".")[0] in PRELOADABLE)
 
 

@@ -23,12 +23,7 @@ RESTARTABLE = (DeadlineError.exit_code, LostError.exit_code, StuckError.exit_cod
 
 
 def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | None = None) -> None:
-    """Launch a run on this host, restarting it up to `launch.max_restarts` times; see `local_processes.launch`.
-
-    Args:
-        run: Its directory is locked by the caller.
-        threads: CPU threads per process.
-        server: Forks the processes; None starts new ones.
+    """Launch a locked run on this host, restarting it up to `launch.max_restarts` times; see `local_processes.launch`.
 
     Raises:
         WorkerError: The fault of the last attempt.
