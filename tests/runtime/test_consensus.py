@@ -33,10 +33,6 @@ class Two:
         self._meeting.wait()
         return told
 
-    def barrier(self, what: str) -> None:
-        """Return once both are here."""
-        self._meeting.wait()
-
 
 @pytest.fixture
 def both() -> list[Channel]:

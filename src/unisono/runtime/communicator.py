@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-REUSE_PORT_OPTION = getattr(
-    socket, "SO_REUSEPORT", socket.SO_REUSEADDR
-)  # set only on the sockets of a launcher and its rank 0
-STORE_VARIABLE = (
-    "UNISONO_STORE"  # set by our launcher on a single host: the file by which its processes meet, private to the user
-)
+# Set only on the sockets of a launcher and its rank 0.
+REUSE_PORT_OPTION = getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR)
+# Set by our launcher on a single host: the file by which its processes meet, private to the user.
+STORE_VARIABLE = "UNISONO_STORE"
 Json = Any  # anything that `json.dumps` accepts: dict, list, str, int, float, bool, None
 
 
@@ -82,7 +80,7 @@ def usable_cores() -> int:
 class Channel(Protocol):
     """A control channel between all processes, or all nodes, of the job.
 
-    Every method is collective: all members call it, in the same order.
+    All of its methods, and of a `Communicator`'s, are collective: all members call them, in the same order.
     """
 
     rank: int
@@ -92,13 +90,13 @@ class Channel(Protocol):
         """Return the value of every rank, in rank order, on every rank. `what` names the wait in errors."""
         ...
 
-    def barrier(self, what: str) -> None:
-        """Return once every rank has called it."""
-        ...
-
 
 class Communicator(Channel, Protocol):
     """The control channel of all processes of the job."""
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has called it."""
+        ...
 
     def duplicate(self) -> Communicator:
         """Return a second channel of the same processes for use by other threads; messages never mix."""

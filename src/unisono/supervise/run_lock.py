@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ TAKEOVER_AFTER = 20.0  # seconds without a heartbeat after which an owner that c
 _TOKENS_KEPT = 4  # older tokens that are kept
 
 
+@dataclass(frozen=True)
 class RunLock:
     """A claim on a run's folder.
 
@@ -43,8 +45,19 @@ class RunLock:
         seized: Whether the previous owner had not released the lock.
     """
 
-    def __init__(self, folder: Path, token: int, seized: bool = False) -> None:
-        self.folder, self.token, self.seized = folder, token, seized
+    folder: Path
+    token: int
+    seized: bool = False
+
+    @property
+    def owner_file(self) -> Path:
+        """Names the owner."""
+        return self.folder / FOLDER / f"{self.token:08d}.json"
+
+    @property
+    def counter_file(self) -> Path:
+        """Counts the owner's heartbeats."""
+        return self.owner_file.with_suffix(".beat")
 
     def describe_takeover(self) -> str | None:
         """Describe in one sentence which process has taken over the run; None if there is none."""
@@ -90,7 +103,7 @@ def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = T
     os.environ[LOCK_VARIABLE] = f"{lease.token}:{folder.resolve()}"
     stop = threading.Event()
     thread = threading.Thread(
-        target=_send_heartbeats, args=(_lock_file(lease, "beat"), interval, stop), name="lease", daemon=True
+        target=_send_heartbeats, args=(lease.counter_file, interval, stop), name="lease", daemon=True
     )
     thread.start()
     try:
@@ -103,8 +116,8 @@ def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = T
         else:
             os.environ[LOCK_VARIABLE] = before
         with suppress(OSError):  # the folder, or its disk, may be gone
-            if _lock_file(lease, "json").is_file():  # otherwise others have taken and released the lock since
-                write_whole(_lock_file(lease, "json"), json.dumps({**identity.own_identity(), "released": True}) + "\n")
+            if lease.owner_file.is_file():  # otherwise others have taken and released the lock since
+                write_whole(lease.owner_file, json.dumps({**identity.own_identity(), "released": True}) + "\n")
 
 
 def find_holder(folder: Path) -> dict[str, Any] | None:
@@ -136,18 +149,18 @@ def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
 
 def _claim_token(lease: RunLock, interval: float) -> bool:
     """Claim a token; False if another process has it."""
-    own_file = _lock_file(lease, f"json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
+    own_file = lease.owner_file.with_suffix(f".json.{os.getpid()}-{threading.get_ident()}{TEMPORARY_SUFFIX}")
     try:
         write_whole(own_file, json.dumps({**identity.own_identity(), "interval": interval, "released": False}) + "\n")
-        _lock_file(lease, "beat").touch()
-        os.link(own_file, _lock_file(lease, "json"))
+        lease.counter_file.touch()
+        os.link(own_file, lease.owner_file)
     except FileExistsError:
         return False
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         try:  # without hard links, exclusive creation still guarantees one owner
-            with _lock_file(lease, "json").open("x", encoding="utf-8") as file:
+            with lease.owner_file.open("x", encoding="utf-8") as file:
                 file.write(own_file.read_text(encoding="utf-8"))
         except FileExistsError:
             return False
@@ -193,7 +206,7 @@ def _send_heartbeats(path: Path, interval: float, stop: threading.Event) -> None
 
 def _read_counter(folder: Path, token: int) -> str:
     with suppress(OSError):
-        return _lock_file(RunLock(folder, token), "beat").read_text(encoding="ascii", errors="replace")
+        return RunLock(folder, token).counter_file.read_text(encoding="ascii", errors="replace")
     return ""
 
 
@@ -208,7 +221,7 @@ def _newest_token(folder: Path) -> int:
 
 def _read_owner(folder: Path, token: int) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        owner = safe_paths.parse_json(_lock_file(RunLock(folder, token), "json").read_text(encoding="utf-8"))
+        owner = safe_paths.parse_json(RunLock(folder, token).owner_file.read_text(encoding="utf-8"))
         if isinstance(owner, dict) and {"host", "machine", "pid", "born", "released"} <= owner.keys():
             return owner
     return None
@@ -223,7 +236,3 @@ def _remove_old_tokens(lease: RunLock) -> None:
         number = path.name.partition(".")[0]
         if number.isdecimal() and int(number) < lease.token - _TOKENS_KEPT:
             path.unlink(missing_ok=True)
-
-
-def _lock_file(lease: RunLock, kind: str) -> Path:
-    return lease.folder / FOLDER / f"{lease.token:08d}.{kind}"

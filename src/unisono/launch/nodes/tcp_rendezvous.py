@@ -59,10 +59,6 @@ class NodeCommunicator:
         """
         return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what)
 
-    def barrier(self, what: str) -> None:
-        """Return once every node has called it."""
-        self.gather(None, what)
-
     @contextmanager
     def watch_nodes(self) -> Iterator[None]:
         """While this lasts, end this process's children some seconds after another node is gone or has failed.
