@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,50 +141,40 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def watched(seconds: float) -> Callable[[NodeCommunicator], str | None]:
+def watched(until: Callable[[], object]) -> Callable[[NodeCommunicator], str | None]:
     def act(met: NodeCommunicator) -> str | None:
         with met.watch_nodes():
-            time.sleep(seconds)
-        return met.failure
-
-    return act
-
-
-def watched_until(ended: list[float]) -> Callable[[NodeCommunicator], str | None]:
-    """Until the watch ends the processes of this node."""
-
-    def act(met: NodeCommunicator) -> str | None:
-        with met.watch_nodes():
-            jobs.wait_for(lambda: bool(ended), 60)
+            until()
         return met.failure
 
     return act
 
 
 def test_nodes_that_live_are_not_given_up_however_long_it_takes_nor_is_one_that_is_done_sooner(ended: list[float]):
-    assert together(watched(4.0), watched(4.0), watched(0.5), timeout=2.5) == [None] * 3
+    acts = [watched(partial(time.sleep, seconds)) for seconds in (4.0, 4.0, 0.5)]
+    assert together(*acts, timeout=2.5) == [None] * 3
     assert ended == []
 
 
-def test_a_node_that_fails_ends_the_others(ended: list[float]):
-    def fails(met: NodeCommunicator) -> None:
-        with met.watch_nodes():
-            raise RunError("the sky fell")
-
-    found = together(watched_until(ended), fails, timeout=5)
-    assert str(found[0]).endswith("ended with an error (see its own output)")
-    assert len(ended) == 1
+def fails() -> None:
+    raise RunError("the sky fell")
 
 
-def test_a_node_that_is_gone_ends_the_others(ended: list[float]):
-    found = together(watched_until(ended), lambda met: None, timeout=5)
-    assert str(found[0]).endswith("disconnected while waiting for a heartbeat")
-    assert len(ended) == 1
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("fails", "ended with an error (see its own output)"),
+        ("is gone", "disconnected while waiting for a heartbeat"),
+        ("falls silent", "for 1 s while waiting for a heartbeat"),
+    ],
+)
+def test_a_node_that_fails_is_gone_or_falls_silent_ends_the_others(ended: list[float], how: str, told: str):
+    def until_ended() -> None:
+        jobs.wait_for(lambda: bool(ended), 60)
 
-
-def test_a_node_that_falls_silent_ends_the_others_after_the_deadline(ended: list[float]):
-    found = together(watched_until(ended), lambda met: jobs.wait_for(lambda: bool(ended), 60), timeout=1)
-    assert str(found[0]).endswith("for 1 s while waiting for a heartbeat")
+    acts = {"fails": watched(fails), "is gone": lambda met: None, "falls silent": lambda met: until_ended()}
+    found = together(watched(until_ended), acts[how], timeout=1 if how == "falls silent" else 5)
+    assert str(found[0]).endswith(told)
     assert len(ended) == 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from unisono.runtime.text import one_line
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
+_INVALID = re.compile(r"[\0\\\ud800-\udfff]")  # separators of Windows, and what no name of a file holds
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: a pipe nobody writes to opens at once
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 
@@ -175,17 +177,11 @@ def components(folder: Path | str, name: object) -> list[str]:
         UnsafePathError: If it is invalid or leads outside.
     """
     beginning = f"{folder} names the file '{one_line(name)}'"
-    if not isinstance(name, str) or not name or len(name) > _MAX_NAME or "\0" in name or "\\" in name:
-        raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder") from error
-    parts = name.split("/")
-    if name.startswith("/") or ".." in parts:
+    text = name if isinstance(name, str) and len(name) <= _MAX_NAME and not _INVALID.search(name) else ""
+    if text.startswith("/") or ".." in text.split("/"):
         raise UnsafePathError(f"{beginning}, which lies outside; only files inside that folder are read")
-    parts = [part for part in parts if part not in ("", ".")]
-    if not parts or len(parts) > _MAX_DEPTH:
+    parts = [part for part in text.split("/") if part not in ("", ".")]
+    if not 0 < len(parts) <= _MAX_DEPTH:
         raise UnsafePathError(f"{beginning}, which is not a valid file name; do not trust this folder")
     return parts
 

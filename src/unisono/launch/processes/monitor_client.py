@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
@@ -51,7 +51,6 @@ class MonitorClient:
         self._specification = _build_specification(config, self.directory, self._folder, ranks, node)
         self._killed = processes.count_oom_kills()
         self._closing = threading.Event()
-        self._input: IO[bytes] | None = None
         self._thread = threading.Thread(target=self._keep_running, name="unisono-monitor", daemon=True)
         self._lock = threading.Lock()
 
