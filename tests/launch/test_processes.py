@@ -9,7 +9,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,9 @@ LONG = ("train.steps=5000", "task.sleep=0.02", "checkpoint.at_end=false")
 
 
 def by_hand(
-    words: Sequence[Sequence[str]],
-    cwd: Path,
-    ranks: Sequence[int],
-    world: int,
-    own: Mapping[int, Mapping[str, str]] | None = None,
+    words: Sequence[Sequence[str]], cwd: Path, ranks: Sequence[int], world: int
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Processes started with torchrun's variables, each with words and variables of its own; not all need be there."""
+    """Processes started with torchrun's variables, each with words of its own; not all need be there."""
     port = str(free_port())
     with ExitStack() as stack:
         started = [
@@ -42,7 +38,6 @@ def by_hand(
                 jobs.started(
                     [jobs.UNISONO, *given], cwd, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                     LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
-                    **(own or {}).get(rank, {}),
                 )
             )
             for rank, given in zip(ranks, words, strict=True)

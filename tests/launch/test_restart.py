@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,24 @@ def start(tmp_path: Path) -> Callable[..., ResolvedRun]:
     return resolved
 
 
+@dataclass
+class Attempts:
+    """Attempts of which each fails; number and micro-batch of those that were made."""
+
+    code: int = 9
+    random: bool | None = False  # what the processes say of their forward passes
+    made: list[tuple[str, Any]] = field(default_factory=list)
+
+    def launch(self, config: RunConfig, *_: object, **__: object) -> None:
+        self.made.append((os.environ["UNISONO_ATTEMPT"], config.layout.micro_batch))
+        raise WorkerError("rank 1 died.\nMore of it.", self.code, random=self.random)
+
+
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Number and micro-batch of the attempts that were made; every one fails with the code in `CODE`."""
-    made: list[tuple[str, Any]] = []
-
-    def launch(config: RunConfig, *_: object, **__: object) -> None:
-        made.append((os.environ["UNISONO_ATTEMPT"], config.layout.micro_batch))
-        raise WorkerError("rank 1 died.\nMore of it.", int(os.environ["CODE"]), random=RANDOM[0])
-
-    monkeypatch.setattr(local_processes, "launch", launch)
-    return made
-
-
-RANDOM: list[bool | None] = [False]  # what the processes say of their forward passes
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    found = Attempts()
+    monkeypatch.setattr(local_processes, "launch", found.launch)
+    return found
 
 
 def failed(run: ResolvedRun) -> str:
@@ -68,10 +73,10 @@ def failed(run: ResolvedRun) -> str:
 
 @pytest.mark.parametrize("code", [5, 9, 10])
 def test_a_run_is_started_as_often_as_it_may_and_then_fails_with_how_often(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., ResolvedRun], attempts: Attempts,
     capsys: pytest.CaptureFixture[str], code: int,
 ):  # fmt: skip
-    monkeypatch.setenv("CODE", str(code))
+    attempts.code = code
     run = start("launch.max_restarts=2")
     events = Events(run.directory / "events.jsonl")
     events.write({"step": 1, "loss": 2.0})
@@ -79,7 +84,7 @@ def test_a_run_is_started_as_often_as_it_may_and_then_fails_with_how_often(
     with (run.directory / "events.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # a process died while it wrote
     assert failed(run).endswith("\nIt was restarted 2 times (launch.max_restarts)")
-    assert [number for number, _ in attempts] == ["0", "1", "2"]
+    assert [number for number, _ in attempts.made] == ["0", "1", "2"]
     assert "UNISONO_ATTEMPT" not in os.environ
     told = capsys.readouterr().err.splitlines()
     assert [line for line in told if "restarting" in line] == [
@@ -93,13 +98,11 @@ def test_a_run_is_started_as_often_as_it_may_and_then_fails_with_how_often(
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 75, 130])
-def test_what_would_fail_again_is_not_started_again(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch, code: int
-):
-    monkeypatch.setenv("CODE", str(code))
+def test_what_would_fail_again_is_not_started_again(start: Callable[..., ResolvedRun], attempts: Attempts, code: int):
+    attempts.code = code
     run = start("launch.max_restarts=2")
     assert failed(run) == "rank 1 died.\nMore of it."
-    assert len(attempts) == 1
+    assert len(attempts.made) == 1
     assert not (run.directory / "events.jsonl").exists()
 
 
@@ -128,15 +131,15 @@ def test_every_attempt_resumes_from_what_is_its_newest_checkpoint_by_then(
 
 
 def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batches(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., ResolvedRun], attempts: Attempts,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     """Divisors of the rows of a process, until the smallest does not fit either; from the newest checkpoint."""
-    monkeypatch.setenv("CODE", "6")
+    attempts.code = 6
     run = start("launch.max_restarts=9", "train.global_batch=12")
     checkpoint(run.directory, step=5)
     text = failed(run)
-    assert [rows for _, rows in attempts] == [6, 3, 2, 1]
+    assert [rows for _, rows in attempts.made] == [6, 3, 2, 1]
     assert "It was restarted 3 times (launch.max_restarts)\nThe micro-batch is already one row. Use " in text
     told = capsys.readouterr().err
     assert "restarting all processes from the checkpoint of step 5, with layout.micro_batch=3 (attempt 1 of 9" in told
@@ -149,31 +152,31 @@ def test_a_run_that_ran_out_of_memory_is_started_again_with_smaller_micro_batche
 
 @pytest.mark.parametrize("known_by", ["fault", "checkpoint"])
 def test_a_run_that_draws_random_numbers_gets_no_other_micro_batch_unless_that_is_allowed(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch, known_by: str
+    start: Callable[..., ResolvedRun], attempts: Attempts, known_by: str
 ):
-    monkeypatch.setenv("CODE", "6")
-    monkeypatch.setitem(globals(), "RANDOM", [True if known_by == "fault" else None])
+    attempts.code = 6
+    attempts.random = True if known_by == "fault" else None
     run = start("launch.max_restarts=1", "train.global_batch=12")
     if known_by == "checkpoint":
         checkpoint(run.directory, random=True, step=5)
         run = resolve.plan_restart(run)
     assert "a smaller micro-batch changes the results. To accept that, resume with:\n  " in (text := failed(run))
     assert '"run.allow_change": "[layout.micro_batch]"' in text and '"layout.micro_batch": "3"' in text
-    assert [rows for _, rows in attempts] == [6]
-    attempts.clear()
+    assert [rows for _, rows in attempts.made] == [6]
+    attempts.made.clear()
     run = start("launch.max_restarts=1", "train.global_batch=12", "run.allow_change=[layout.micro_batch]")
     failed(run)
-    assert [rows for _, rows in attempts] == [6, 3]
+    assert [rows for _, rows in attempts.made] == [6, 3]
 
 
 def test_a_run_that_ran_out_of_memory_before_it_knew_of_random_draws_is_started_again(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., ResolvedRun], attempts: Attempts
 ):
     """Nothing was computed yet that another micro-batch could contradict."""
-    monkeypatch.setenv("CODE", "6")
-    monkeypatch.setitem(globals(), "RANDOM", [None])
+    attempts.code = 6
+    attempts.random = None
     failed(start("launch.max_restarts=1", "train.global_batch=12"))
-    assert [rows for _, rows in attempts] == [6, 3]
+    assert [rows for _, rows in attempts.made] == [6, 3]
 
 
 def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
@@ -205,9 +208,9 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
 
 
 def test_who_was_asked_to_end_is_not_started_again(
-    start: Callable[..., ResolvedRun], attempts: list[Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., ResolvedRun], attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("CODE", "10")
+    attempts.code = 10
     monkeypatch.setattr(preemption, "seconds_since_signal", lambda: 3.0)
     assert failed(start("launch.max_restarts=2")) == "rank 1 died.\nMore of it."
-    assert len(attempts) == 1
+    assert len(attempts.made) == 1
