@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -29,7 +28,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -168,7 +167,7 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     signal.set_wakeup_fd(signalled.fileno())
     children = set[int]()
     while True:
-        asked, _, _ = select.select([channel, wakeup], [], [])
+        asked = wait([channel, wakeup])
         if wakeup in asked:
             with suppress(BlockingIOError):
                 wakeup.recv(4096)

@@ -76,11 +76,14 @@ def launch(
         else None
     )
     started: list[ChildProcesses] = []
+
+    def kill_all() -> None:
+        for one in started:
+            one.send_signal(signal.SIGKILL)
+
     with (
         preemption.forward_signals(
-            lambda: [pid for one in started for pid in one.living],
-            lambda: [one.send_signal(signal.SIGKILL) for one in started],
-            config.launch.preempt_deadline,
+            lambda: [pid for one in started for pid in one.living], kill_all, config.launch.preempt_deadline
         ) as was_preempted,
         watch or nullcontext(),
     ):
