@@ -55,14 +55,7 @@ class Outcome:
             self.broken_promises.append(problem)
 
     def expect(self, done: JobResult, code: int, *says: str, name: str = "") -> None:
-        """Check exit code and output of a job.
-
-        Args:
-            done: how it ended.
-            code: expected exit code.
-            says: words that the output must contain.
-            name: what distinguishes it from other jobs of the scenario.
-        """
+        """Check exit code and output of a job."""
         if done.code:
             self.message = done.message or self.message
         end = f"{done.code}: {done.output[-1500:]}"
@@ -202,16 +195,7 @@ class Sandbox:
         within: float = 10.0,
         resumes: bool = True,
     ) -> Outcome:
-        """Run a job that ends by a fault, and resume it without the fault.
-
-        Args:
-            fault: the fault.
-            words: settings.
-            code: expected exit code.
-            says: words that the output must contain.
-            within: most seconds from the fault to the end.
-            resumes: whether to resume the run and compare its result with that of the reference run.
-        """
+        """Run a job that a fault ends within some seconds; if it `resumes`, compare it with the reference run."""
         before = self.reference_digests(*words) if resumes else {}
         with self.job(*words, fault=fault) as run:
             outcome = self.check_end(run.finish(), job.fault_time(self.folder), code, says, within)

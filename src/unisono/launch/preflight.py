@@ -37,11 +37,7 @@ class DataFacts:
 
 
 def preflight(task: Task, config: RunConfig) -> DataFacts:
-    """Refuse what this host, the settings or the data do not allow.
-
-    Args:
-        task: The task to train.
-        config: With a concrete layout; its micro-batch may be undecided.
+    """Refuse what this host, the settings or the data do not allow; the micro-batch may be undecided.
 
     Raises:
         UnisonoError: For the first problem found.

@@ -183,10 +183,7 @@ def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
 
 
 def refuse_other_run(config: RunConfig) -> None:
-    """Refuse a directory that holds another run, for operations other than a start, such as a proof.
-
-    Args:
-        config: Named; its layout need not be possible here.
+    """Refuse a directory that holds another run, whatever the layout, for operations other than a start (a proof).
 
     Raises:
         RunError: If the directory cannot be used, or holds another run.
@@ -220,10 +217,6 @@ def from_json(values: Mapping[str, Any]) -> ResolvedRun:
 
 def accept_resolved_run(values: Mapping[str, Any], own_config: RunConfig) -> ResolvedRun:
     """Accept a resolved run from another process, provided that it imports only what this process was asked to import.
-
-    Args:
-        values: As received.
-        own_config: The configuration that this process was given.
 
     Raises:
         ConfigError: If it names another task or other callbacks; nothing of it was imported.

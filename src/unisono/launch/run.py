@@ -100,11 +100,7 @@ def open_run(
 
 
 def read_asset(directory: Path, name: str) -> Any:
-    """Read a JSON file that `Task.save_assets` wrote.
-
-    Args:
-        directory: The assets of a run.
-        name: Of the file.
+    """Read a JSON file that `Task.save_assets` wrote into the assets of a run.
 
     Raises:
         RunError: If it is missing or damaged, or not a regular file in that folder.

@@ -48,12 +48,7 @@ class TokenError(GreetingError):
 
 
 class AuthenticatedLine:
-    """A connected socket that sends and receives authenticated messages; several threads may send.
-
-    Args:
-        link: A connected socket.
-        name: Name of the peer for error messages, as far as it is known.
-    """
+    """A connected socket that sends and receives authenticated messages; several threads may send."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name

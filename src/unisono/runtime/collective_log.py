@@ -152,14 +152,7 @@ class CollectiveLog:
         self.groups: dict[str, GroupState] = {}
 
     def add(self, members: GroupState, fingerprint: int, text: bytes, aside: bool = False) -> None:
-        """Record a call just before it is issued.
-
-        Args:
-            members: State of its group.
-            fingerprint: See `Collective`.
-            text: The call as returned by `encode_call`.
-            aside: Whether its position in the order is irrelevant.
-        """
+        """Record a call, encoded by `encode_call`, just before it is issued."""
         with self._lock:
             made = self._call_count = self._call_count + 1
             if aside:
@@ -308,13 +301,7 @@ def find_mismatch(
 ) -> CallMismatch | None:
     """Return the first call at which two ranks differ, as far back as both rings reach.
 
-    Args:
-        rank: One of the two ranks.
-        mine: Its ring, or the part that is left.
-        other: The other rank.
-        theirs: Likewise.
-        ended: Whether both have reached the same point of the program, so that an additional call is a difference;
-            otherwise one of them may simply be ahead.
+    If both have `ended` at the same point of the program, an additional call is a difference; else one may be ahead.
     """
     for name in _shared_groups(rank, mine, other, theirs):
         here, there = ({c.turn: c for c in ring if c.turn and c.what.group == name} for ring in (mine, theirs))

@@ -63,10 +63,7 @@ def raise_everywhere(
 def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None:
     """Run `work` on rank 0, for longer than any timeout allows; the others receive a sign of life every second.
 
-    Args:
-        channel: Collective; nothing else may use it in the meantime.
-        work: Rank 0's work; runs in the calling thread.
-        what: Name of the wait, for timeouts.
+    Collective; nothing else may use the channel in the meantime. The work runs in the calling thread.
 
     Returns:
         On rank 0 the result of `work`; on the others None, once it is done.
@@ -94,13 +91,7 @@ def run_on_first(channel: Channel, work: Callable[[], T], what: str) -> T | None
 
 
 def share_first(channel: Channel, work: Callable[[], Json], what: str) -> Json:
-    """Run `work` on rank 0, however long it takes, and return its result, or raise its error, on every rank.
-
-    Args:
-        channel: As for `run_on_first`. Collective.
-        work: Rank 0's work, with a JSON result.
-        what: Name of the wait, for timeouts.
-    """
+    """Run `work` on rank 0, however long it takes, and return its JSON result, or raise its error, on every rank."""
     outcome: list[Any] = []
 
     def attempt() -> None:

@@ -99,14 +99,7 @@ class TcpCommunicator:
 def connect_processes(
     place: ProcessInfo, host: str, port: int, start_timeout: float, timeout: float
 ) -> TcpCommunicator:
-    """Meet all other processes at rank 0.
-
-    Args:
-        place: This process.
-        host: Address of rank 0.
-        port: A free port on rank 0's host.
-        start_timeout: Seconds for all processes to appear.
-        timeout: Seconds for any later wait.
+    """Meet all other processes at rank 0; they have `start_timeout` seconds to appear.
 
     Raises:
         DeadlineError: Naming the ranks that did not appear, or rank 0 if it is unreachable.

@@ -31,11 +31,7 @@ def describe_mismatch(folder: Path) -> str | None:
 def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, patience: float = 3.0) -> str | None:
     """Do the same over all nodes: each copies its rings to a shared folder and waits briefly for those of the others.
 
-    Args:
-        folder: Directory of this node's rings.
-        shared: A folder that all nodes see, without rings of an earlier start.
-        ranks: Number of ranks in the job, whose rings to wait for.
-        patience: Maximum wait in seconds; another node may not have failed at all.
+    Another node may not have failed at all, so this waits for at most `patience` seconds for the rings of all ranks.
     """
     own = collective_log.read_rings(folder)
     for rank in own:

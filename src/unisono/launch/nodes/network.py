@@ -166,11 +166,6 @@ def process_addresses(group: TcpCommunicator, host: str, port: int) -> list[str]
     It is that of the interface which `GLOO_SOCKET_IFNAME` names, else that of the connection to rank 0. Processes on
     the host of rank 0 may have met it at a loopback address; if there are other hosts, they use the address that leads
     to those.
-
-    Args:
-        group: All processes.
-        host: At which they have met.
-        port: On it.
     """
     own = choose_interface(None, host, port)[1] if GLOO in os.environ else group.own_address
     everyone = group.gather(own, "the addresses of all processes")

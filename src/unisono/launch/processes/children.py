@@ -92,11 +92,7 @@ def start_children(
 
 
 def wait_for_children(children: ChildProcesses, signals: Sequence[int]) -> dict[int, int]:
-    """Wait until all have ended or one has failed; then end the rest.
-
-    Args:
-        children: Processes that were started.
-        signals: Signals to this process that end all of them.
+    """Wait until all have ended or one has failed, or a signal to this process ends them; then end the rest.
 
     Returns:
         Exit codes of all processes by position.

@@ -49,17 +49,9 @@ def launch(
     server: ForkServer | None = None,
     processes: int | None = None,
 ) -> None:
-    """Start this node's share of the `layout.world_size` processes of a run, and wait for them.
+    """Start this node's processes of a run, as many as its layout says or `processes`, and wait for them.
 
-    Args:
-        config: Concrete.
-        folder: The run's directory, first argument of the processes.
-        threads: CPU threads per process, unless the user's environment sets them.
-        module: What each process runs.
-        node: This node, if there are several.
-        arguments: Of the processes, after the folder.
-        server: Forks the processes; None starts new processes.
-        processes: How many, if that is not what the layout says.
+    The other arguments are those of `run_processes`.
 
     Raises:
         WorkerError: With the text and the exit code of the first fault.
@@ -170,12 +162,7 @@ def run_processes(
 
 
 def process_variables(threads: int, reference: str) -> dict[str, str]:
-    """Return environment variables for processes, beyond this process's own, unless the user has set them.
-
-    Args:
-        threads: CPU threads per process.
-        reference: Reference to the user's code.
-    """
+    """Return environment variables for processes, beyond this process's own, unless the user has set them."""
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -191,12 +178,7 @@ def open_fork_server(
 ) -> Iterator[ForkServer | None]:
     """Yield a fork server for the processes of a run, or None if they cannot be forks; it starts importing at once.
 
-    Args:
-        count: How many processes there will be here.
-        threads: CPU threads per process.
-        reference: Reference to the user's code.
-        modules: To import in addition to what every rank needs.
-        engine: Of the run; engines other than torch start threads, which do not survive a fork.
+    Engines other than torch start threads, which do not survive a fork.
     """
     if count < 1 or engine != "torch" or not fork_server.can_fork():
         yield None
