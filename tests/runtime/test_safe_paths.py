@@ -91,10 +91,10 @@ def test_the_user_s_own_word_may_be_a_link(folder: Path) -> None:
 
 
 def test_what_was_opened_stays_the_same_file_whatever_becomes_of_its_name(folder: Path) -> None:
-    with safe_paths.path_inside(folder, "a") as path:
+    with safe_paths.open_inside(folder, "a") as file:
         (folder / "a").unlink()
         (folder / "a").symlink_to(folder.parent / "secret")
-        assert Path(path).read_text() == "mine"
+        assert Path(safe_paths.path_of(file)).read_text() == "mine"
 
 
 def test_a_file_that_is_too_large_is_refused_unread(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import unisono
 
 SOURCE = Path(unisono.__file__).parent
-OPENERS = {"open_inside", "read_bytes", "read_text", "path_inside", "copy_inside", "is_inside", "destination",
+OPENERS = {"open_inside", "read_bytes", "read_text", "copy_inside", "is_inside", "destination",
            "components", "open_regular"}  # fmt: skip
 READS = {"open", "read_text", "read_bytes", "memory_map", "safe_open", "load_file", "memmap", "File", "ParquetFile",
          "OSFile"}  # fmt: skip

@@ -14,8 +14,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -132,18 +131,8 @@ def is_inside(folder: Path | str, name: object) -> bool:
     return True
 
 
-@contextmanager
-def path_inside(folder: Path | str, name: object) -> Iterator[str]:
-    """Yield a path to a file opened with `open_inside`, for libraries that accept only paths.
-
-    The path leads to the descriptor, so it stays the same file whatever happens to the name.
-    """
-    with open_inside(folder, name) as file:
-        yield path_of(file)
-
-
 def path_of(file: BufferedReader) -> str:
-    """Return a path that leads to an open file."""
+    """Return a path that leads to an open file, whatever becomes of its name, for libraries that accept only paths."""
     return f"/proc/self/fd/{file.fileno()}" if sys.platform == "linux" else f"/dev/fd/{file.fileno()}"
 
 
