@@ -136,7 +136,7 @@ def test_a_run_and_its_check_are_refused_alike_before_anything_is_written(
 # folders ------------------------------------------------------------------------------------------------------------
 
 
-def trained(here: Path, name: str, *words: str) -> int:
+def trained(name: str, *words: str) -> int:
     quoted = name.replace("'", "\\'")
     own = ("layout.world_size=1", "observe.progress=false", f"run.name='{quoted}'")
     return main.main(["train", *WORDS, *own, *words])
@@ -144,25 +144,25 @@ def trained(here: Path, name: str, *words: str) -> int:
 
 @pytest.mark.parametrize("name", ["a b", "-a", "ä☃", "x" * 255, "a'b", "A"])
 def test_a_folder_of_an_unusual_name_will_do(here: Path, name: str):
-    assert trained(here, name) == 0
+    assert trained(name) == 0
     assert [path.name for path in (here / "runs").iterdir()] == [name]
     assert (here / "runs" / name / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "ä" * 128])
 def test_a_name_that_is_too_long_is_refused(here: Path, name: str, capsys: pytest.CaptureFixture[str]):
-    assert trained(here, name) == 2
+    assert trained(name) == 2
     assert "File name too long" in capsys.readouterr().err
 
 
 def test_links_in_a_circle_are_refused(here: Path, capsys: pytest.CaptureFixture[str]):
     (here / "one").symlink_to("two")
     (here / "two").symlink_to("one")
-    assert trained(here, "a", "run.dir=one") == 2
+    assert trained("a", "run.dir=one") == 2
     assert "one/a cannot be a directory: its symbolic links form a loop" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("mount"), reason="needs a folder that cannot be written to")
 def test_a_folder_that_cannot_be_written_to_is_refused_by_writing(here: Path, capsys: pytest.CaptureFixture[str]):
-    assert trained(here, "a", "run.dir=/proc/nothing") == 2
+    assert trained("a", "run.dir=/proc/nothing") == 2
     assert "cannot be written to" in capsys.readouterr().err

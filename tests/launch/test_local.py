@@ -19,7 +19,6 @@ from unisono.launch.processes import children, exit_report, local_processes
 from unisono.runtime.communicator import Node
 from unisono.task_config import load_config
 
-UNWATCHED = "launch.monitor=false"
 TASK = f"{tasks.__file__}:LinearTask"
 
 
@@ -49,10 +48,9 @@ def starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[Sequence[Mapping[str,
     monkeypatch.setattr(children, "start_children", start)
 
 
-def launch(folder: Path, threads: int) -> None:
-    local_processes.launch(
-        load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0], folder, threads
-    )
+def launch(folder: Path, threads: int, world: int = 2, node: Node | None = None) -> None:
+    words = [f"layout.world_size={world}", "layout.device=cpu", "launch.monitor=false"]
+    local_processes.launch(load_config(TASK, words)[0], folder, threads, node=node)
 
 
 def test_a_launch_leaves_the_environment_as_it_was(
@@ -119,11 +117,9 @@ def test_a_node_starts_its_share_of_the_processes_and_numbers_them_among_all(
 ):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    node = Node(1, 2, "10.0.0.1", 4000, "eth7")
-    config = load_config(TASK, ["layout.world_size=6", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.fault.json").touch()  # node 0 has begun, and failed
-    local_processes.launch(config, tmp_path, 1, node=node)
+    launch(tmp_path, 1, 6, Node(1, 2, "10.0.0.1", 4000, "eth7"))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [tuple(found[name] for name in names) for found in seen] == [
         (str(3 + place), "6", str(place), "3", "1", "10.0.0.1", "4000") for place in range(3)
@@ -137,9 +133,8 @@ def test_a_node_s_interface_is_what_was_chosen_and_nccl_s_what_the_user_has_set(
 ):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # launch.interface came before it
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
-    config = load_config(TASK, ["layout.world_size=2", "layout.device=cpu", UNWATCHED])[0]
     (tmp_path / "logs").mkdir()
-    local_processes.launch(config, tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
+    launch(tmp_path, 1, node=Node(0, 2, "10.0.0.1", 4000, "eth7"))
     assert (seen[0]["GLOO_SOCKET_IFNAME"], seen[0]["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
 

@@ -178,7 +178,7 @@ def test_a_node_that_fails_is_gone_or_falls_silent_ends_the_others(ended: list[f
     assert len(ended) == 1
 
 
-def test_an_end_by_the_watch_is_told_as_a_deadline(monkeypatch: pytest.MonkeyPatch):
+def test_an_end_by_the_watch_is_told_as_a_deadline():
     def act(met: NodeCommunicator) -> None:
         with met.watch_nodes():
             met.failure = "node 1 is gone"

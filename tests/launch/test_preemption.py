@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_come_to_a_boundary_is_ended_by_the_deadline(here: 
     ), told
 
 
-def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_process_saves_too_and_a_second_signal_changes_nothing(here: Path):
     with jobs.started(words(here, "train.steps=3000", world=1), here) as process:
         jobs.training(here / "marks", 1)
         process.send_signal(signal.SIGTERM)

@@ -285,24 +285,22 @@ def remembering() -> Remembering:
     return task
 
 
-def test_a_task_object_with_state_of_its_own_is_refused_where_other_processes_make_it_anew(here: Path):
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"layout.world_size": 2}, "other processes build their own"),
+        ({"task.rows": 9}, "the configuration changes its settings"),
+    ],
+)
+def test_a_task_object_with_state_of_its_own_is_refused_where_it_would_be_made_anew(
+    here: Path, given: dict[str, Any], why: str
+):
     task = remembering()
     task.more = 16
-    with pytest.raises(
-        ConfigError, match="the Remembering object has more in addition to its settings, but other processes"
-    ):
-        unisono.train(task, {**SHORT, "layout.world_size": 2})
+    with pytest.raises(ConfigError, match=f"the Remembering object has more in addition to its settings, but {why}"):
+        unisono.train(task, {**SHORT, **given})
     assert not (here / "runs").exists()
     assert unisono.train(task, SHORT).step == 3
-
-
-def test_a_task_object_with_state_of_its_own_is_refused_where_the_configuration_changes_its_settings():
-    task = remembering()
-    task.more = 16
-    with pytest.raises(
-        ConfigError, match="has more in addition to its settings, but the configuration changes its settings"
-    ):
-        unisono.train(task, {**SHORT, "task.rows": 9})
 
 
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):

@@ -217,9 +217,7 @@ def test_who_takes_over_removes_what_the_last_one_was_writing(tmp_path: Path):
 LONG = ("train.steps=5000", "task.sleep=0.02", "checkpoint.every=20", "eval.at_end=false", "layout.world_size=1")
 
 
-def test_a_run_that_slept_while_another_host_took_it_over_ends_without_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: None
-):
+def test_a_run_that_slept_while_another_host_took_it_over_ends_without_a_commit(tmp_path: Path, elsewhere: None):
     jobs.task_file(tmp_path)
     marks = tmp_path / "marks"
     marks.mkdir()

@@ -188,7 +188,7 @@ def test_ranks_decide_the_same_at_the_same_step(tmp_path: Path):
     assert cost < 0.1  # measured 0.2 ms alone
 
 
-def test_an_ear_is_deaf_again_afterwards(tmp_path: Path):
+def test_an_ear_is_deaf_again_afterwards():
     before = signal.getsignal(signal.SIGTERM)
     with preemption.handle_signals():
         assert signal.getsignal(signal.SIGTERM) != before
