@@ -9,11 +9,11 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.launch import jobs
 from tests.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "srun", "munged", "setpriv")
@@ -29,7 +29,7 @@ def missing() -> str | None:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Start the cluster; yields the environment in which Slurm's commands find it."""
+    """Start the cluster; yields the variables by which Slurm's commands find it."""
     host = socket.gethostname()
     folder.chmod(0o755)
     config = folder / "slurm.conf"
@@ -77,12 +77,15 @@ PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
             with (folder / f"{command[0]}.out").open("ab") as output:
                 running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             if command is munge:
-                _wait(lambda: (folder / "munge.socket").exists())
+                jobs.wait_for((folder / "munge.socket").exists, 30)
         show = ["sinfo", "-h", "-o", "%T", "-N"]
-        _wait(
-            lambda: subprocess.run(show, env=environment, capture_output=True, text=True).stdout.split() == ["idle"] * 2
-        )
-        yield environment
+
+        def idle() -> bool:
+            shown = subprocess.run(show, env=environment, capture_output=True, text=True).stdout
+            return shown.split() == ["idle"] * 2
+
+        jobs.wait_for(idle, 30)
+        yield {name: environment[name] for name in ("SLURM_CONF", "PATH")}
     finally:
         for process in reversed(running):
             process.terminate()
@@ -92,11 +95,3 @@ PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
             except subprocess.TimeoutExpired:  # a node waits for a step whose end it has missed
                 process.kill()
                 process.wait(timeout=20)
-
-
-def _wait(ready: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():  # type: ignore[operator]
-        if time.monotonic() > deadline:
-            raise TimeoutError("the Slurm cluster did not come up")
-        time.sleep(0.1)

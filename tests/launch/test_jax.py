@@ -117,10 +117,9 @@ def test_srun_starts_the_processes_of_two_nodes(one: Path, tmp_path: Path) -> No
     slurmd = tmp_path / "slurm"
     slurmd.mkdir()
     with slurm_cluster.cluster(slurmd) as slurm:
-        variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
         command = ["srun", "--nodes=2", "--ntasks-per-node=1", jobs.UNISONO, *TRAIN, *STEPS, *FSDP]
-        done = jobs.finished(command, job, 300, **variables)
-        wrong = jobs.finished([*command, "run.name=b", "optim.lrr=3"], job, 300, **variables)
+        done = jobs.finished(command, job, 300, **slurm)
+        wrong = jobs.finished([*command, "run.name=b", "optim.lrr=3"], job, 300, **slurm)
     assert done.returncode == 0, done.stderr
     assert_same(job / "runs" / "a", one, 1e-12)
     assert len(list((job / "runs" / "a" / "logs").glob("rank-*.log"))) == 2

@@ -32,8 +32,7 @@ def srun(
 ) -> subprocess.CompletedProcess[str]:
     jobs.task_file(cwd)
     command = ["srun", *tasks, jobs.UNISONO]
-    variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
-    return jobs.finished([*command, "train", "small.py:Small", "train.global_batch=8", *words], cwd, **variables)
+    return jobs.finished([*command, "train", "small.py:Small", "train.global_batch=8", *words], cwd, **slurm)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +104,10 @@ def test_a_signal_to_a_job_s_tasks_is_answered_by_all_of_them(slurm: dict[str, s
     elsewhere.mkdir()
     jobs.task_file(job)
     (job / "batch.sh").write_text(BATCH.format(unisono=jobs.UNISONO))
-    variables = {name: value for name, value in slurm.items() if name in ("SLURM_CONF", "PATH")}
     batch = ["sbatch", "--parsable", f"--chdir={job}", str(job / "batch.sh")]
-    number = jobs.finished(batch, elsewhere, **variables).stdout.strip()
+    number = jobs.finished(batch, elsewhere, **slurm).stdout.strip()
     jobs.training(job / "marks", 1)  # srun sets no RANK, so both tasks leave the same mark
-    jobs.finished(["scancel", "--signal=USR1", number], elsewhere, **variables)
+    jobs.finished(["scancel", "--signal=USR1", number], elsewhere, **slurm)
     jobs.wait_for(lambda: (job / "code").is_file() and bool((job / "code").read_text()), 60)
     assert (job / "code").read_text() == "75\n", (job / f"slurm-{number}.out").read_text()
     assert len(list((job / "runs" / "a" / "checkpoints").glob("step-*"))) == 1
