@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import processes
+from tests.engines.torch.test_tensors import Whole
 from tests.runs import configuration
 from tests.runs import training as training_of
 from tests.tasks import LinearTask
@@ -75,7 +76,7 @@ def test_no_step_is_judged_before_the_history_is_full_or_without_the_setting() -
     assert [skipped(found, result(10.0**step)) for step in range(4)] == [""] * 4
     found = SpikeDetection(None)
     assert [skipped(found, result(value)) for value in (1.0, 1.0, 1.0, 1e9)] == [""] * 4
-    assert found.state() == {}
+    assert found.shards() == []
 
 
 @pytest.mark.parametrize(("of", "is_spike"), [(["loss"], False), (["grad_norm"], True), (["loss", "grad_norm"], True)])
@@ -104,7 +105,7 @@ def test_what_is_saved_judges_as_the_run_that_saved_it() -> None:
     one, other = spikes(), spikes()
     for value in (1.0, 1.0, 1.0, 1.0, 9.0, 9.0):
         skipped(one, result(value))
-    other.load(one.state())
+    other.load(Whole.of(one.shards()))
     for found in (one, other):
         with pytest.raises(SpikeError):
             skipped(found, result(90.0))

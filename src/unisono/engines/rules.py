@@ -16,7 +16,7 @@ from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Communicator
-from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError
+from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
 from unisono.task import Batch, Context, Loss, Task
 
 ReportNames = list[list[str]]  # of terms, metrics and work
@@ -273,15 +273,24 @@ def gather_first_pass(communicator: Communicator, left_out: Sequence[str], rando
     return any(drew for _, drew in everyone), sorted({name for names, _ in everyone for name in names})
 
 
-def format_non_finite(communicator: Communicator, own: list[list[Any]], nothing: str) -> str:
-    """A description of what is not finite in which micro-batches; collective.
+def non_finite_error(
+    communicator: Communicator,
+    result: StepResult,
+    step: int,
+    own: Sequence[tuple[int, list[int], list[str]]],
+    nothing: str,
+) -> NonFiniteError:
+    """The error for a step that is not finite, with where that began; collective.
 
     Args:
         communicator: of all processes.
-        own: rank, number, source rows, and what is not finite, of each such micro-batch of this process.
-        nothing: the description if there is no such micro-batch.
+        result: of the step.
+        step: updates made before.
+        own: number, source rows, and what is not finite, of each such micro-batch of this process.
+        nothing: said if there is no such micro-batch.
     """
-    everyone = [entry for entries in communicator.gather(own, "where the step is not finite") for entry in entries]
+    mine = [[communicator.rank, number, rows, what[:3]] for number, rows, what in own]
+    everyone = [entry for entries in communicator.gather(mine, "where the step is not finite") for entry in entries]
     everyone = [entry for entry in everyone if entry[3] == [OUTPUTS]] or everyone
     where = "; ".join(
         f"rank {rank}, micro-batch {number}, "
@@ -289,7 +298,10 @@ def format_non_finite(communicator: Communicator, own: list[list[Any]], nothing:
         f"{', '.join(what)}"
         for rank, number, rows, what in everyone
     )
-    return f"and the parameters were not updated. {where or nothing}"
+    kind = "gradient" if math.isfinite(result.loss) else "loss"
+    return NonFiniteError(
+        f"step {step + 1}: the {kind} is not finite, and the parameters were not updated. {where or nothing}"
+    )
 
 
 def _format(values: Mapping[str, Any]) -> str:

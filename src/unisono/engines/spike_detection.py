@@ -10,7 +10,7 @@ uses mean and standard deviation instead, which a spike raises for as long as it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.engines.observers import Observer, StepVerdict
 from unisono.engines.protocol import StepResult
+from unisono.engines.state import ArrayShard, StateReader
 from unisono.runtime.errors import SpikeError
 
+_PREFIX = "spikes/"  # of the names in a checkpoint
 _MIN_DEVIATION = 1e-2  # of the median, so that a small change after a history of equal numbers is not a spike
 
 
@@ -84,17 +86,25 @@ class SpikeDetection(Observer):
             )
         )
 
-    def state(self) -> dict[str, list[float]]:
-        """The state to save, by name; empty if spike detection is off."""
+    def shards(self) -> list[ArrayShard]:
+        """The history, for one process to save; nothing if spike detection is off."""
         if self._config is None:
-            return {}
-        return {kind: list(history) for kind, history in self._history.items()} | {
-            "in_a_row": [float(self._consecutive_spikes)]
-        }
+            return []
+        saved = {**self._history, "in_a_row": [self._consecutive_spikes]}
+        return [
+            ArrayShard(f"{_PREFIX}{kind}", (len(values),), (0,), np.array(values, np.float64))
+            for kind, values in saved.items()
+        ]
 
-    def load(self, saved: Mapping[str, Sequence[float]]) -> None:
-        """Load a saved state; an empty one resets the history."""
-        self._consecutive_spikes = int(saved.get("in_a_row", [0])[0])
+    def load(self, reader: StateReader) -> None:
+        """Load a saved history; without one, start with an empty one."""
+
+        def read(kind: str) -> list[float]:
+            name = f"{_PREFIX}{kind}"
+            found: list[float] = reader.read(name, (0,), reader.shapes[name]).tolist() if name in reader.shapes else []
+            return found
+
+        self._consecutive_spikes = int(sum(read("in_a_row")))
         for kind, history in self._history.items():
             history.clear()
-            history.extend(saved.get(kind, []))
+            history.extend(read(kind))

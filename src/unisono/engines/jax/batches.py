@@ -19,7 +19,7 @@ from jax.tree_util import keystr
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax.numerics import precision
-from unisono.engines.jax.parallel.mesh import BATCH, Grid
+from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.peekable import Peekable
 from unisono.runtime.errors import ConfigError
 
@@ -211,11 +211,6 @@ class Batches:
             return jax.make_array_from_callback((part.shape[0], self._grid.devices, *part.shape[2:]), sharding, piece)
 
         return jax.tree.map(place, local)
-
-
-def partition_specs(batch: DeviceBatch) -> DeviceBatch:
-    """The partition spec of every array."""
-    return jax.tree.map(lambda _: BATCH, batch)
 
 
 def signature(batch: DeviceBatch) -> tuple[tuple[str, tuple[int, ...], str], ...]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema
 from unisono.runtime import heartbeat
-from unisono.runtime.errors import ConfigError, GuardError, UnisonoError
+from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.runtime.text import join_names
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class JaxEngine:
     def step(self, batches: list[MicroBatch], step: int, scalars: Scalars) -> StepResult:
         """One update; see `Engine.step`."""
         with self._translate_errors(f"the other processes in step {step + 1}", f"step {step + 1}"):
-            self._compiler.take_recompiled.clear()
+            self._compiler.recompiled.clear()
             rules.sum_counts(batches)
             self.view.begin(scalars, step)
             self._observers.on_step_begin(step, batches)
@@ -198,7 +198,7 @@ class JaxEngine:
                 outcome = StepOutcome.unpack(np.asarray(packed), len(after.parameters), columns.count)
             result = columns.combine([outcome.reports], outcome.grad_norm)
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
-                self._raise_not_finite(batches, batch, names, result, step, scalars)
+                raise self._not_finite_error(batches, batch, names, result, step, scalars)
             self._carry_started = True
             for observed in seen:
                 self._show_observers(observed, outcome, columns, batches)
@@ -236,7 +236,7 @@ class JaxEngine:
         if votes:
             everyone = self.communicator.gather(votes, "the votes of observers")
             votes = [sum(column) for column in zip(*everyone, strict=True)]
-        by_device = replace(result, loss=outcome.loss, recompiled="; ".join(self._compiler.take_recompiled))
+        by_device = replace(result, loss=outcome.loss, recompiled="; ".join(self._compiler.recompiled))
         judged = self._observers.on_reduced(by_device, votes)
         if not self._observed and outcome.updated == bool(judged.skipped):
             raise GuardError(
@@ -285,7 +285,7 @@ class JaxEngine:
                     join_names(name.removeprefix(state.MODEL) for name in still),
                 )
 
-    def _raise_not_finite(
+    def _not_finite_error(
         self,
         batches: Sequence[MicroBatch],
         batch: DeviceBatch,
@@ -293,14 +293,14 @@ class JaxEngine:
         result: StepResult,
         step: int,
         scalars: Scalars,
-    ) -> NoReturn:
-        """Find where the first non-finite number came from, and raise that on every rank."""
+    ) -> NonFiniteError:
+        """Find where the first non-finite number came from; collective."""
         inputs = self.programs.inputs(step, scalars, self._carry_started, {})
         before = self.train_state
         given = before.parameters, self.constants, before.carry, batch, inputs
         found = self.programs.search(given, names, scalars)(*given)
         task = self._job.task
-        faults.raise_not_finite(
+        return faults.not_finite_error(
             self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
             result, step, by_term=protocols.cross_sample_mode(task) is None and not protocols.needs_totals(task),
         )  # fmt: skip
@@ -357,9 +357,7 @@ class JaxEngine:
         """The pieces that this process saves; see `Engine.state`."""
         shards = state.shards(self.train_state, self.constants, self._carry_started)
         if self._job.process.is_first:
-            shards += [
-                ArrayShard(f"{state.SPIKES}{n}", (len(v),), (0,), np.array(v)) for n, v in self._spikes.state().items()
-            ]
+            shards += self._spikes.shards()
         return shards
 
     def load(self, reader: StateReader, weights_only: bool = False) -> None:
@@ -375,9 +373,7 @@ class JaxEngine:
             self.train_state.average = {name: weights[name].copy() for name in self.train_state.average}
         if not weights_only:
             self._carry_started = state.load_rows(self.train_state, reader)
-            spikes = [name for name in reader.shapes if name.startswith(state.SPIKES)]
-            found = {name: reader.read(name, (0,), reader.shapes[name]).tolist() for name in spikes}
-            self._spikes.load({name.removeprefix(state.SPIKES): values for name, values in found.items()})
+            self._spikes.load(reader)
         self._digests = self.digests()
 
     def close(self) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from unisono import protocols
-from unisono.engines.jax.batches import DeviceBatch, partition_specs
+from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Parameters
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.cross_sample import JaxCrossSampleLoss
-from unisono.engines.jax.parallel.mesh import BATCH
 
 Sharded = Mapping[str, jax.Array]
 
@@ -34,7 +32,7 @@ class EvaluationProgram:
 
     def __call__(self, parameters: Sharded, constants: Sharded, batch: DeviceBatch, inputs: Inputs) -> jax.Array:
         """The reports of its micro-batches, (micro-batches, numbers)."""
-        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs)
+        return self.forward.on_devices(self._on_device, parameters, constants, batch, inputs)
 
     def _on_device(
         self, parameters: Parameters, constants: Parameters, batch: DeviceBatch, inputs: Inputs
@@ -78,7 +76,7 @@ class NonFiniteSearchProgram:
             Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
             (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches, parameters).
         """
-        return _on_devices(self.forward, self._on_device, parameters, constants, batch, inputs, carry)
+        return self.forward.on_devices(self._on_device, parameters, constants, batch, inputs, carry)
 
     def _on_device(
         self, parameters: Parameters, constants: Parameters, batch: DeviceBatch, inputs: Inputs, carry: dict[str, Any]
@@ -127,23 +125,3 @@ def _total_magnitude(outputs: Any, valid: jax.Array) -> jax.Array:
         mask = valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)) if rows else True
         parts.append(jnp.where(mask, leaf, 0).sum())
     return jnp.stack(parts)
-
-
-def _on_devices(
-    forward: Forward,
-    on_device: Any,
-    parameters: Sharded,
-    constants: Sharded,
-    batch: DeviceBatch,
-    inputs: Inputs,
-    *rows: Any,
-) -> Any:
-    def spec(array: Any) -> PartitionSpec:
-        return forward.grid.spec(array.shape)
-
-    specs = (
-        jax.tree.map(spec, dict(parameters)), jax.tree.map(spec, dict(constants)), partition_specs(batch),
-        jax.tree.map(lambda _: PartitionSpec(), inputs), *(jax.tree.map(lambda _: BATCH, one) for one in rows),
-    )  # fmt: skip
-    call = forward.grid.per_device(on_device, in_specs=specs, out_specs=PartitionSpec())
-    return call(dict(parameters), dict(constants), batch, inputs, *rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,7 @@ from unisono.engines.jax.batches import ColumnNames, DeviceBatch
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel import mesh
-from unisono.engines.jax.parallel.mesh import Grid
+from unisono.engines.jax.parallel.mesh import BATCH, REPLICATED, Grid
 from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
@@ -193,6 +193,22 @@ class Forward:
         if first is None or kept is None or not self.training:
             return first
         return jax.tree.map(lambda a, b: jnp.where(inputs.started, a, b.astype(a.dtype)), kept, dict(first))
+
+    def on_devices(
+        self,
+        function: Callable[..., Any],
+        parameters: Parameters,
+        constants: Parameters,
+        batch: DeviceBatch,
+        inputs: Inputs,
+        *rows: Any,
+        out_specs: Any = REPLICATED,
+    ) -> Any:
+        """A function of each device's part of the arguments; `rows` are arrays that lie as the batch does."""
+        arrays = dict(parameters), dict(constants)
+        specs = ({name: self.spec(name) for name in some} for some in arrays)
+        in_specs = *specs, BATCH, REPLICATED, *(BATCH for _ in rows)
+        return self.grid.per_device(function, in_specs, out_specs)(*arrays, batch, inputs, *rows)
 
     def spec(self, name: str) -> PartitionSpec:
         """The partition spec of an array of the model."""

@@ -43,7 +43,7 @@ class Structure:
         shapes: of each by name, with the dtype that `build` gave it.
         trained: names of those that are trained.
         blocks: names of the arrays of each repeated block.
-        plain: names of arrays that belong to an embedding or a norm, which do not decay.
+        no_decay: names of arrays that belong to an embedding or a norm, which do not decay.
     """
 
     names: tuple[str, ...]
@@ -53,11 +53,6 @@ class Structure:
     no_decay: frozenset[str]
     _tree: Any
     _leaves: tuple[Any, ...]
-
-    @property
-    def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of what is trained, by name."""
-        return {name: self.shapes[name] for name in self.names if name in self.trained}
 
     def model(self, arrays: Mapping[str, Any], recompute: int = 0) -> Any:
         """The model with these arrays.
@@ -101,14 +96,12 @@ def build_structure(task: Task, seed: int) -> Structure:
     if not floats - frozen:
         raise ConfigError(f"{type(task).__name__}: the model has no parameter to train (an array of floats)")
     blocks = tuple(frozenset(_names_below(path, shapes)) for path, _ in _blocks(model))
-    plain = {
+    no_decay = frozenset(
         name
         for path, _ in _modules(model, lambda module: type(module).__name__ in _NO_DECAY)
         for name in _names_below(path, shapes)
-    }
-    return Structure(
-        found["names"], shapes, frozenset(floats - frozen), blocks, frozenset(plain), tree, tuple(leaves)
-    )  # fmt: skip
+    )
+    return Structure(found["names"], shapes, frozenset(floats - frozen), blocks, no_decay, tree, tuple(leaves))
 
 
 def _refuse_state(task: Task, model: Any, trained: Iterable[str]) -> None:

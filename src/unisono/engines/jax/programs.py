@@ -94,7 +94,7 @@ class Programs:
             return jax.jit(step, donate_argnums=0, out_shardings=placed)
 
         name = "the observed step" if observed else "the step"
-        return self._get_program(name, make, True, names, scalars, rows, batch, given)
+        return self._get_program(name, make, True, names, scalars, rows, given)
 
     def evaluation(
         self, given: EvaluationArguments, names: ColumnNames, scalars: Scalars, rows: int
@@ -104,7 +104,7 @@ class Programs:
         def make(forward: Forward) -> Any:
             return jax.jit(EvaluationProgram(forward, rows), out_shardings=self.grid.replicated)
 
-        return self._get_program("the evaluation", make, False, names, scalars, rows, given[2], given)
+        return self._get_program("the evaluation", make, False, names, scalars, rows, given)
 
     def search(
         self, given: SearchArguments, names: ColumnNames, scalars: Scalars
@@ -114,7 +114,7 @@ class Programs:
         def make(forward: Forward) -> Any:
             return jax.jit(NonFiniteSearchProgram(forward), out_shardings=self.grid.replicated)
 
-        program, _ = self._get_program("the search", make, True, names, scalars, 0, given[3], given)
+        program, _ = self._get_program("the search", make, True, names, scalars, 0, given)
         return program
 
     def _get_program(
@@ -125,10 +125,9 @@ class Programs:
         names: ColumnNames,
         scalars: Scalars,
         rows: int,
-        batch: DeviceBatch,
-        given: tuple[Any, ...],
+        given: tuple[Any, ...],  # …, batch, inputs
     ) -> tuple[Any, Any]:
-        key = ProgramKey(name, signature(batch), tuple(self._static(scalars).items()), rows)
+        key = ProgramKey(name, signature(given[-2]), tuple(self._static(scalars).items()), rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
         program = self.compiler.get(key, lambda: make(self._forwards[key]), *given)

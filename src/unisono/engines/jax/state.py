@@ -13,7 +13,7 @@ from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import State
 from unisono.engines.state import ArrayShard, StateReader, check_arrays
 
-MODEL, AVERAGE, OPTIMIZER, CARRY, SPIKES = "model/", "ema/", "optimizer/", "carry/", "spikes/"
+MODEL, AVERAGE, OPTIMIZER, CARRY = "model/", "ema/", "optimizer/", "carry/"
 
 
 def named_arrays(state: State, constants: Mapping[str, Any]) -> dict[str, Any]:

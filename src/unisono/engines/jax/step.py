@@ -14,16 +14,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from unisono import protocols
 from unisono.engines import rules
-from unisono.engines.jax.batches import DeviceBatch, partition_specs
+from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
 from unisono.engines.jax.numerics.optimizers import Optimizer
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.cross_sample import JaxCrossSampleLoss
-from unisono.engines.jax.parallel.mesh import BATCH
+from unisono.engines.jax.parallel.mesh import BATCH, REPLICATED
 from unisono.runtime.errors import ConfigError
 
 Sharded = Mapping[str, jax.Array]
@@ -129,18 +128,13 @@ class Step:
 
     def __call__(self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs) -> tuple[State, jax.Array]:
         """One update of the state, and its outcome, packed."""
-        after, outcome, _ = self._run(state, constants, batch, inputs)
+        after, outcome, _ = self.observed(state, constants, batch, inputs)
         return after, outcome
 
     def observed(
         self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
     ) -> tuple[State, jax.Array, ObservedStep]:
         """The same update, with the extra results for observers."""
-        return self._run(state, constants, batch, inputs)
-
-    def _run(
-        self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
-    ) -> tuple[State, jax.Array, ObservedStep]:
         numbers = self.numbers(inputs)
         raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
         squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
@@ -173,15 +167,12 @@ class Step:
         self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
         """The global batch's raw gradient, its micro-batches' reports, the new state of its rows, and outputs."""
-        specs = {name: self._spec(array) for name, array in state.parameters.items()}
-        return self.forward.grid.per_device(
-            self._on_device,
-            in_specs=(
-                specs, jax.tree.map(self._spec, constants), jax.tree.map(lambda _: BATCH, state.carry),
-                partition_specs(batch), jax.tree.map(lambda _: PartitionSpec(), inputs),
-            ),
-            out_specs=(specs, PartitionSpec(), BATCH, BATCH),
-        )(state.parameters, dict(constants), state.carry, batch, inputs)  # fmt: skip
+        specs = {name: self.forward.spec(name) for name in state.parameters}
+        found: tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any] = self.forward.on_devices(
+            self._on_device, state.parameters, constants, batch, inputs, state.carry,
+            out_specs=(specs, REPLICATED, BATCH, BATCH),
+        )  # fmt: skip
+        return found
 
     def loss(self, reports: jax.Array) -> Any:
         """The loss of the global batch."""
@@ -196,13 +187,10 @@ class Step:
             rules.loss_scales(counts, 1.0, jnp.where),
         )
 
-    def _spec(self, array: Any) -> PartitionSpec:
-        return self.forward.grid.spec(array.shape)
-
     # on one device ------------------------------------------------------------------------------------------------
 
     def _on_device(
-        self, parameters: Parameters, constants: Parameters, carry: dict[str, Any], batch: DeviceBatch, inputs: Inputs
+        self, parameters: Parameters, constants: Parameters, batch: DeviceBatch, inputs: Inputs, carry: dict[str, Any]
     ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, Any], Any]:
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))  # (passes, rows, …): it has one device's
         forward = replace(self.forward, gathers=False) if self.defer else self.forward

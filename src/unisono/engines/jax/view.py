@@ -117,11 +117,7 @@ class JaxModelView:
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, on one device; see `ModelView`."""
-
-        def compute_outputs(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:
-            return forward.outputs(parameters, constants, one, context)
-
-        return self._on_one_device("outputs", compute_outputs, micro, micro.size, 0, scalars)
+        return self._on_one_device("outputs", Forward.outputs, micro, micro.size, 0, scalars)
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""

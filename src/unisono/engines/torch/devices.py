@@ -36,11 +36,7 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     """
     kind, count = accelerators()
     if layout.device == "auto":
-        return (
-            kind
-            if (count >= local_world_size and precision != "fp64") or (kind == "cuda" and count >= local_world_size)
-            else "cpu"
-        )
+        return kind if count >= local_world_size and (precision != "fp64" or kind == "cuda") else "cpu"
     if layout.device == "cpu":
         return "cpu"
     if layout.device != kind:

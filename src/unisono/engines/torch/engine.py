@@ -96,7 +96,7 @@ class TorchEngine:
                 "%d parameters got no gradient in the first pass (%s); they stay unchanged unless a later batch uses "
                 "them.",
                 len(left_out),
-                ", ".join(left_out[:4]),
+                rules.format_names(left_out),
             )
             if self.train_state.parallel.find_unused():
                 self._step.warm_up(batches, scalars)

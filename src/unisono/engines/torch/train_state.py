@@ -24,8 +24,6 @@ from unisono.optim import optimizers
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key
 
-_SPIKES_PREFIX = "spikes/"  # of the history of spike detection in a checkpoint
-
 
 class TrainState:
     """The model from the task's `build`, laid out and checked; creating it is collective.
@@ -74,11 +72,15 @@ class TrainState:
         self.average.update(step + 1)
         self.optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """All that replicas have the same bits of, by name: parameters, their average and the optimizer's state."""
+        return dict(self.module.named_parameters()) | self.average.named_tensors | self.optimizer_tensors()
+
     def check_replicas(self, updates: int) -> None:
         """Check that replicas are identical; see `Engine.check_replicas`."""
         if self._last_compared != updates:
-            copies = dict(self.module.named_parameters()) | self.average.named_tensors | self._optimizer_tensors()
-            replicas.check_copies(self._job.communicator, copies, self.parallel.replicas, updates)
+            replicas.check_copies(self._job.communicator, self.copies, self.parallel.replicas, updates)
             replicas.check_buffers(self._job.communicator, self.buffers.shared, updates)
             self._last_compared = updates
 
@@ -90,8 +92,7 @@ class TrainState:
         own = dict(self.buffers.own)
         if process.is_first:
             own |= {name: value for name, value in named.items() if name in by_first}
-            own |= {_SPIKES_PREFIX + n: torch.tensor(v, dtype=torch.float64) for n, v in self._spikes.state().items()}
-            shards += self._adapter.shards()
+            shards += [*self._spikes.shards(), *self._adapter.shards()]
         shards += [ArrayShard(name, tuple(v.shape), (0,) * v.dim(), v.detach().cpu()) for name, v in own.items()]
         return [*shards, *self._recurrent.shards()]
 
@@ -110,13 +111,13 @@ class TrainState:
         if own and all(name in reader.shapes for name in own):  # saved by at least as many processes
             sharded_tensors.load(own, reader, kinds=(f"rank-{self._job.process.rank}/",))
         self._recurrent.load(reader)
-        spikes = {name: name.removeprefix(_SPIKES_PREFIX) for name in reader.shapes if name.startswith(_SPIKES_PREFIX)}
-        self._spikes.load({kind: reader.read(n, (0,), reader.shapes[n]).tolist() for n, kind in spikes.items()})
+        self._spikes.load(reader)
 
     def _named_tensors(self) -> dict[str, Tensor]:
-        return self._adapter.select_saved(sharded_tensors.model_tensors(self.module)) | self._optimizer_tensors()
+        return self._adapter.select_saved(sharded_tensors.model_tensors(self.module)) | self.optimizer_tensors()
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state by name."""
         return sharded_tensors.optimizer_tensors(self.module, self.optimizer)
 
 

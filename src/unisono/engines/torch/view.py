@@ -50,7 +50,7 @@ class TorchModelView:
             case "gradients":
                 return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
             case "optimizer state":
-                return sharded_tensors.optimizer_tensors(self.module, self._state.optimizer)
+                return self._state.optimizer_tensors()
             case "buffers":
                 return dict(self.module.named_buffers())
             case "EMA":
@@ -66,10 +66,10 @@ class TorchModelView:
 
     def find_differing_replicas(self) -> list[str]:
         """Parameters, the optimizer's state and averages whose copies differ between ranks; collective."""
-        copies: dict[str, Tensor] = dict(self.module.named_parameters()) | self._state.average.named_tensors
-        copies |= sharded_tensors.optimizer_tensors(self.module, self._state.optimizer)
-        ranks = self._state.parallel.replicas
-        return replicas.find_differing(self._job.communicator, copies, ranks, "the digests of replicas")
+        state = self._state
+        return replicas.find_differing(
+            self._job.communicator, state.copies, state.parallel.replicas, "the digests of replicas"
+        )
 
     def digests(self) -> dict[str, Any]:
         """Mode of every module, and digests of tensors and of the random state."""

@@ -69,7 +69,7 @@ class Compiler:
         self._programs: dict[ProgramKey, Program] = {}
         self.seconds = 0.0
         self.cached = 0
-        self.take_recompiled: list[str] = []
+        self.recompiled: list[str] = []
 
     def get(self, key: ProgramKey, make: Callable[[], Any], *arguments: Any) -> Program:
         """The program for a key, compiled if there is none; collective where it is compiled.
@@ -92,7 +92,7 @@ class Compiler:
                 )
             others = [known for known in self._programs if known.name == key.name]
             if others and (others[-1].shapes, others[-1].static) != (key.shapes, key.static):
-                self.take_recompiled.append(_describe_change(others[-1], key))
+                self.recompiled.append(_describe_change(others[-1], key))
             self._programs[key] = self._compile(key, make, arguments)
         return self._programs[key]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -19,7 +18,7 @@ from unisono.runtime.errors import DeadlineError, NonFiniteError
 _PEER_ERRORS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
-def raise_not_finite(
+def not_finite_error(
     group: Communicator,
     batches: Sequence[MicroBatch],
     names: ColumnNames,
@@ -29,8 +28,8 @@ def raise_not_finite(
     step: int,
     *,
     by_term: bool,
-) -> NoReturn:
-    """Stop every rank with what is wrong in which micro-batches; collective.
+) -> NonFiniteError:
+    """The error for a step that is not finite, with what is wrong in which micro-batches; collective.
 
     Args:
         group: all processes.
@@ -41,9 +40,6 @@ def raise_not_finite(
         result: of the step.
         step: updates made before.
         by_term: whether the first of these are terms; else they are outputs.
-
-    Raises:
-        NonFiniteError: always.
     """
     terms, rows, gradients = found
     own = []
@@ -54,18 +50,14 @@ def raise_not_finite(
         wrong = wrong or [
             f"gradient of '{name}'" for name, good in zip(parameters, gradients[micro.number], strict=True) if not good
         ]
-        if wrong and micro.idle:
-            own.append([group.rank, micro.number, [], wrong[:3]])
-        elif wrong:
-            alone = [int(micro.rows[row]) for row in range(len(micro.rows)) if not rows[micro.number][row]]
-            own.append([group.rank, micro.number, alone or micro.rows.tolist(), wrong[:3]])
+        if wrong:
+            alone = [int(row) for row, good in zip(micro.rows, rows[micro.number], strict=False) if not good]
+            own.append((micro.number, [] if micro.idle else alone or micro.rows.tolist(), wrong))
     nothing = (
         "No micro-batch gives it by itself. Either their sum overflows, or the loss multiplies by a mask what is not "
         "finite: XLA makes that 0 in one program and NaN in another, so write jnp.where(mask, x, 0) instead of x * mask"
     )
-    what = "gradient" if math.isfinite(result.loss) else "loss"
-    where = rules.format_non_finite(group, own, nothing)
-    raise NonFiniteError(f"step {step + 1}: the {what} is not finite, {where}")
+    return rules.non_finite_error(group, result, step, own, nothing)
 
 
 def raise_known_error(

@@ -113,6 +113,7 @@ class Grid:
 
 
 BATCH = PartitionSpec(None, DEVICES)
+REPLICATED = PartitionSpec()
 
 
 def gather(array: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:

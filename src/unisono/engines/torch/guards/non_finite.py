@@ -6,7 +6,6 @@ are restored. Every process runs equally many, since under FSDP each pass is col
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +19,6 @@ from unisono.engines.protocol import StepResult
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
-from unisono.runtime.errors import NonFiniteError
 from unisono.task import Loss
 
 
@@ -45,11 +43,9 @@ class NonFiniteSearch(Observer):
             what, rows = self._search(micro)
             if what and not micro.idle:
                 rows = [int(micro.rows[row]) for row in rows] or micro.rows.tolist()
-                found.append([self._communicator.rank, micro.number, rows, what[:3]])
-        kind = "gradient" if math.isfinite(result.loss) else "loss"
+                found.append((micro.number, rows, what))
         nothing = "No single micro-batch is at fault: the sum overflows"
-        where = rules.format_non_finite(self._communicator, found, nothing)
-        return StepVerdict(NonFiniteError(f"step {self._step + 1}: the {kind} is not finite, {where}"))
+        return StepVerdict(rules.non_finite_error(self._communicator, result, self._step, found, nothing))
 
     def _search(self, micro: MicroBatch) -> tuple[list[str], list[int]]:
         """What is not finite in a micro-batch, and in which rows if that can be determined; collective."""

@@ -23,9 +23,7 @@ _CAST_METHODS = {
     **dict.fromkeys((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16), torch.float64),
     **dict.fromkeys((torch.Tensor.cfloat, torch.Tensor.chalf), torch.complex128),  # type: ignore[attr-defined]
 }
-
-
-_GROUPED_MM = getattr(torch, "_grouped_mm", None)
+_GROUPED_MM = torch._grouped_mm
 _READS_BYTES = (torch.frombuffer, torch.Tensor.view)  # given a dtype, they say what bytes are, not what they shall be
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # both of GradScaler
 _UPDATE_SCALE = torch._amp_update_scale_

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.engines.nested import map_leaves
 from unisono.engines.torch.numerics.precision import autocast, promotion
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Loss
@@ -95,13 +96,15 @@ def split_batch(
         end = begin + rows // min(rows, len(devices)) + (number < rows % min(rows, len(devices)))
         own = slice(begin, end)
 
-        def of_rows(value: Tensor, own: slice = own, device: torch.device = device) -> Tensor:
+        def of_rows(value: Any, own: slice = own, device: torch.device = device) -> Any:
+            if not isinstance(value, Tensor):
+                return value
             return (value[own] if value.dim() else value).to(device, non_blocking=True)
 
-        carry = None if context.carry is None else _map_tensors(of_rows, context.carry)
+        carry = None if context.carry is None else map_leaves(of_rows, context.carry)
         totals = {name: value.to(device) for name, value in context.totals.items()}
         there = None if scales is None else {name: scale.to(device) for name, scale in scales.items()}
-        parts.append((_map_tensors(of_rows, batch), replace(context, carry=carry, totals=totals), there))
+        parts.append((map_leaves(of_rows, batch), replace(context, carry=carry, totals=totals), there))
         begin = end
     return tuple(parts)
 
@@ -161,9 +164,3 @@ def _tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
             "dicts of arrays, or layout.strategy=ddp"
         )
     return [(name, value)] if isinstance(value, Tensor) else []
-
-
-def _map_tensors(act: Any, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _map_tensors(act, inner) for name, inner in value.items()}
-    return act(value) if isinstance(value, Tensor) else value

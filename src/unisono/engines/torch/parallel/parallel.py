@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.engines import rules
 from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.gradients import OrderedSum
 from unisono.engines.torch.parallel import wrap
@@ -25,7 +26,6 @@ class Parallel:
         module: the step module itself.
         wrapped: the module in its wrapper; every pass goes through it.
         trainable: the parameters that are trained.
-        finds_unused: whether passes may leave parameters out.
         is_sharded: whether a process has shards of parameters and gradients.
         gradient_factor: what losses are multiplied by; see `wrap.gradient_factor`.
         replicas: groups of ranks that hold copies of the same parameters.
@@ -33,7 +33,7 @@ class Parallel:
 
     def __init__(self, module: StepModule, parts: EngineParts) -> None:
         job, layout = parts.job, parts.job.config.layout
-        self.module, self.finds_unused = module, layout.find_unused_parameters
+        self.module = module
         self.is_sharded = layout.strategy in ("fsdp", "hsdp")
         self.gradient_factor = wrap.gradient_factor(layout, job.process.world_size)
         self.replicas = wrap.replica_groups(layout, job.process.world_size)
@@ -45,9 +45,7 @@ class Parallel:
         """Wrap the module, and prepare what adds up its gradients."""
         world_size = self._process.world_size
         precision, timeout = self._config.train.precision, self._config.launch.timeout
-        self.wrapped = wrap.wrap(
-            self.module, self._layout, precision, self._device, world_size, timeout, self.finds_unused
-        )
+        self.wrapped = wrap.wrap(self.module, self._layout, precision, self._device, world_size, timeout)
         self._comparison.watch(self.wrapped)
         self.trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._ordered = None
@@ -56,6 +54,11 @@ class Parallel:
             if isinstance(self.wrapped, DistributedDataParallel):
                 named = self._comparison.call_bucket_hook  # not through this object, which holds the wrapper
                 self.wrapped.register_comm_hook(self._ordered, lambda ordered, bucket: named(ordered.hook, bucket))
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether passes may leave parameters out."""
+        return self._layout.find_unused_parameters
 
     def find_unused(self) -> bool:
         """Allow passes to leave parameters unused from now on; returns whether the wrapper was rebuilt for it.
@@ -70,7 +73,7 @@ class Parallel:
                 "some parameters get no gradient, which FSDP supports only with torch 2.13 or newer; use "
                 "layout.strategy=ddp, or freeze them"
             )
-        self.finds_unused = True
+        self._layout = self._layout.model_copy(update={"find_unused_parameters": True})
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrap()
             return True
@@ -135,8 +138,8 @@ class Parallel:
             named = self.module.model.named_parameters()
             left_out = [name for name, p in named if p.requires_grad and p.grad is None] or ["torch does not say which"]
             raise ConfigError(
-                f"{where}: a pass did not use parameters that the first pass used ({', '.join(left_out[:4])}), so DDP "
-                "did not reduce all gradients. Set layout.find_unused_parameters=true.",
+                f"{where}: a pass did not use parameters that the first pass used ({rules.format_names(left_out)}), so "
+                "DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
                 fault="Parameters are left out",
             ) from error
 

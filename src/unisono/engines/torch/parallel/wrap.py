@@ -38,7 +38,7 @@ class StepModule(nn.Module):
     """The forward of one micro-batch: from its arrays to one scaled scalar, and the sums to report.
 
     Attributes:
-        seen: what the task returned in passes with gradients; None where nobody wants to see it.
+        recorded_outputs: what the task returned in passes with gradients; None where nobody wants to see it.
     """
 
     def __init__(self, task: Task, model: nn.Module) -> None:
@@ -100,16 +100,13 @@ def wrap(
     device: torch.device,
     world_size: int,
     timeout: float,
-    finds_unused: bool | None = None,
 ) -> nn.Module:
-    """Wrap the step module as the strategy requires, on the device; finds unused parameters if the layout says so."""
-    finds_unused = layout.find_unused_parameters if finds_unused is None else finds_unused
+    """Wrap the step module as the strategy requires, on the device."""
     if layout.strategy in ("fsdp", "hsdp"):  # moves one unit at a time: the whole model need not fit
         # What a pass may leave out is no unit of its own: units are gathered in the order in which each process calls
         # them, and processes that call other experts would be given pieces of other experts.
-        _shard_module(
-            step, [] if finds_unused else find_blocks(step.model), layout, precision, device, world_size, timeout
-        )
+        units = [] if layout.find_unused_parameters else find_blocks(step.model)
+        _shard_module(step, units, layout, precision, device, world_size, timeout)
         return step
     step.to(device)
     if layout.strategy == "ddp":
@@ -117,7 +114,7 @@ def wrap(
             step,
             bucket_cap_mb=layout.bucket_mb or ddp_bucket_mb(model_width(step), world_size),
             gradient_as_bucket_view=True,
-            find_unused_parameters=finds_unused,
+            find_unused_parameters=layout.find_unused_parameters,
             **_NO_BUFFER_BROADCAST,
         )
     if layout.strategy == "dp" and len(devices := data_parallel.device_indices(device)) > 1:
@@ -156,12 +153,11 @@ def _shard_module(
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     # Inputs are not cast: a float label has to stay what it is, and autocast casts where arithmetic wants it.
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
-    low = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if precision == "bf16" else full
-    )
-    norms = [module for unit in units for module in unit.modules() if _has_vectors_only(module)]
-    if precision == "bf16" and norms:
-        fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
+    low = full
+    if precision == "bf16":
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if norms := [module for unit in units for module in unit.modules() if _has_vectors_only(module)]:
+            fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=low)
     fully_shard(step, mesh=mesh, mp_policy=full)
@@ -169,9 +165,7 @@ def _shard_module(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a factor is a PREMUL_SUM, which gloo does not have
-            if (
-                SUPPORTS_UNUSED
-            ):  # zeros for what a process did not use; else it would reduce other parameters than others
+            if SUPPORTS_UNUSED:  # zeros for what a process left out; else it would reduce other parameters than others
                 module.set_reduce_scatter_unused_params(True)
 
 
