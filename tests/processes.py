@@ -66,6 +66,11 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(ProcessInfo(), SingleProcess(), *arguments)
 
 
+def ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """What every rank returns; the only one of a single process is this one."""
+    return [alone(function, *arguments)] if world_size == 1 else run(function, world_size, *arguments)
+
+
 def _start(named: str, rank: int, world_size: int, folder: Path, meeting: dict[str, str]) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "tests.processes", named, f"{rank}", f"{world_size}", f"{folder}"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,15 +13,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from unisono.callback import Callback
 from unisono.checkpoint.core import commit, provenance, resume_point
+from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.config.batch_split import BatchSplit
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader
+from unisono.data.order.order import Order
+from unisono.data.order.plan import StreamPlan
 from unisono.data.order.planning import build_plan, build_source, source_facts
 from unisono.engines.observers import ModelView, Observer
 from unisono.engines.protocol import EngineJob
@@ -28,6 +31,7 @@ from unisono.engines.torch.engine import TorchEngine
 from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events
 from unisono.optim.schedules import ScheduledScalars
+from unisono.optim.sharded import gather_full
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 from unisono.training import loop
@@ -106,6 +110,41 @@ def engine_of(task: Task, config: RunConfig, place: ProcessInfo, group: Communic
     return TorchEngine(EngineJob(task, config, place, group, split))
 
 
+def layout(strategy: str, **more: Any) -> dict[str, Any]:
+    """The group `layout` of a run on one process, or on two."""
+    shards = {"shards": 2} if strategy == "hsdp" else {}
+    return {"strategy": strategy, "world_size": 1 if strategy == "single" else 2, **shards, **more}
+
+
+def prepared(place: ProcessInfo, group: Communicator, task: Any, config: RunConfig) -> tuple[Any, Any]:
+    """An engine that is not set up, and the micro-batches of its steps."""
+    source = task.data()
+    plan = StreamPlan.create(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
+    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
+    engine = engine_of(task, config, place, group, split)
+    return engine, list(Loader(task, source, plan, split, place.rank).steps())
+
+
+def started(place: ProcessInfo, group: Communicator, task: Any, config: RunConfig) -> tuple[Any, Any]:
+    """An engine that is set up, and the micro-batches of its steps."""
+    engine, steps = prepared(place, group, task, config)
+    engine.setup(steps[0], {"lr": 0.1})
+    return engine, steps
+
+
+@contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What this package logs inside, in a process that pytest's `caplog` does not reach."""
+    messages: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unisono").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("unisono").removeHandler(handler)
+
+
 def parameters(engine: TorchEngine) -> dict[str, np.ndarray]:
     """Whole parameters, on every rank."""
     return {name: whole(p) for name, p in engine.view.module.named_parameters()}
@@ -117,8 +156,7 @@ def averages(engine: TorchEngine) -> dict[str, np.ndarray]:
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy().copy()
+    return gather_full(tensor.detach()).cpu().numpy().copy()
 
 
 def raw_gradients(engine: TorchEngine, batches: Any, scalars: Any) -> dict[str, np.ndarray]:
@@ -195,19 +233,17 @@ def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> d
     }
 
 
-def assert_same(mine: Trace, one: Trace, floor: float, norms: float | None = None) -> None:
-    """Two runs saw the same rows and computed the same, up to rounding; norms of gradients only where asked for."""
-    assert mine.rows == one.rows
-    assert max(distance(mine.before, one.before).values()) == 0
+def assert_same(mine: Trace, reference: Trace, floor: float = 1e-12, norms: float | None = None) -> None:
+    """Two runs began with the same bits, saw the same rows, and computed the same up to a floor; norms up to `norms`."""
+    assert mine.rows == reference.rows
+    assert max(distance(mine.before, reference.before).values()) == 0, "initial parameters"
     for kind in ("gradients", "parameters", "average"):
-        found = distance(getattr(mine, kind), getattr(one, kind))
+        found = distance(getattr(mine, kind), getattr(reference, kind))
         assert max(found.values(), default=0.0) < floor, (kind, max(found, key=lambda name: found[name]))
-    np.testing.assert_allclose(mine.losses, one.losses, rtol=floor)
-    if norms is not None:
-        np.testing.assert_allclose(mine.norms, one.norms, rtol=norms)
-    for a, b in zip(mine.metrics, one.metrics, strict=True):
-        assert a == pytest.approx(b, rel=floor)
-    assert mine.evaluation == pytest.approx(one.evaluation, rel=floor)
+    assert mine.losses == pytest.approx(reference.losses, rel=floor)
+    assert mine.norms == pytest.approx(reference.norms, rel=floor if norms is None else norms)
+    for ours, theirs in zip([*mine.metrics, mine.evaluation], [*reference.metrics, reference.evaluation], strict=True):
+        assert ours == pytest.approx(theirs, rel=floor)
 
 
 # what a run has left in its folder ------------------------------------------------------------------------------------
@@ -266,6 +302,17 @@ def training(
 ) -> loop.Training:
     """The loop itself, for tests that look inside of a run."""
     return loop.Training(task, resolved(task, config, folder, process), process, communicator)
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The newest checkpoint of this folder."""
+    return commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
+
+
+def saved_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All arrays of the newest checkpoint of this folder."""
+    reader = newest(folder).reader()
+    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 def parts(task: Task, config: RunConfig, folder: Path) -> TrainingParts:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests import processes
-from tests.engines.torch.test_engine import layout, started
-from tests.runs import configuration, parameters
+from tests.runs import configuration, layout, parameters, started
 from tests.tasks import TransformerTask
 from unisono.engines.observers import Observer, Observers, StepVerdict
 from unisono.engines.protocol import StepResult
@@ -77,10 +76,7 @@ def run(
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_every_point_is_called_in_order_and_no_bit_of_the_run_changes(strategy: str) -> None:
     world = 1 if strategy == "single" else 2
-    ran = [
-        [processes.alone(run, strategy, seen)] if world == 1 else processes.run(run, 2, strategy, seen)
-        for seen in (True, False)
-    ]
+    ran = [processes.ranks(run, world, strategy, seen) for seen in (True, False)]
     for (points, mine), (nothing, reference) in zip(*ran, strict=True):
         passes = ["forward", "outputs ['next', 'length']", "backward"]
         step = ["reduction", "passes", *passes * (4 // world), "gradients", "reduction", "votes"]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.tasks import LinearTask
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
@@ -34,6 +35,22 @@ def test_what_is_no_count_is_refused(counts: dict[str, float]) -> None:
         rules.sum_counts([micro(a=1.0), micro(**counts)])
 
 
+def test_the_total_is_each_sum_times_its_weight_and_its_scale_and_an_unnamed_weight_is_one() -> None:
+    assert rules.scaled_sum({"a": 3.0, "b": 5.0}, {"b": 10.0}, {"a": 0.5, "b": 0.25}) == 3.0 * 0.5 + 10 * 5.0 * 0.25
+
+
+@pytest.mark.parametrize("counted", [["a"], ["a", "b", "c"], ["a", "x"], []])
+def test_terms_and_counts_have_the_same_names_and_in_evaluation_terms_may_be_missing(counted: list[str]) -> None:
+    loss = Loss({"a": 1.0, "b": 1.0})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError) as refused:
+        rules.check_terms(LinearTask(), loss, counted, training=True)
+    told = f"LinearTask: loss() returned the terms ['a', 'b'], but counts() counted {counted}"
+    assert str(refused.value).startswith(told)
+    rules.check_terms(LinearTask(), loss, {*counted, "a", "b"}, training=False)
+    with pytest.raises(ConfigError, match="returned no term"):
+        rules.check_terms(LinearTask(), Loss({}), counted, training=False)
+
+
 def test_a_result_is_made_of_sums_and_counts_in_any_framework() -> None:
     sums = rules.MetricSums(vector)
     for number, (loss, idle) in enumerate([(3.0, False), (5.0, False), (math.nan, True)]):
@@ -42,13 +59,6 @@ def test_a_result_is_made_of_sums_and_counts_in_any_framework() -> None:
     result = sums.result(flat, [4.0], squared_norm=9.0)
     assert (result.loss, result.terms, result.metrics) == (4.0, {"a": 2.0}, {"m": 1.0})
     assert (result.work, result.grad_norm, result.is_finite) == ({"rows": 6.0}, 3.0, True)
-
-
-@pytest.mark.parametrize(("norm", "largest", "factor"), [(2.0, 1.0, 0.5), (1.0, 1.0, None), (9.0, None, None)])
-def test_clipping_makes_gradients_shorter_and_never_longer(
-    norm: float, largest: float | None, factor: float | None
-) -> None:
-    assert rules.clip_factor(norm, largest) == (None if factor is None else pytest.approx(factor, rel=1e-6))
 
 
 def test_out_of_memory_names_sizes_that_can_be_asked_for() -> None:

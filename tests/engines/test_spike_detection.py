@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from tests import processes
 from tests.engines.torch.test_tensors import Whole
-from tests.runs import configuration
+from tests.runs import configuration, newest, saved_arrays
 from tests.runs import training as training_of
 from tests.tasks import LinearTask
-from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
@@ -155,15 +153,12 @@ def train(place: ProcessInfo, group: Communicator, runs: list[tuple[Any, Path, i
 
 
 def go(layout: str, runs: list[tuple[Any, Path, int | None]]) -> None:
-    world = LAYOUTS[layout][0]
-    processes.alone(train, runs) if world == 1 else processes.run(train, world, runs)
+    processes.ranks(train, LAYOUTS[layout][0], runs)
 
 
 def final(folder: Path) -> dict[str, np.ndarray]:
-    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
-    assert checkpoint.step == STEPS
-    reader = ArrayReader(checkpoint.path, checkpoint.arrays)
-    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
+    assert newest(folder).step == STEPS
+    return saved_arrays(folder)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

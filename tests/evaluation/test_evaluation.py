@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from tests import processes
-from tests.engines.torch.test_engine import started
-from tests.runs import configuration
+from tests.runs import configuration, started
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
 from unisono.engines.protocol import StepResult
 from unisono.engines.torch.engine import TorchEngine
@@ -89,8 +88,8 @@ def ready(
         engine.close()
 
 
-def alone(**groups: Any) -> Any:
-    return ready(ProcessInfo(), SingleProcess(), configuration(train={"precision": "fp64"}, **groups))
+def alone(task: ProbedTask | None = None, **groups: Any) -> Any:
+    return ready(ProcessInfo(), SingleProcess(), configuration(train={"precision": "fp64"}, **groups), task)
 
 
 def evaluate(engine: TorchEngine, held_out: HeldOut) -> StepResult:
@@ -223,13 +222,9 @@ def test_a_task_that_means_to_draw_in_evaluation_draws_the_same_for_a_row_every_
 
 
 def test_an_evaluation_is_made_without_dropout() -> None:
-    config = configuration(train={"precision": "fp64"})
-    with ready(ProcessInfo(), SingleProcess(), config, ProbedTask(ProbedTask.Config(dropout=0.0))) as (
-        engine,
-        held_out,
-    ):
+    with alone(ProbedTask(ProbedTask.Config(dropout=0.0))) as (engine, held_out):
         without = evaluate(engine, held_out)
-    with ready(ProcessInfo(), SingleProcess(), config) as (engine, held_out):
+    with alone() as (engine, held_out):
         assert evaluate(engine, held_out) == without
 
 
@@ -251,8 +246,7 @@ class Sampling(ProbedTask):
 
 
 def test_what_an_evaluation_draws_is_the_same_every_time() -> None:
-    config = configuration(train={"precision": "fp64"}, eval={"micro_batch": 4})
-    with ready(ProcessInfo(), SingleProcess(), config, Sampling()) as (engine, held_out):
+    with alone(Sampling(), eval={"micro_batch": 4}) as (engine, held_out):
         first = evaluate(engine, held_out)
         torch.manual_seed(99)
         assert evaluate(engine, held_out) == first

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -114,17 +112,6 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(match: 
         build_optimizer(config(groups=[{"match": match}]), Net())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_the_optimizer_has_the_settings_of_its_groups(kind: str) -> None:
-    groups = [{"match": "middle.weight", "weight_decay": 0.3}, {"match": "head.*", "lr_scale": 0.5}]
-    of, model = config(kind, weight_decay=0.1, groups=groups), Net()
-    optimizer = build_optimizer(of, model)
-    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    assert found[id(model.middle.weight)]["weight_decay"] == 0.3
-    assert found[id(model.head.weight)]["lr_scale"] == 0.5
-    assert found[id(model.middle.bias)]["weight_decay"] == 0.0
-
-
 # what trains --------------------------------------------------------------------------------------------------------
 
 
@@ -216,40 +203,19 @@ def _same(mine: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_allclose(mine, theirs, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "loop"])
-def test_adamw_is_its_formula(implementation: str, steps: int) -> None:
-    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))[:steps]
+def test_adamw_is_its_formula(implementation: str) -> None:
+    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))
     of = config(lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, implementation=implementation)
     _same(_torch(of, start, gradients), _adamw(start, gradients, 0.01, 0.9, 0.95, 1e-6, 0.1))
 
 
-@pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "loop"])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd_is_its_formula(implementation: str, momentum: float, nesterov: bool, steps: int) -> None:
-    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))[:steps]
+def test_sgd_is_its_formula(implementation: str, momentum: float, nesterov: bool) -> None:
+    start, gradients = _gradients((3, 5), seed=1)[0], _gradients((3, 5))
     of = config("sgd", lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.01, implementation=implementation)
     _same(_torch(of, start, gradients), _sgd(start, gradients, 0.1, momentum, nesterov, 0.01))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    lr=st.floats(1e-5, 1.0),
-    betas=st.tuples(st.floats(0.0, 0.999), st.floats(0.5, 0.9999)),
-    decay=st.floats(0.0, 0.5),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_all_kernels_of_adamw_make_the_same_update(
-    lr: float, betas: tuple[float, float], decay: float, seed: int
-) -> None:
-    start, gradients = np.random.default_rng(seed).normal(size=(3, 5)), _gradients((3, 5), seed)
-    fused, foreach, loop = (
-        _torch(config(lr=lr, betas=betas, weight_decay=decay, implementation=how), start, gradients)
-        for how in ("fused", "foreach", "loop")
-    )
-    _same(fused, loop)
-    _same(foreach, loop)
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,7 @@ class HeldOut:
         self._loader.close()
 
     def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Loss and metrics, with the weights that `eval.weights` selects; those of the moving average are `ema/…`.
-
-        Args:
-            engine: the engine.
-            step: updates made.
-            scalars: of that step.
-        """
+        """Loss and metrics after `step` updates, with the weights of `eval.weights`; the average's are `ema/…`."""
         values: dict[str, float] = {}
         for average in self._weight_sets:
             values |= self._evaluate_weights(engine, self.batches(), step, scalars, average)

@@ -14,20 +14,8 @@ from unisono.config.schema.schedules import Constant, Cosine, InverseSqrt, Linea
 from unisono.runtime.errors import ConfigError
 
 
-def scheduled_value(schedule: ScheduleGroup, peak: float, step: int, total: int) -> float:
-    """The scheduled value at a step.
-
-    Args:
-        schedule: kind and shape.
-        peak: the value at a factor of one.
-        step: updates made so far, from 0.
-        total: steps in the run.
-    """
-    return peak * schedule_factor(schedule, step, total)
-
-
 def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
-    """The factor at a step: warm-up from `start`, then the shape of the kind, never below `floor`.
+    """The factor at `step` of `total`: warm-up from `start`, then the shape of the kind, never below `floor`.
 
     The first update has `1/warmup` of the peak (if `start` is 0), and the last update of the warm-up reaches the peak,
     so no update is wasted at zero. For the same reason, the last update of a decay is one step before the floor.
@@ -106,7 +94,7 @@ class ScheduledScalars:
         schedule = self._config.schedules[name]
         peak = self._peaks.get(name, schedule.peak)
         assert peak is not None
-        return scheduled_value(schedule, peak, step, self._total)
+        return peak * schedule_factor(schedule, step, self._total)
 
     def step_programs(self, names: Sequence[str]) -> dict[str, str]:
         """How often a step is compiled whose program depends on scheduled values, as a fact to report; {} for once.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.jax_runs import Trace, configuration, layout, trace
 from tests.jax_tasks import TransformerTask, UnevenTask
-from tests.runs import ADAMW, distance
+from tests.runs import ADAMW, assert_same
 from unisono.task import Task
 
 KNOWN: dict[str, Trace] = {}
@@ -33,17 +33,9 @@ def run(task: Task, layout: dict[str, Any], precision: str = "fp64", **groups: A
     return KNOWN[key]
 
 
-def assert_same(mine: Trace, one: Trace, floor: float) -> None:
-    assert mine.rows == one.rows
-    assert max(distance(mine.before, one.before).values()) == 0
-    for kind in ("gradients", "parameters", "average"):
-        assert max(distance(getattr(mine, kind), getattr(one, kind)).values()) < floor, kind
-    np.testing.assert_allclose(mine.losses, one.losses, rtol=floor)
-    np.testing.assert_allclose(mine.norms, one.norms, rtol=floor)
-    for a, b in zip(mine.metrics, one.metrics, strict=True):
-        assert a == pytest.approx(b, rel=floor)
+def assert_same_program(mine: Trace, one: Trace, floor: float) -> None:
+    assert_same(mine, one, floor)
     assert not any(mine.recompiled)  # nor for a short batch
-    assert mine.evaluation == pytest.approx(one.evaluation, rel=floor)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +55,7 @@ def test_the_run_that_others_are_held_against_trains(one: Trace) -> None:
 
 @pytest.mark.parametrize("layout", MANY.values(), ids=MANY)
 def test_every_layout_computes_what_one_device_computes(one: Trace, layout: dict[str, Any]) -> None:
-    assert_same(run(UnevenTask(UnevenTask.Config(dropout=0.2)), layout), one, 1e-12)
+    assert_same_program(run(UnevenTask(UnevenTask.Config(dropout=0.2)), layout), one, 1e-12)
 
 
 def test_the_dropout_of_a_micro_batch_is_its_own(one: Trace) -> None:
@@ -76,13 +68,13 @@ def test_the_dropout_of_a_micro_batch_is_its_own(one: Trace) -> None:
 
 @pytest.mark.parametrize("mine", [layout(micro_batch=6), layout(2, "ddp", micro_batch=3)], ids=["2 passes", "2 × 2"])
 def test_passes_change_nothing_where_nothing_is_drawn(mine: dict[str, Any]) -> None:
-    assert_same(run(UnevenTask(), mine), run(UnevenTask(), layout()), 1e-12)
+    assert_same_program(run(UnevenTask(), mine), run(UnevenTask(), layout()), 1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [4, 2, 1])
 def test_any_number_of_passes_changes_nothing(micro_batch: int) -> None:
-    assert_same(run(UnevenTask(), layout(micro_batch=micro_batch)), run(UnevenTask(), layout()), 1e-12)
+    assert_same_program(run(UnevenTask(), layout(micro_batch=micro_batch)), run(UnevenTask(), layout()), 1e-12)
 
 
 @pytest.mark.slow
@@ -91,7 +83,7 @@ def test_other_precisions_agree_to_their_floor(precision: str, floor: float) -> 
     task = UnevenTask(UnevenTask.Config(dropout=0.2))
     alone = run(task, ONE, precision)
     assert {value.dtype for value in alone.parameters.values()} == {np.dtype(np.float32)}
-    assert_same(run(task, layout(4, "hsdp", shards=2, micro_batch=3), precision), alone, floor)
+    assert_same_program(run(task, layout(4, "hsdp", shards=2, micro_batch=3), precision), alone, floor)
     if precision == "bf16":  # it is no fp32
         assert abs(run(task, ONE, "fp32").losses[0] / alone.losses[0] - 1) > 1e-4
 
@@ -108,4 +100,4 @@ def test_a_transformer_is_the_same_on_every_layout(layout: dict[str, Any], optim
             for kind in (part.parameters, part.average):
                 for name in [name for name in kind if name.endswith("key_proj.bias")]:
                     del kind[name]
-    assert_same(mine, alone, 1e-12 if not optimizer else 1e-10)
+    assert_same_program(mine, alone, 1e-12 if not optimizer else 1e-10)

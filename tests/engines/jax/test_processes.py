@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests import fork_server
+from tests.runs import saved_arrays
 from unisono.checkpoint.core import commit
 from unisono.observe import events
 
@@ -40,17 +41,12 @@ def train(folder: Path, name: str, *words: str, **variables: str) -> Path:
     return folder / "runs" / name
 
 
-def state(run: Path) -> dict[str, np.ndarray]:
-    reader = commit.open_checkpoint(commit.find_checkpoints(run / "checkpoints")[-1]).reader()
-    return {name: reader.read(name, (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
-
-
 def steps(run: Path) -> list[dict[str, Any]]:
     return events.step_events(events.read_events(run / "events.jsonl"))
 
 
-def assert_same(mine: Path, one: Path, floor: float) -> None:
-    a, b = state(mine), state(one)
+def assert_same_runs(mine: Path, one: Path, floor: float) -> None:
+    a, b = saved_arrays(mine), saved_arrays(one)
     assert a.keys() == b.keys()
     for name in a:
         assert np.abs(a[name] - b[name]).max() <= floor * max(np.abs(b[name]).max(), 1e-300), name
@@ -107,7 +103,7 @@ def test_processes_and_devices_compute_what_one_device_computes(
     one: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     shadow = {"PYTHONPATH": without_torch(tmp_path)} if words is TWO_BY_TWO else {}
-    assert_same(train(tmp_path, "many", *words, "train.steps=10", **shadow), one, 1e-12)
+    assert_same_runs(train(tmp_path, "many", *words, "train.steps=10", **shadow), one, 1e-12)
 
 
 @pytest.mark.slow
@@ -121,7 +117,7 @@ def test_whoever_is_killed_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert cut.returncode == 9, cut.stderr
         assert re.search(rf"rank {rank} \(.*\) died without a message, in step 5.*killed by signal 9", cut.stderr)
     for name in ("cut0", "cut1"):
-        assert_same(train(tmp_path, name, *words), whole, 0.0)
+        assert_same_runs(train(tmp_path, name, *words), whole, 0.0)
 
 
 @pytest.mark.slow
@@ -132,7 +128,7 @@ def test_a_run_that_was_killed_goes_on_upon_another_layout(tmp_path: Path) -> No
         tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, "--fault", "rank=1,step=5,phase=forward,act=kill"
     )
     assert cut.returncode == 9, cut.stderr
-    assert_same(
+    assert_same_runs(
         train(tmp_path, "cut", *words, "layout.devices=2", "layout.strategy=ddp", "layout.micro_batch=8"), whole, 1e-12
     )
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engines.jax import matrix
 from tests.engines.jax.matrix import Case
-from tests.engines.jax.test_processes import ROOT, TWO_BY_TWO, assert_same, state, steps, unisono
-from tests.runs import Trace, distance
+from tests.engines.jax.test_processes import ROOT, TWO_BY_TWO, assert_same_runs, steps, unisono
+from tests.runs import Trace, assert_same, saved_arrays
 
 pytestmark = pytest.mark.slow
 KINDS = ("2 processes × 2, ddp", "2 processes × 2, fsdp", "2 processes × 2, hsdp")
@@ -38,16 +38,7 @@ def test_the_run_that_others_are_held_against_trains(traces: dict[Case, Trace]) 
 
 @pytest.mark.parametrize("case", CASES, ids=KINDS)
 def test_two_processes_of_two_devices_compute_what_one_device_computes(traces: dict[Case, Trace], case: Case) -> None:
-    mine, one = traces[case], traces[case.reference]
-    assert mine.rows == one.rows
-    assert max(distance(mine.before, one.before).values()) == 0
-    for kind in ("gradients", "parameters"):
-        assert max(distance(getattr(mine, kind), getattr(one, kind)).values()) < 1e-12, kind
-    np.testing.assert_allclose(mine.losses, one.losses, rtol=1e-12)
-    np.testing.assert_allclose(mine.norms, one.norms, rtol=1e-12)
-    for a, b in zip(mine.metrics, one.metrics, strict=True):
-        assert a == pytest.approx(b, rel=1e-12)
-    assert mine.evaluation == pytest.approx(one.evaluation, rel=1e-12)
+    assert_same(traces[case], traces[case.reference])
 
 
 def test_a_transformer_that_was_killed_goes_on_bit_for_bit_and_elsewhere_up_to_rounding(tmp_path: Path) -> None:
@@ -63,7 +54,9 @@ def test_a_transformer_that_was_killed_goes_on_bit_for_bit_and_elsewhere_up_to_r
     assert len(losses) == 8 and losses[-1] < losses[0]
     for name in ("same", "other"):
         train(name, *TWO_BY_TWO, "--fault", "rank=1,step=5,phase=forward,act=kill", code=9)
-    assert_same(train("same", *TWO_BY_TWO), whole, 0.0)
+    assert_same_runs(train("same", *TWO_BY_TWO), whole, 0.0)
     other = train("other", "layout.world_size=1", "layout.devices=2", "layout.strategy=ddp")
-    assert_same(other, whole, 1e-12)
-    assert any(np.any(state(other)[name] != value) for name, value in state(whole).items())  # it was another layout
+    assert_same_runs(other, whole, 1e-12)
+    assert any(
+        np.any(saved_arrays(other)[name] != value) for name, value in saved_arrays(whole).items()
+    )  # it was another layout

@@ -12,7 +12,7 @@ import pytest
 
 from tests.jax_runs import Trace, configuration, layout, trace
 from tests.jax_tasks import UnevenTask
-from tests.runs import distance
+from tests.runs import assert_same, distance
 from unisono.engines.jax.model import build_structure
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
@@ -23,13 +23,6 @@ MANY = [layout(2, "ddp", micro_batch=3), layout(4, "fsdp")]
 def run(task: Any, layout: dict[str, Any], **groups: Any) -> Trace:
     train = {"global_batch": 12, "precision": "fp64", **groups.pop("train", {"epochs": 2})}
     return trace(task, configuration(layout=layout, train=train, **groups))
-
-
-def assert_same(mine: Trace, one: Trace, floor: float = 1e-12) -> None:
-    for kind in ("gradients", "parameters"):
-        assert max(distance(getattr(mine, kind), getattr(one, kind)).values()) < floor, kind
-    np.testing.assert_allclose(mine.losses, one.losses, rtol=floor)
-    assert mine.evaluation == pytest.approx(one.evaluation, rel=floor)
 
 
 class Pairs(UnevenTask):

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests import processes
-from tests.engines.torch.test_engine import started
-from tests.runs import FirstGradients, configuration
+from tests.runs import FirstGradients, configuration, started
 from tests.tasks import TransformerTask
 from unisono.engines.torch.numerics import gradients
 from unisono.runtime.communicator import Communicator, ProcessInfo

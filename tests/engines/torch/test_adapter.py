@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,15 @@ from torch import nn
 
 import unisono
 from tests import processes, runs
-from tests.engines.torch.test_engine import layout, started
-from tests.runs import configuration, parameters
+from tests.runs import configuration, layout, logged, parameters, started
 from tests.tasks import LinearTask, TransformerTask
-from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import Lora
 from unisono.engines.torch import lora
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
+from unisono.task_config import read_run
 
 LORA = Lora(kind="lora", rank=2)
 
@@ -139,19 +136,15 @@ def trained(
     place: ProcessInfo, group: Communicator, config: Any
 ) -> tuple[list[float], dict[str, int], dict[str, int], list[str]]:
     """Losses, digests of the base before and after, and what was warned of."""
-    warned: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unisono").addHandler(handler)
-    engine, steps = started(place, group, TransformerTask(), config)
 
     def base() -> dict[str, int]:
         return {n: replicas.digest(p) for n, p in engine.view.module.named_parameters() if ".lora_" not in n}
 
-    before = base()
-    losses = [engine.step(batches, number, {"lr": 0.1}).loss for number, batches in enumerate(steps)]
-    after = base()
-    logging.getLogger("unisono").removeHandler(handler)
+    with logged() as warned:
+        engine, steps = started(place, group, TransformerTask(), config)
+        before = base()
+        losses = [engine.step(batches, number, {"lr": 0.1}).loss for number, batches in enumerate(steps)]
+        after = base()
     engine.close()
     return losses, before, after, warned
 
@@ -159,8 +152,7 @@ def trained(
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_the_loss_falls_the_base_keeps_every_bit_and_nothing_is_warned_of(strategy: str) -> None:
     config = configuration(layout=layout(strategy), train={"steps": 8}, adapter=LORA.model_dump())
-    ranks = [processes.alone(trained, config)] if strategy == "single" else processes.run(trained, 2, config)
-    for losses, before, after, warned in ranks:
+    for losses, before, after, warned in processes.ranks(trained, config.layout.world_size, config):
         assert losses[-1] < 0.8 * losses[0]
         assert before == after
         assert len(before) > 20
@@ -193,8 +185,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
             "observe.progress": False,
         },
     )
-    config = trainer_config(result.folder)
-    with runs.parts(Whole(), config, result.folder) as parts:
+    with runs.parts(Whole(), read_run(result.folder, trust=True), result.folder) as parts:
         model: Any = parts.engine.view.module.eval()  # type: ignore[attr-defined]
         with torch.no_grad():
             return result.folder, dict(model.state_dict()), model(TOKENS)
@@ -203,19 +194,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch
 TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
-def trainer_config(folder: Path) -> Any:
-    from unisono.task_config import read_run
-
-    return read_run(folder, trust=True)
-
-
-def arrays(folder: Path) -> ArrayReader:
-    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
-    return ArrayReader(checkpoint.path, checkpoint.arrays)
-
-
 def test_a_checkpoint_has_the_adapters_and_buffers_and_a_digest_of_the_base(run: Any) -> None:
-    names = arrays(run[0]).shapes
+    names = runs.newest(run[0]).reader().shapes
     model = {name.removeprefix("model/") for name in names if name.startswith("model/")}
     assert model == {name for name in run[1] if ".lora_" in name} | {"scale"}
     assert len(model) == 2 * 12 + 1
@@ -262,7 +242,7 @@ class OtherBase(TransformerTask):
 
 
 def test_a_resume_on_another_base_is_refused(run: Any) -> None:
-    config = trainer_config(run[0])
+    config = read_run(run[0], trust=True)
     with pytest.raises(CheckpointError, match="another base: 1 of 35 parameters differ"):
         runs.parts(OtherBase(), config, run[0])
 
@@ -271,5 +251,5 @@ def test_a_checkpoint_without_adapters_is_refused_by_a_run_that_has_them(tmp_pat
     runs.train(tmp_path, configuration(observe={"progress": False}), TransformerTask())
     engine, _ = processes.alone(started, TransformerTask(), configuration(adapter=LORA.model_dump()))
     with pytest.raises(CheckpointError, match="has no adapters: it was saved by a run without adapter=lora"):
-        engine.load(arrays(tmp_path))
+        engine.load(runs.newest(tmp_path).reader())
     assert np.isfinite(parameters(engine)["norm.weight"]).all()

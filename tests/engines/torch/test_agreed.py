@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.engines.torch.test_engine import layout, prepared
 from tests.proofs.matrix import LAYOUTS
-from tests.runs import SGD, Trace, configuration, distance, trace, traces
+from tests.runs import SGD, Trace, assert_same, configuration, layout, prepared, trace, traces
 from tests.tasks import LinearTask
 from unisono.config.schema.base import Settings
 from unisono.config.schema.run import RunConfig
@@ -84,14 +83,11 @@ def whole() -> Trace:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_product_of_means_is_that_of_the_whole_global_batch(whole: Trace, world: int) -> None:
     names = [name for name in CHOSEN if LAYOUTS[name][0] == world]
-    runs = [(Products(), config(name)) for name in names]
-    every = processes.alone(traces, runs) if world == 1 else processes.run(traces, world, runs)[0]
+    every, *_ = processes.ranks(traces, world, [(Products(), config(name)) for name in names])
     assert len(set(whole.losses)) == 4
     assert all(np.any(gradient) for gradient in whole.gradients.values())
-    for name, mine in zip(names, every, strict=True):
-        assert mine.losses == pytest.approx(whole.losses, rel=1e-12), name
-        assert max(distance(mine.gradients, whole.gradients).values()) < 1e-12, name
-        assert max(distance(mine.parameters, whole.parameters).values()) < 1e-12, name
+    for mine in every:
+        assert_same(mine, whole)
 
 
 def test_of_micro_batches_alone_it_would_be_another(whole: Trace) -> None:

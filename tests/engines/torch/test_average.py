@@ -15,14 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests import processes, runs
-from tests.engines.torch.test_engine import layout, started
-from tests.runs import SGD, averages, configuration, parameters, whole
+from tests.runs import SGD, averages, configuration, layout, parameters, started, whole
 from tests.tasks import LinearTask, TransformerTask
-from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.config.schema.run import Ema
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.ema import MovingAverage
+from unisono.optim.sharded import local
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError
 from unisono.training import loop
@@ -94,7 +93,7 @@ def laid_out(place: ProcessInfo, group: Communicator, config: Any) -> tuple[int,
     engine, steps = started(place, group, TransformerTask(), config)
     engine.step(steps[0], 0, {"lr": 0.1})
     weights = dict(engine.view.module.named_parameters())
-    own = sum(replicas.local(value).numel() for value in engine.train_state.average.tensors.values())
+    own = sum(local(value).numel() for value in engine.train_state.average.tensors.values())
     alike = all(
         isinstance(value, DTensor) and value.placements == weights[name].placements
         for name, value in engine.train_state.average.tensors.items()
@@ -140,9 +139,7 @@ def test_an_evaluation_with_the_average_says_what_a_model_of_it_would_and_change
     tmp_path: Path, strategy: str
 ) -> None:
     config = configuration(layout=layout(strategy), ema={"decay": 0.9}, observe={"progress": False})
-    arguments = (evaluated, config, tmp_path)
-    ranks = [processes.alone(*arguments)] if strategy == "single" else processes.run(evaluated, 2, config, tmp_path)
-    for said, again, put, left in ranks:
+    for said, again, put, left in processes.ranks(evaluated, config.layout.world_size, config, tmp_path):
         assert said == again
         assert left, "weights and average keep every bit"
         assert put == {name: said[f"ema/{name}"] for name in put}
@@ -176,8 +173,7 @@ def test_the_weights_come_back_when_an_evaluation_fails(tmp_path: Path) -> None:
 
 def saved(config: Any, folder: Path) -> ArrayReader:
     runs.train(folder, config, TransformerTask())
-    checkpoint = commit.open_checkpoint(commit.find_checkpoints(folder / "checkpoints")[-1])
-    return ArrayReader(checkpoint.path, checkpoint.arrays)
+    return runs.newest(folder).reader()
 
 
 def test_an_average_that_was_not_saved_begins_with_the_weights_and_says_so(

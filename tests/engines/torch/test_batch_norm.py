@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.engines.torch.test_engine import started
-from tests.runs import FirstGradients, configuration, distance, parameters, whole
+from tests.runs import FirstGradients, configuration, distance, parameters, started, whole
 from tests.tasks import LinearTask
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.runs import configuration, distance, trace
+from tests.runs import assert_same, configuration, distance, trace
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.torch.parallel import data_parallel, wrap
 from unisono.engines.torch.parallel.data_parallel import DataParallel, split_batch, sum_losses
@@ -65,22 +65,13 @@ def run(strategy: str, task: Any = None) -> Any:
     return processes.alone(trace, task or TransformerTask(), config)
 
 
-def equal(mine: Any, reference: Any) -> None:
-    assert max(distance(mine.gradients, reference.gradients).values()) < 1e-12
-    assert max(distance(mine.parameters, reference.parameters).values()) < 1e-12
-    assert mine.losses == pytest.approx(reference.losses, rel=1e-12)
-    assert mine.norms == pytest.approx(reference.norms, rel=1e-12)
-    for ours, theirs in zip([*mine.metrics, mine.evaluation], [*reference.metrics, reference.evaluation], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-12)
-
-
 def test_several_devices_make_the_sums_of_one(three: list[list[int]]) -> None:
     mine = run("dp")
     assert [2, 1, 1] in three, "rows do not go round"
     assert [1, 1, 1] in three, "and the last batch is short"
     reference = run("single")
     assert reference.evaluation["accuracy"] >= 0
-    equal(mine, reference)
+    assert_same(mine, reference)
 
 
 def test_means_of_devices_would_be_seen(three: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +81,7 @@ def test_means_of_devices_would_be_seen(three: list[list[int]], monkeypatch: pyt
 
     monkeypatch.setattr(data_parallel, "sum_losses", averaged)
     with pytest.raises(AssertionError):
-        equal(run("dp"), run("single"))
+        assert_same(run("dp"), run("single"))
 
 
 class Balanced(TransformerTask):
@@ -109,7 +100,7 @@ class Balanced(TransformerTask):
 def test_sums_that_a_loss_needs_first_are_those_of_all_devices(three: list[list[int]]) -> None:
     reference = run("single", Balanced())
     assert max(distance(reference.gradients, run("single").gradients).values()) > 1e-6
-    equal(run("dp", Balanced()), reference)
+    assert_same(run("dp", Balanced()), reference)
 
 
 class Carrying(LinearTask):
@@ -127,7 +118,7 @@ class Carrying(LinearTask):
 def test_state_of_rows_follows_them_to_their_device(three: list[list[int]]) -> None:
     reference = run("single", Carrying())
     assert reference.losses[1:] != run("single", LinearTask()).losses[1:]
-    equal(run("dp", Carrying()), reference)
+    assert_same(run("dp", Carrying()), reference)
 
 
 def test_outputs_of_a_loss_across_samples_come_together_in_the_order_of_rows(three: list[list[int]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from tests import collectives, processes
 from tests.collectives import Outcome
+from tests.ports import free_port
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DesyncError
 from unisono.supervise import collective_mismatch
@@ -48,31 +48,15 @@ def line(method: str, text: str) -> str:
     return f"tests/collectives.py:{first + next(n for n, each in enumerate(lines) if text in each)}"
 
 
-def usual() -> str:
-    return line("talk", "# the usual line")
-
-
-DID = {
-    "order": (
-        lambda: f"all_reduce(SUM, float32, [4]) at {line('of_ones', 'dist.all_reduce')}",
-        lambda: f"all_reduce(SUM, float32, [4]) at {line('of_tens', 'dist.all_reduce')}",
-    ),
-    "reduce": (
-        lambda: f"all_reduce(SUM, float32, [4]) at {usual()}",
-        lambda: f"all_reduce(MAX, float32, [4]) at {usual()}",
-    ),
-    "dtype": (
-        lambda: f"all_reduce(SUM, float32, [4]) at {usual()}",
-        lambda: f"all_reduce(SUM, int32, [4]) at {usual()}",
-    ),
-    "shape": (
-        lambda: f"all_reduce(SUM, float32, [4]) at {usual()}",
-        lambda: f"all_reduce(SUM, float32, [2, 2]) at {usual()}",
-    ),
-    "line": (
-        lambda: f"all_reduce(SUM, float32, [4]) at {usual()}",
-        lambda: f"all_reduce(SUM, float32, [4]) at {line('talk', '# another line')}",
-    ),
+USUAL, OTHER = line("talk", "# the usual line"), line("talk", "# another line")
+ONES, TENS = line("of_ones", "dist.all_reduce"), line("of_tens", "dist.all_reduce")
+SUM = "SUM, float32, [4]"
+DID = {  # by rank: what it reduced, and where
+    "order": ((SUM, ONES), (SUM, TENS)),
+    "reduce": ((SUM, USUAL), ("MAX, float32, [4]", USUAL)),
+    "dtype": ((SUM, USUAL), ("SUM, int32, [4]", USUAL)),
+    "shape": ((SUM, USUAL), ("SUM, float32, [2, 2]", USUAL)),
+    "line": ((SUM, USUAL), (SUM, OTHER)),
 }
 
 
@@ -85,8 +69,8 @@ def test_another_collective_is_told_by_every_rank_in_the_same_step(
     assert one.error == other.error
     assert (one.kind, one.code) == ("DesyncError", DesyncError.exit_code) == ("DesyncError", 8)
     assert one.error.startswith(f"step {collectives.STEP + 1}: ranks made different collectives. call ")
-    mine, theirs = DID[kind]
-    assert f"rank 0 did {mine()}, rank 1 did {theirs()}. No update was made" in one.error
+    mine, theirs = (f"all_reduce({what}) at {where}" for what, where in DID[kind])
+    assert f"rank 0 did {mine}, rank 1 did {theirs}. No update was made" in one.error
     assert not one.updated
     assert not other.updated
 
@@ -165,7 +149,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folders = {wrong: tmp_path_factory.mktemp(wrong) for wrong in ("skip", "size", "evaluation", "unused")}
     found = {}
     for wrong, folder in folders.items():
-        port = free()
+        port = free_port()
         job = [
             context.Process(target=collectives.process, args=(rank, port, folder, wrong), daemon=True)
             for rank in (0, 1)
@@ -181,18 +165,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return found
 
 
-def free() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_sizes_at_which_gloo_aborts_are_told_from_the_rings(ended: dict[str, Ended]) -> None:
     found = ended["size"]
     assert sorted(found.codes) in ([-6, 8], [8, 8])  # whom the other's size reaches first is ended in C++
-    theirs = f"all_reduce(SUM, float32, [40000]) at {usual()}"
-    differs = f"rank 0 did all_reduce(SUM, float32, [4]) at {usual()}, rank 1 did {theirs}"
+    theirs = f"all_reduce(SUM, float32, [40000]) at {USUAL}"
+    differs = f"rank 0 did all_reduce(SUM, float32, [4]) at {USUAL}, rank 1 did {theirs}"
     assert found.explained is not None
     assert differs in found.explained
     assert any(differs in told for told in found.told)
@@ -200,10 +178,7 @@ def test_sizes_at_which_gloo_aborts_are_told_from_the_rings(ended: dict[str, End
 
 def test_a_skipped_collective_is_told_from_the_rings(ended: dict[str, Ended]) -> None:
     found = ended["skip"]
-    after = line("of_ones", "dist.all_reduce")
-    differs = (
-        f"rank 0 did all_reduce(SUM, float32, [4]) at {usual()}, rank 1 did all_reduce(SUM, float32, [4]) at {after}"
-    )
+    differs = f"rank 0 did all_reduce({SUM}) at {USUAL}, rank 1 did all_reduce({SUM}) at {ONES}"
     assert 0 not in found.codes
     assert 8 in found.codes
     assert found.explained is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,34 +12,15 @@ import torch
 from torch import nn
 
 from tests import processes
-from tests.runs import configuration, distance, engine_of, parameters, trace, traces, whole
+from tests.runs import configuration, distance, layout, logged, parameters, started, trace, traces, whole
 from tests.tasks import LinearTask, TransformerTask
-from unisono.config.batch_split import BatchSplit
-from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
-from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics import precision
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
-from unisono.task import Context, Loss, SampleContext
+from unisono.task import Context, Loss
 
 STRATEGIES = ["ddp", "fsdp"]
-
-
-def prepared(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
-    """An engine that is not set up, and the micro-batches of its steps."""
-    source = task.data()
-    plan = StreamPlan.create(Order(len(source), 0), config.train.global_batch, config.train.steps, config.train.epochs)
-    split = BatchSplit.create(config.train.global_batch, place.world_size, config.layout.micro_batch)
-    engine = engine_of(task, config, place, group, split)
-    return engine, list(Loader(task, source, plan, split, place.rank).steps())
-
-
-def started(place: ProcessInfo, group: Communicator, task: Any, config: Any) -> tuple[Any, Any]:
-    """An engine that is set up, and the micro-batches of its steps."""
-    engine, steps = prepared(place, group, task, config)
-    engine.setup(steps[0], {"lr": 0.1})
-    return engine, steps
 
 
 def outcome(
@@ -58,22 +38,11 @@ def outcome(
     return "", "", before, parameters(engine)
 
 
-def on(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return [processes.alone(function, *arguments)] if world == 1 else processes.run(function, world, *arguments)
-
-
-def layout(strategy: str, **more: Any) -> dict[str, Any]:
-    return {"strategy": strategy, "world_size": 1 if strategy == "single" else 2, **more}
-
-
 # what is not finite ---------------------------------------------------------------------------------------------------
 
 
 class NanRow(LinearTask):
     """Row 17 is not a number."""
-
-    def sample(self, record: Any, context: SampleContext) -> Any:
-        return record
 
     def data(self) -> Any:
         rows = super().data()
@@ -98,7 +67,7 @@ class NanGradient(LinearTask):
 @pytest.mark.parametrize("task", [NanRow, NanGradient])
 def test_what_is_not_finite_never_reaches_the_parameters(strategy: str, task: type[LinearTask]) -> None:
     config = configuration(layout=layout(strategy, micro_batch=2), train={"epochs": 1, "global_batch": 8})
-    results = on(config.layout.world_size, outcome, task(), config)
+    results = processes.ranks(outcome, config.layout.world_size, task(), config)
     order = Order(40, 0)(np.arange(40)).tolist()
     step = order.index(17) // 8 + 1
     rank = order.index(17) % 8 // 4 if strategy != "single" else 0
@@ -308,13 +277,10 @@ def test_parameters_that_some_batches_leave_out_train_as_on_one_process(strategy
 
 
 def unused(place: ProcessInfo, group: Communicator, config: Any) -> tuple[list[str], bool, bool]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unisono").addHandler(handler)
-    engine, steps = started(place, group, BranchingTask(), config)
-    for number, batches in enumerate(steps):
-        engine.step(batches, number, {"lr": 0.01})
+    with logged() as records:
+        engine, steps = started(place, group, BranchingTask(), config)
+        for number, batches in enumerate(steps):
+            engine.step(batches, number, {"lr": 0.01})
     wrapped = engine.train_state.parallel.wrapped
     return records, wrapped.find_unused_parameters, wrapped.static_graph
 
@@ -344,9 +310,8 @@ def tied(place: ProcessInfo, group: Communicator, config: Any) -> tuple[bool, bo
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "hsdp"])
 def test_tied_weights_stay_tied_and_are_saved_once(strategy: str) -> None:
-    more = {"shards": 2} if strategy == "hsdp" else {}
-    config = configuration(layout=layout(strategy, **more), train={"steps": 3})
-    results = on(config.layout.world_size, tied, config)
+    config = configuration(layout=layout(strategy), train={"steps": 3})
+    results = processes.ranks(tied, config.layout.world_size, config)
     assert all(same and equal for same, equal, _ in results)
     assert {name for _, _, names in results for name in names} == {
         "model/embedding.weight",
@@ -360,8 +325,7 @@ def test_bf16_computes_the_same_on_every_layout(strategy: str) -> None:
     task, train = TransformerTask(), {"steps": 1, "precision": "bf16"}
     exact = processes.alone(trace, task, configuration(layout={"micro_batch": 3}, train={"steps": 1}))
     one = processes.alone(trace, task, configuration(layout={"micro_batch": 3}, train=train))
-    more = {"shards": 2} if strategy == "hsdp" else {}
-    many = processes.run(trace, 2, task, configuration(layout=layout(strategy, micro_batch=3, **more), train=train))[0]
+    many = processes.run(trace, 2, task, configuration(layout=layout(strategy, micro_batch=3), train=train))[0]
     assert np.median(list(distance(one.gradients, exact.gradients).values())) > 1e-3, "bf16 was not used"
     assert max(distance(many.gradients, one.gradients).values()) < 1e-6
 
@@ -372,7 +336,7 @@ def test_compiled_blocks_compute_the_same(strategy: str) -> None:
     train = {"steps": 3, "precision": "fp32"}
     one = processes.alone(trace, TransformerTask(), configuration(train=train))
     config = configuration(layout=layout(strategy, compile=True), train=train)
-    many = on(config.layout.world_size, trace, TransformerTask(), config)[0]
+    many = processes.ranks(trace, config.layout.world_size, TransformerTask(), config)[0]
     assert max(distance(many.gradients, one.gradients).values()) < 1e-5
     assert many.losses == pytest.approx(one.losses, rel=1e-5)
 

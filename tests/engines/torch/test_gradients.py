@@ -73,13 +73,6 @@ def test_one_element_that_is_not_finite_makes_the_norm_not_finite(value: float, 
     assert not math.isfinite(gradients.squared_norm(parts, WIDE))
 
 
-def test_a_parameter_without_a_gradient_is_left_out() -> None:
-    with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    with_gradient.grad = torch.full((2,), 3.0)
-    (only,) = gradients.collect_gradients([without, with_gradient])
-    assert only is with_gradient.grad
-
-
 # clipping -------------------------------------------------------------------------------------------------------------
 
 

@@ -60,25 +60,17 @@ def test_the_digest_changes_with_any_single_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("where")
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.bool], ids=str)
-def test_the_digest_changes_when_elements_change_places(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_digest_changes_with_the_places_and_the_signs_of_two_elements(dtype: torch.dtype) -> None:
     tensor = some(dtype)
-    assert tensor[3] != tensor[20]
+    tensor[3], tensor[20] = 1, 0
     swapped = tensor.clone()
     swapped[[3, 20]] = tensor[[20, 3]]
     assert replicas.digest(swapped) != replicas.digest(tensor)
-
-
-@pytest.mark.usefixtures("where")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_digest_changes_with_the_signs_and_the_places_of_two_elements(dtype: torch.dtype) -> None:
-    tensor = some(dtype)
-    flipped = tensor.clone()
-    flipped[[4, 9]] *= -1
-    assert replicas.digest(flipped) != replicas.digest(tensor)
-    there, here = (torch.tensor(values, dtype=dtype) for values in ([1.5, -1.5], [-1.5, 1.5]))
-    assert replicas.digest(there) != replicas.digest(here)
-    assert replicas.digest(torch.tensor([True, False])) != replicas.digest(torch.tensor([False, True]))
+    if dtype in FLOATS:  # whose highest bits are signs, of which an even number must not cancel
+        flipped = tensor.clone()
+        flipped[[4, 9]] *= -1
+        assert replicas.digest(flipped) != replicas.digest(tensor)
 
 
 @pytest.mark.usefixtures("where")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests import processes
-from tests.engines.torch.test_engine import prepared
-from tests.runs import configuration
+from tests.runs import configuration, logged, prepared
 from tests.tasks import TransformerTask
 from unisono.engines.protocol import StepResult
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
@@ -46,19 +45,15 @@ def results(
     layout = {"strategy": strategy, "world_size": place.world_size, "compile": True, "micro_batch": 3}
     config = configuration(layout=layout, train={"steps": 5, "global_batch": 12, "guard_every": 2})
     engine, steps = prepared(place, group, task, config)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unisono").addHandler(handler)
     done = []
     try:
-        engine.setup(steps[0], {"lr": 0.1})
-        for step, batches in enumerate(steps):
-            done.append(engine.step(batches, step, {"lr": 0.1}))
-            if step == 1:
-                engine.evaluate([batches], step, {"lr": 0.1})
+        with logged() as said:
+            engine.setup(steps[0], {"lr": 0.1})
+            for step, batches in enumerate(steps):
+                done.append(engine.step(batches, step, {"lr": 0.1}))
+                if step == 1:
+                    engine.evaluate([batches], step, {"lr": 0.1})
     finally:
-        logging.getLogger("unisono").removeHandler(handler)
         engine.close()
     assert len({result.loss for result in done}) == 5
     assert np.isfinite([result.loss for result in done]).all()
@@ -68,22 +63,14 @@ def results(
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_with_static_shapes_nothing_is_compiled_after_the_warm_up(strategy: str) -> None:
-    ranks = [results(ProcessInfo(), SingleProcess(), strategy, False)] if strategy == "single" else processes.run(
-        results, 2, strategy, False
-    )  # fmt: skip
-    for done, said in ranks:
+    for done, said in processes.ranks(results, 1 if strategy == "single" else 2, strategy, False):
         assert [result.recompiled for result in done] == [""] * 5
         assert not any("recompiled" in line for line in said)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shape_that_changes_is_told_once_with_its_reason_on_every_rank(world: int) -> None:
-    ranks = (
-        [results(ProcessInfo(), SingleProcess(), "single", True)]
-        if world == 1
-        else processes.run(results, 2, "ddp", True)
-    )
-    for done, said in ranks:
+    for done, said in processes.ranks(results, world, "single" if world == 1 else "ddp", True):
         assert [bool(result.recompiled) for result in done] == [False, False, True, False, False]
         told = done[2].recompiled
         assert f"rank {world - 1}, forward (tasks.py:" in told
@@ -95,8 +82,6 @@ def test_a_shape_that_changes_is_told_once_with_its_reason_on_every_rank(world: 
 
 
 def test_without_a_compiler_there_is_nothing_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     guard = RecompileGuard(SingleProcess())
     guard.on_step_begin(0, [])

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tests import processes
-from tests.engines.torch.test_engine import layout, started
-from tests.runs import configuration, parameters
+from tests.runs import configuration, layout, parameters, started
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.observers import Observer
 from unisono.runtime.communicator import Communicator, ProcessInfo
@@ -76,8 +75,7 @@ def given(place: ProcessInfo, group: Communicator, strategy: str) -> bool:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_an_update_from_given_gradients_is_the_update_of_the_step_that_had_them(strategy: str) -> None:
-    ranks = [processes.alone(given, strategy)] if strategy == "single" else processes.run(given, 2, strategy)
-    assert all(ranks)
+    assert all(processes.ranks(given, 1 if strategy == "single" else 2, strategy))
 
 
 class Noisy(LinearTask):

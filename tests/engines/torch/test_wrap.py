@@ -18,9 +18,10 @@ from tests.tasks import LENGTH, VOCABULARY, LinearTask, Transformer, Transformer
 from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.parallel import wrap
+from unisono.optim.sharded import gather_full
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
-from unisono.task import Context, Loss
+from unisono.task import Context
 
 CPU = torch.device("cpu")
 TRAINING = Context(0, training=True)
@@ -185,52 +186,6 @@ def test_only_ddp_divides_by_the_number_of_processes(strategy: str, reduction: s
 # the step -------------------------------------------------------------------------------------------------------------
 
 
-class Says(LinearTask):
-    """A task whose loss is what it was told."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.said = loss
-
-    def outputs(self, model: nn.Module, batch: Any, context: Context) -> Any:
-        return None
-
-    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
-        return self.said
-
-
-def scales(**values: float) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value) for name, value in values.items()}
-
-
-def stepped(sums: dict[str, torch.Tensor], **given: float) -> tuple[torch.Tensor, Loss]:
-    loss = Loss(sums, weights={"b": 10.0})
-    result: tuple[torch.Tensor, Loss] = wrap.StepModule(Says(loss), nn.Linear(1, 1))({}, TRAINING, scales(**given))
-    return result
-
-
-def test_the_total_is_each_sum_times_its_weight_and_its_scale() -> None:
-    sums = scales(a=3.0, b=5.0)
-    total, loss = stepped(sums, a=0.5, b=0.25)
-    assert total.item() == 3.0 * 0.5 + 10 * 5.0 * 0.25
-    assert loss.sums is sums, "the sums to report are those of the task, not scaled"
-
-
-@pytest.mark.parametrize("counted", [["a"], ["a", "b", "c"], ["a", "x"], []])
-def test_terms_and_counts_have_to_have_the_same_names(counted: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        stepped(scales(a=1.0, b=1.0), **dict.fromkeys(counted, 1.0))
-    assert f"loss() returned the terms ['a', 'b'], but counts() counted {counted}" in str(refused.value)
-    assert str(refused.value).startswith("Says: ")
-
-
-@pytest.mark.parametrize("shape", [(3,), (1,), (2, 2)])
-def test_a_term_that_is_no_scalar_is_refused_by_name_and_shape(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        stepped({"a": torch.ones(()), "b": torch.ones(shape)}, a=1.0, b=1.0)
-    assert f"scalar sums over the rows; got the shapes b {shape}" in str(refused.value)
-
-
 def test_a_step_that_nothing_wraps_is_its_own_inside() -> None:
     step = wrap.StepModule(LinearTask(), nn.Linear(3, 1))
     assert wrap.wrap(step, layout(), "fp32", CPU, 1, 60.0) is step
@@ -255,13 +210,16 @@ def linear_step() -> wrap.StepModule:
     return wrap.StepModule(LinearTask(), nn.Linear(3, 1))
 
 
+def scales(**values: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
 def gradient(step: nn.Module, *ranks: int, factor: float = 1.0) -> torch.Tensor:
     """The weight's gradient after backward passes over the batches of these ranks."""
     for rank in ranks:
         total, _ = step(data(rank), TRAINING, scales(square=factor))
         total.backward()
-    found = unwrapped(step).model.weight.grad
-    return (found.full_tensor() if isinstance(found, DTensor) else found).detach().clone()
+    return gather_full(unwrapped(step).model.weight.grad).detach().clone()
 
 
 def gathered(kind: str) -> dict[str, Any]:

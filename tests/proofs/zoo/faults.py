@@ -33,6 +33,7 @@ from unisono.engines.torch.parallel.parallel import Parallel
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.step import TrainStep
 from unisono.optim import optimizers, schedules
+from unisono.optim.sharded import local
 from unisono.task import SampleContext
 
 # sums and means -------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def ignored_parameter(original: Any, self: Parallel) -> None:
 def stale_optimizer(original: Any, config: Any, model: nn.Module, blocks: Any) -> Any:
     copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
     for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
-        module.weight = nn.Parameter(gradients.local(parameter.detach()).clone())
+        module.weight = nn.Parameter(local(parameter.detach()).clone())
     return original(config, copied)
 
 

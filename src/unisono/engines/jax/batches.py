@@ -116,7 +116,6 @@ class Batches:
         self, split: BatchSplit, grid: Grid, kind: str, part: Callable[[str], AbstractContextManager[Any]]
     ) -> None:
         self._split, self._grid, self._kind, self._part = split, grid, kind, part
-        self._local_devices = split.devices
         self._upcoming: Peekable | None = None
         self._started: tuple[list[MicroBatch], DeviceBatch] | None = None
 
@@ -193,7 +192,7 @@ class Batches:
                     "compiled for one shape, so pad to a fixed length in collate()"
                 )
             # Device by device: each computes a contiguous stretch of micro-batches, one in each pass.
-            return np.stack(arrays).reshape(self._local_devices, -1, *arrays[0].shape).swapaxes(0, 1)
+            return np.stack(arrays).reshape(self._split.devices, -1, *arrays[0].shape).swapaxes(0, 1)
 
         stacked: DeviceBatch = self.spread(jax.tree_util.tree_map_with_path(side_by_side, padded[0], *padded[1:]))
         return stacked

@@ -87,9 +87,16 @@ def machine(layout: Layout, place: ProcessInfo) -> dict[str, Any]:
     """The hardware: the device's name, the processor, and the number of threads."""
     import jax
 
-    device = jax.local_devices()[0]
-    name = "cpu" if device.platform == "cpu" else device.device_kind
-    return {"device": name, "processor": platform.machine(), "threads": layout.threads or 0}
+    return {
+        "device": device_name(jax.local_devices()[0]),
+        "processor": platform.machine(),
+        "threads": layout.threads or 0,
+    }
+
+
+def device_name(device: Any) -> str:
+    """Product name of a `jax.Device`; `cpu` for the CPU."""
+    return "cpu" if device.platform == "cpu" else str(device.device_kind)
 
 
 @cache

@@ -18,6 +18,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
 from unisono.engines.jax.batches import Batches, ColumnNames, DeviceBatch
+from unisono.engines.jax.devices import device_name
 from unisono.engines.jax.forward import Columns, Inputs
 from unisono.engines.jax.guards import checks, faults, replicas, task_errors
 from unisono.engines.jax.guards.compilation import Compiler
@@ -132,10 +133,9 @@ class JaxEngine:
         rules.check_names(self.communicator, reported, "the first step")
         self._digests = self.digests()
         replicas.check_copies(self._differing(self._digests), len(self._digests), 0)
-        device = self._devices[0]
         size = sum(math.prod(array.shape) for array in arrays.values())
         return ModelFacts(
-            size, "cpu" if device.platform == "cpu" else device.device_kind, {**kernels, **self._describe_mesh()},
+            size, device_name(self._devices[0]), {**kernels, **self._describe_mesh()},
             tuple(self.optimizer.describe(self.structure)), self.split.devices,
         )  # fmt: skip
 

@@ -236,9 +236,7 @@ class _Device:
 
     def carry(self, kept: dict[str, Any]) -> Any:
         """The state of this device's rows before the step, (passes, rows, …); None without."""
-        forward = self.forward
-        one = lambda micro, own: forward.carry(own or None, micro, self.inputs)  # noqa: E731
-        return jax.vmap(one)(self.batch, kept)
+        return jax.vmap(lambda micro, own: self.forward.carry(own or None, micro, self.inputs))(self.batch, kept)
 
     def totals(self, kept: Any) -> dict[str, jax.Array]:
         """`Task.totals` over the global batch, from a pass without gradients; empty if not needed."""

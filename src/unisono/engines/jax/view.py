@@ -117,14 +117,14 @@ class JaxModelView:
 
     def outputs(self, micro: MicroBatch, scalars: Mapping[str, float]) -> Any:
         """What the task returns for a micro-batch in training, on one device; see `ModelView`."""
-        return self._on_one_device("outputs", Forward.outputs, micro, micro.size, 0, scalars)
+        return self._on_one_device(Forward.outputs, micro, micro.size, 0, scalars)
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
         task = self._engine.programs.task
         if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
             return {}
-        found = self._on_one_device("sums", _term_sums, micro, micro.size, 0, scalars)
+        found = self._on_one_device(_term_sums, micro, micro.size, 0, scalars)
         return {name: float(value) for name, value in found.items()}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
@@ -152,16 +152,25 @@ class JaxModelView:
             return jax.jacrev(lambda p: _term_sums(forward, p, constants, one, context))(dict(parameters))
 
         rows = engine.split.micro_batch  # padded as in the step, so that the same is drawn
-        found = self._on_one_device("term gradients", compute_gradients, micro, rows, self._step, self._scalars)
+        found = self._on_one_device(compute_gradients, micro, rows, self._step, self._scalars, cached=True)
         return {
             term: {name: np.atleast_1d(np.asarray(value)) for name, value in gradients.items()}
             for term, gradients in found.items()
         }
 
     def _on_one_device(
-        self, what: str, compute: Any, micro: MicroBatch, rows: int, step: int, scalars: Mapping[str, float]
+        self,
+        compute: Any,
+        micro: MicroBatch,
+        rows: int,
+        step: int,
+        scalars: Mapping[str, float],
+        cached: bool = False,
     ) -> Any:
-        """A function of a micro-batch in training, with as many rows, on one device."""
+        """A function of a micro-batch in training, with as many rows, on one device.
+
+        It is traced each time (what draws outside of its key shows by that), unless it is the one that is `cached`.
+        """
         engine, names = self._engine, ColumnNames.from_micro_batch(micro)
         forward = engine.programs.forward(True, scalars, names, Grid.single_device(jax.local_devices()[0]))
         inputs = engine.programs.inputs(step, scalars, False, {})
@@ -171,9 +180,9 @@ class JaxModelView:
             return compute(forward, parameters, constants, one, context)
 
         given = engine.train_state.parameters, engine.constants, engine.batches.pad(micro, rows), inputs
-        if what == "term gradients":
-            return self._programs.setdefault((what, names, *sorted(forward.static.items())), jax.jit(call))(*given)
-        lowered = jax.jit(call).lower(*given)  # traced each time: what draws outside of its key shows by that
+        if cached:
+            return self._programs.setdefault((names, *sorted(forward.static.items())), jax.jit(call))(*given)
+        lowered = jax.jit(call).lower(*given)
         text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if text not in self._programs:
             self._programs[text] = lowered.compile()

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from unisono.engines.state import ArrayShard, StateReader, check_arrays
 from unisono.engines.torch import saved_tensors
-from unisono.engines.torch.numerics.gradients import local
+from unisono.optim.sharded import gather_full, local
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import CheckpointError
 
@@ -119,8 +119,7 @@ def gather_array(tensor: Tensor, keep: bool) -> NDArray[Any] | None:
     Gathering is collective; a process that does not `keep` the result participates and gets None. Half precision is
     converted to fp32, since NumPy has no bf16.
     """
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor = gather_full(tensor.detach())
     if not keep:
         return None
     tensor = tensor.cpu()

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unisono.engines.torch.numerics.gradients import local
+from unisono.optim.sharded import local
 from unisono.proof.recording.local_gradients import dense
 
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
-from unisono.engines.torch.numerics.gradients import local
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
+from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients

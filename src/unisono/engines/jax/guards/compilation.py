@@ -24,10 +24,8 @@ from unisono.runtime.errors import ConfigError, DesyncError
 
 log = logging.getLogger(__name__)
 
-_FIRST_REPORT, _REPORT_INTERVAL = (
-    5.0,
-    15.0,
-)  # seconds until a line says that something is compiled, and between two such lines
+_FIRST_REPORT = 5.0  # seconds until a line says that something is compiled
+_REPORT_INTERVAL = 15.0  # seconds between two such lines
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 Program = Callable[..., Any]

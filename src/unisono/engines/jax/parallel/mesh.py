@@ -118,10 +118,12 @@ REPLICATED = PartitionSpec()
 
 def gather(array: jax.Array, spec: PartitionSpec, dtype: Any) -> jax.Array:
     """A whole parameter from its shards, in the dtype of the computation; its gradient is added up in its own dtype."""
-    axis = next((axis for axis, name in enumerate(spec) if name == SHARD), None)
-    if axis is None:
-        return array.astype(dtype)
-    return _all_gather_shards(array, axis, jnp.dtype(dtype))
+    axis = _sharded_axis(spec)
+    return array.astype(dtype) if axis is None else _all_gather_shards(array, axis, jnp.dtype(dtype))
+
+
+def _sharded_axis(spec: PartitionSpec) -> int | None:
+    return next((axis for axis, name in enumerate(spec) if name == SHARD), None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -143,10 +145,8 @@ _all_gather_shards.defvjp(_all_gather_forward, _all_gather_backward)
 
 def scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
     """This device's shard of the sum over shards of a whole gradient; what `gather` does by itself when it is left."""
-    for axis, name in enumerate(spec):
-        if name == SHARD:
-            return jax.lax.psum_scatter(gradient, SHARD, scatter_dimension=axis, tiled=True)
-    return gradient
+    axis = _sharded_axis(spec)
+    return gradient if axis is None else jax.lax.psum_scatter(gradient, SHARD, scatter_dimension=axis, tiled=True)
 
 
 def regather_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:

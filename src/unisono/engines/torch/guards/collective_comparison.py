@@ -139,11 +139,7 @@ class CollectiveComparison(Observer):
             self._hooks.close()
             self._log.close()
             self._hooks = None
-            del (
-                self._communicator,
-                self._channel,
-                self._members,
-            )  # a process group must be free of its users before it is left
+            del self._communicator, self._channel, self._members  # a group is left after its last user
 
     def _wait(self, work: dist.Work, when: str) -> None:
         """Wait, and check meanwhile whether a rank of this node cannot arrive because it waits for this process."""

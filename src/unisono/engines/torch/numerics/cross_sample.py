@@ -245,7 +245,7 @@ class _GatheredOutputs:
 
     Attributes:
         leaves: tensors of the outputs, each (rows of the global batch, …).
-        like: outputs of the same structure.
+        structure: outputs of the same structure.
         shared: what `CrossSample.shared` gave, each (rows of the global batch, …).
         first: place of this process's first row.
     """

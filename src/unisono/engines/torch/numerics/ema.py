@@ -17,8 +17,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from unisono.config.schema.run import Ema
 from unisono.engines.state import StateReader
 from unisono.engines.torch import sharded_tensors
-from unisono.engines.torch.numerics.gradients import local
 from unisono.optim import ema
+from unisono.optim.sharded import local
 
 log = logging.getLogger(__name__)
 NAME_PREFIX = "ema/"  # what the names of its arrays in a checkpoint begin with

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from unisono.engines.rules import clip_factor
-from unisono.optim.sharded import local as local
+from unisono.optim.sharded import local
 
 
 def collect_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

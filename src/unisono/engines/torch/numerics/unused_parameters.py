@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.engines.torch.numerics.gradients import local, local_gradients
+from unisono.engines.torch.numerics.gradients import local_gradients
 from unisono.engines.torch.parallel.parallel import Parallel
+from unisono.optim.sharded import local
 
 log = logging.getLogger(__name__)
 

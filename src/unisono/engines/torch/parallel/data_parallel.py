@@ -113,14 +113,14 @@ def sum_losses(results: Sequence[tuple[Tensor, Loss]], first: torch.device) -> t
     """The loss of all rows from those of parts: totals, sums, and both numbers of every metric are added up."""
     total = torch.stack([part.to(first) for part, _ in results]).sum()
     losses = [loss for _, loss in results]
-    for loss in losses[1:]:
-        if (loss.sums.keys(), loss.metrics.keys(), dict(loss.weights)) != (
-            losses[0].sums.keys(), losses[0].metrics.keys(), dict(losses[0].weights),
-        ):  # fmt: skip
+    expected, *others = [
+        f"{sorted(loss.sums)}, {sorted(loss.metrics)}, {dict(sorted(loss.weights.items()))}" for loss in losses
+    ]
+    for found in others:
+        if found != expected:
             raise ConfigError(
-                f"devices report different terms, metrics or weights: {sorted(losses[0].sums)}, "
-                f"{sorted(losses[0].metrics)}, {dict(losses[0].weights)} and {sorted(loss.sums)}, "
-                f"{sorted(loss.metrics)}, {dict(loss.weights)}. They must not depend on the rows."
+                f"devices report different terms, metrics or weights: {expected} and {found}. They must not depend on "
+                "the rows."
             )
     carries, metrics = [loss.carry for loss in losses], [loss.metrics for loss in losses]
     return total, Loss(
