@@ -66,15 +66,12 @@ def test_the_dropout_of_a_micro_batch_is_its_own(one: Trace) -> None:
     assert abs(without.losses[0] - one.losses[0]) > 1e-3
 
 
-@pytest.mark.parametrize("mine", [layout(micro_batch=6), layout(2, "ddp", micro_batch=3)], ids=["2 passes", "2 × 2"])
-def test_passes_change_nothing_where_nothing_is_drawn(mine: dict[str, Any]) -> None:
+SLOW = [pytest.param(layout(micro_batch=rows), marks=pytest.mark.slow) for rows in (4, 2, 1)]
+
+
+@pytest.mark.parametrize("mine", [layout(micro_batch=6), layout(2, "ddp", micro_batch=3), *SLOW])
+def test_any_number_of_passes_changes_nothing_where_nothing_is_drawn(mine: dict[str, Any]) -> None:
     assert_same_program(run(UnevenTask(), mine), run(UnevenTask(), layout()), 1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("micro_batch", [4, 2, 1])
-def test_any_number_of_passes_changes_nothing(micro_batch: int) -> None:
-    assert_same_program(run(UnevenTask(), layout(micro_batch=micro_batch)), run(UnevenTask(), layout()), 1e-12)
 
 
 @pytest.mark.slow

@@ -121,19 +121,6 @@ def test_whoever_is_killed_the_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_upon_another_layout(tmp_path: Path) -> None:
-    words = ("train.steps=8", "checkpoint.every=3")
-    whole = train(tmp_path, "whole", *words, "layout.micro_batch=8")
-    cut = unisono(
-        tmp_path, *TRAIN, "run.name=cut", *words, *TWO_BY_TWO, "--fault", "rank=1,step=5,phase=forward,act=kill"
-    )
-    assert cut.returncode == 9, cut.stderr
-    assert_same_runs(
-        train(tmp_path, "cut", *words, "layout.devices=2", "layout.strategy=ddp", "layout.micro_batch=8"), whole, 1e-12
-    )
-
-
-@pytest.mark.slow
 def test_a_peer_that_hangs_alive_ends_the_run_with_its_name(tmp_path: Path) -> None:
     """JAX itself never notices."""
     stuck = unisono(

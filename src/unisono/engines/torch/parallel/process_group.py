@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ _PEER_FAULT = re.compile(
 
 _start_counter = itertools.count()
 _stores: dict[tuple[str, int], Store] = {}
-_files: dict[str, Store] = {}
 _STORE_WAIT = 25.0  # seconds for what depends on no other process
 
 
@@ -56,7 +56,7 @@ def start(process: ProcessInfo, device: torch.device, timeout: float, start_time
         # Not torch's own rendezvous, which counts arrivals but cannot name the missing ranks.
         hosts = process.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if file is not None:
-            whole = _file_store(file, process)
+            whole = _file_store(file, process.world_size)
         else:
             _check_host_name(host, port)
             # Whoever hosts the store finds it at once, unless the address is not this host's.
@@ -97,15 +97,15 @@ def start(process: ProcessInfo, device: torch.device, timeout: float, start_time
     return TorchCommunicator(process, timeout)
 
 
-def _file_store(file: str, process: ProcessInfo) -> Store:
+@cache
+def _file_store(file: str, world_size: int) -> Store:
     """The store of processes of one host: a file in a folder that this user alone may enter.
 
     A TCPStore has no authentication: any user of the host can connect to it, make it allocate any amount of memory, and
     change what processes exchange.
     """
-    if file not in _files:
-        _files[file] = dist.FileStore(file, process.world_size)  # type: ignore[attr-defined]
-    return _files[file]
+    store: Store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
+    return store
 
 
 def _tcp_store(host: str, port: int, process: ProcessInfo, hosts: bool, deadline: float) -> Store:
