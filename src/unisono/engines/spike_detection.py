@@ -90,11 +90,9 @@ class SpikeDetection(Observer):
         """The history, for one process to save; nothing if spike detection is off."""
         if self._config is None:
             return []
-        saved = {**self._history, "in_a_row": [self._consecutive_spikes]}
-        return [
-            ArrayShard(f"{_PREFIX}{kind}", (len(values),), (0,), np.array(values, np.float64))
-            for kind, values in saved.items()
-        ]
+        saved = {kind: np.array(values, np.float64) for kind, values in self._history.items()}
+        saved["in_a_row"] = np.array([self._consecutive_spikes], np.float64)
+        return [ArrayShard(f"{_PREFIX}{kind}", values.shape, (0,), values) for kind, values in saved.items()]
 
     def load(self, reader: StateReader) -> None:
         """Load a saved history; without one, start with an empty one."""
