@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,13 @@ class Net(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def decays(of: OptimizerGroup, model: nn.Module) -> dict[str, float]:
-    """Weight decay by parameter name."""
-    by_id = {id(p): group["weight_decay"] for group in parameter_groups(of, model) for p in group["params"]}
+def group_values(setting: str, of: OptimizerGroup, model: nn.Module) -> dict[str, float]:
+    """A setting of each parameter's group, by the parameter's name."""
+    by_id = {id(p): group[setting] for group in parameter_groups(of, model) for p in group["params"]}
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in by_id}
 
 
-def scales(of: OptimizerGroup, model: nn.Module) -> dict[str, float]:
-    """Learning rate scale by parameter name."""
-    by_id = {id(p): group["lr_scale"] for group in parameter_groups(of, model) for p in group["params"]}
-    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
+decays, scales = partial(group_values, "weight_decay"), partial(group_values, "lr_scale")
 
 
 # decay --------------------------------------------------------------------------------------------------------------

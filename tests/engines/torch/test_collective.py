@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import processes
+from tests.launch import jobs
 from tests.ports import free_port
 from unisono.engines.torch.parallel import process_group
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
@@ -145,15 +145,6 @@ def test_a_process_alone_gathers_its_own_value_and_can_stop_though_it_never_join
 # two processes --------------------------------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], bool], turns: int = 1500) -> None:
-    """Wait for another process, but not for ever."""
-    for _ in range(turns):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("the other process goes on waiting, long after its deadline")
-
-
 def rejoined(place: ProcessInfo, group: Communicator, timeout: float) -> process_group.TorchCommunicator:
     """Leave the process group and start another one with another deadline."""
     ports = group.gather(free_port(), "the new port")
@@ -190,7 +181,7 @@ def on_two(place: ProcessInfo, group: process_group.TorchCommunicator, folder: P
         result["stuck"] = late(lambda: group.gather(1, "the answer of the others"))
         given_up.touch()
     else:
-        until(given_up.exists)
+        jobs.wait_for(given_up.exists, 30.0)
         result["stuck"] = late(lambda: group.barrier("those who have given up"))
     return result
 

@@ -12,6 +12,7 @@ import torch
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.protocol import StepResult
+from unisono.engines.torch.numerics.buffers import restore_modes_on_exit
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
@@ -32,12 +33,12 @@ def evaluate(
     parallel, cross_sample = state.parallel, passes.cross_sample
     # DDP's wrapper does nothing for a pass without a backward pass; FSDP's gathers the parameters.
     module = parallel.module if parts.job.config.layout.strategy == "ddp" else parallel.wrapped
-    training = {part: part.training for part in module.modules()}
     context = Context(step, training=False, scalars=scalars)
     sums, seen = parts.reduction.sums(), list[MicroBatch]()
     with (
         state.average.swap_in() if average else nullcontext(),
         state.buffers.restore_on_exit(),
+        restore_modes_on_exit(module),
         parts.random_state.restore_on_exit(),
         torch.no_grad(),
     ):
@@ -57,8 +58,6 @@ def evaluate(
                     sums.add(micro, loss)
         finally:
             parallel.reshard()
-            for part, mode in training.items():
-                part.training = mode
     parts.comparison.check(f"the evaluation after step {step}")
     rules.check_names(parts.job.communicator, sums.names, "the evaluation")
     with heartbeat.phase("wait", "the sums of the evaluation"):

@@ -18,6 +18,7 @@ from unisono.engines.observers import Array, ArrayGroup
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.numerics.buffers import restore_modes_on_exit
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState
@@ -117,15 +118,11 @@ class TorchModelView:
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""
-        task, modes = self._job.task, {module: module.training for module in self.module.modules()}
+        task = self._job.task
         by_batch = not (protocols.cross_sample_mode(task) or protocols.needs_totals(task))
-        self.module.train(training)
-        try:
-            with torch.set_grad_enabled(training):
-                (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with restore_modes_on_exit(self.module), torch.set_grad_enabled(training):
+            self.module.train(training)
+            (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
         return self._passes.has_drawn(micro)
 
     def random_digest(self) -> int:

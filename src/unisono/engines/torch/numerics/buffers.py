@@ -1,4 +1,4 @@
-"""A model's buffers: which of them differ by process, and contexts that restore them."""
+"""A model's buffers and modes: which buffers differ by process, and contexts that restore them."""
 
 from __future__ import annotations
 
@@ -85,6 +85,17 @@ class Buffers:
     def restore_idle_on_exit(self) -> AbstractContextManager[None]:
         """The same for an idle pass, except for synchronised statistics, which include other processes' rows."""
         return self.restore_on_exit(lambda name: name not in self._shared_statistics)
+
+
+@contextmanager
+def restore_modes_on_exit(model: nn.Module) -> Iterator[None]:
+    """A context that restores on exit which modules are in training and which in evaluation."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
 
 
 def _buffers_of(model: nn.Module, layers: Collection[str]) -> set[str]:
