@@ -234,7 +234,7 @@ def distance(mine: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> d
 
 
 def assert_same(mine: Trace, reference: Trace, floor: float = 1e-12, norms: float | None = None) -> None:
-    """Two runs began with the same bits, saw the same rows, and computed the same up to a floor; norms up to `norms`."""
+    """Two runs began with the same bits, saw the same rows and computed the same up to a floor (norms to another)."""
     assert mine.rows == reference.rows
     assert max(distance(mine.before, reference.before).values()) == 0, "initial parameters"
     for kind in ("gradients", "parameters", "average"):

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pytest
 
 from tests import processes
-from tests.runs import SGD, Trace, configuration, distance, traces
+from tests.runs import SGD, Trace, configuration, traces
 from tests.tasks import TransformerTask
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
@@ -107,20 +106,6 @@ def run_all(cases: Mapping[Name, tuple[Task, RunConfig]], timeout: float = 900) 
             assert all(other.losses == everyone[0].losses for other in everyone), f"{name}: ranks report other losses"
             results[name] = everyone[0]
     return results
-
-
-def assert_same(mine: Trace, reference: Trace, tolerance: float) -> None:
-    """All that layouts have to agree on: rows and initial parameters in every bit, the rest to rounding."""
-    assert mine.rows == reference.rows
-    assert max(distance(mine.before, reference.before).values()) == 0.0, "initial parameters"
-    for quantity in ("gradients", "parameters", "average"):
-        worst = distance(getattr(mine, quantity), getattr(reference, quantity))
-        assert max(worst.values(), default=0.0) < tolerance, f"{quantity}: {max(worst, key=worst.__getitem__)}"
-    assert mine.losses == pytest.approx(reference.losses, rel=tolerance)
-    assert mine.norms == pytest.approx(reference.norms, rel=tolerance)
-    for ours, theirs in zip(mine.metrics, reference.metrics, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance)
-    assert mine.evaluation == pytest.approx(reference.evaluation, rel=tolerance)
 
 
 def _config(case: Case, task: Task) -> RunConfig:

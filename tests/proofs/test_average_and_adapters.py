@@ -11,7 +11,7 @@ import pytest
 from tests.proofs import matrix, test_resume_is_exact
 from tests.proofs.matrix import LAYOUTS, MODELS, TOLERANCE
 from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _go, _moved, events, final
-from tests.runs import ADAMW, SGD, Trace, configuration, distance
+from tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Trace]:
 def test_layout_equals_one_process(runs: dict[Case, Trace], case: Case) -> None:
     reference = runs[*case[:3], "single m3"]
     _is_not_vacuous(case[1], reference)
-    matrix.assert_same(runs[case], reference, TOLERANCE[case[2]])
+    assert_same(runs[case], reference, TOLERANCE[case[2]])
 
 
 def _is_not_vacuous(variant: str, reference: Trace) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.pairs import ROWS, Paired
-from tests.proofs.matrix import assert_same, run_all
-from tests.runs import SGD, Trace, configuration
+from tests.proofs.matrix import run_all
+from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from torch import nn
 from tests import processes
 from tests.pairs import FEATURES, WIDTH, Paired
 from tests.proofs import test_resume_is_exact as resume
-from tests.proofs.matrix import assert_same, run_all
+from tests.proofs.matrix import run_all
 from tests.proofs.test_cross_sample import LAYOUTS
-from tests.runs import ADAMW, SGD, Trace, configuration, distance, traces
+from tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.proofs.matrix import LAYOUTS, TOLERANCE, assert_same, run_all
+from tests.proofs.matrix import LAYOUTS, TOLERANCE, run_all
 from tests.recipes.language import corpora
-from tests.runs import SGD, Trace, configuration
+from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.recipes.language.settings import FromConfig, LanguageConfig
 from unisono.recipes.language.task import Language

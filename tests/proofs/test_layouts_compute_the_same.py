@@ -13,7 +13,7 @@ import pytest
 
 from tests.proofs import matrix
 from tests.proofs.matrix import CASES, TOLERANCE, Case
-from tests.runs import Trace
+from tests.runs import Trace, assert_same
 
 CORE = {
     Case("transformer", dropout, "fp64", layout)
@@ -43,7 +43,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Trace]:
 )
 def test_layout_equals_one_process(traces: dict[Case, Trace], case: Case) -> None:
     _is_not_vacuous(traces[case.reference])
-    matrix.assert_same(traces[case], traces[case.reference], TOLERANCE[case.precision])
+    assert_same(traces[case], traces[case.reference], TOLERANCE[case.precision])
 
 
 def _is_not_vacuous(reference: Trace) -> None:

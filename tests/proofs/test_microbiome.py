@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.proofs.matrix import LAYOUTS, assert_same, run_all, without_gradient
+from tests.proofs.matrix import LAYOUTS, run_all, without_gradient
 from tests.recipes.microbiome.made import ALL, task
-from tests.runs import SGD, Trace, configuration
+from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow
