@@ -259,6 +259,8 @@ def test_check_refuses_what_train_would_refuse_and_tells_where_its_keys_were_wri
         (f"{LINEAR} layout.device=cuda", "layout.device is from override 'layout.device=cuda'"),
         (f"{LINEAR} train.steps=10 schedules.lr.warmup=20", "schedules.lr"),
         (f"{LINEAR} run.name=a run.resume=must", "runs/a has no checkpoint to resume from, and run.resume=must"),
+        (f"{LINEAR} callbacks=[:Stop]", "':Stop' names no class; it is given as path/to/file.py:Class"),
+        (":Mine", "':Mine' names no class; it is given as path/to/file.py:Class"),
         ("nowhere.py:Mine", "nowhere.py: no such file; a task is given as path/to/file.py:Class"),
     ],
 )

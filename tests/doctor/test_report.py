@@ -30,6 +30,18 @@ def test_the_facts_are_those_of_this_host(tmp_path: Path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_libraries_that_do_not_fit_together_are_no_reason_to_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuses() -> None:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuses)
+    found = facts.gather_facts(tmp_path).versions
+    assert found["cuda"] == "13.0" and "cudnn" not in found
+
+
 def test_a_directory_that_cannot_be_written_to_is_a_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def refuses(dir: Path) -> Any:
         raise OSError(30, "Read-only file system")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.jax.test_processes import TRAIN, assert_same, train
+from tests.engines.jax.test_processes import TRAIN, assert_same_runs, train
 from tests.launch import jobs, namespaces, slurm_cluster
 from tests.launch.namespaces import Host
 from tests.launch.test_nodes import MEET, fault
@@ -70,7 +70,7 @@ def test_torchrun_starts_the_processes(one: Path, tmp_path: Path) -> None:
     command = [*jobs.torchrun("--nproc-per-node=2", "--no-python"), jobs.UNISONO]
     done = jobs.finished([*command, *TRAIN, *STEPS, *FSDP, "layout.world_size=7"], tmp_path, 300)
     assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "runs" / "a", one, 1e-12)
+    assert_same_runs(tmp_path / "runs" / "a", one, 1e-12)
 
 
 @hosts_needed
@@ -81,14 +81,14 @@ def test_two_hosts_compute_what_one_device_computes_and_go_on_after_a_kill(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     assert [done.returncode for done in nodes(pair, whole)] == [0, 0]
-    assert_same(whole / "runs" / "a", one, 1e-12)
+    assert_same_runs(whole / "runs" / "a", one, 1e-12)
     killed = nodes(pair, cut, "checkpoint.every=3", "--fault", "rank=1,step=5,phase=forward,act=kill")
     assert [done.returncode for done in killed] == [5, 9], killed
     assert "rank 1 (" in fault(killed[1]) and "died without a message, in step 5" in fault(killed[1])
     assert len(commit.find_checkpoints(cut / "runs" / "a" / "checkpoints")) == 1
     gone_on = nodes(pair, cut, "checkpoint.every=3")
     assert [done.returncode for done in gone_on] == [0, 0], gone_on
-    assert_same(cut / "runs" / "a", whole / "runs" / "a", 0.0)
+    assert_same_runs(cut / "runs" / "a", whole / "runs" / "a", 0.0)
 
 
 @hosts_needed
@@ -98,7 +98,7 @@ def test_processes_of_two_hosts_that_a_launcher_numbers_find_each_other(
     """Two of them meet through a loopback address, where those of the other host would not find them."""
     done = by_hand(pair, tmp_path, {})
     assert [each.returncode for each in done] == [0] * 4, done
-    assert_same(tmp_path / "runs" / "a", one, 1e-12)
+    assert_same_runs(tmp_path / "runs" / "a", one, 1e-12)
 
 
 @hosts_needed
@@ -121,6 +121,6 @@ def test_srun_starts_the_processes_of_two_nodes(one: Path, tmp_path: Path) -> No
         done = jobs.finished(command, job, 300, **slurm)
         wrong = jobs.finished([*command, "run.name=b", "optim.lrr=3"], job, 300, **slurm)
     assert done.returncode == 0, done.stderr
-    assert_same(job / "runs" / "a", one, 1e-12)
+    assert_same_runs(job / "runs" / "a", one, 1e-12)
     assert len(list((job / "runs" / "a" / "logs").glob("rank-*.log"))) == 2
     assert wrong.returncode == 2 and "unknown key 'optim.lrr'" in wrong.stderr

@@ -112,6 +112,13 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank(both: lis
     assert all(error.agreed for error in found)
 
 
+def test_what_one_process_finds_by_itself_is_not_agreed_on() -> None:
+    """It may be a rank that opens a checkpoint in its task, and has to report the error itself."""
+    with pytest.raises(DataError, match="no such row") as caught:
+        raise_everywhere(SingleProcess(), fails(DataError("no such row")), "all")
+    assert not caught.value.agreed
+
+
 def test_what_all_who_work_say_is_said_without_a_rank_and_else_the_first_is(both: list[Channel]) -> None:
     found = outcomes(both, fails(ConfigError("a")), fails(ConfigError("a")))
     assert [str(error) for error in found] == ["a"] * 2

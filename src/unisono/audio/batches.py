@@ -258,7 +258,7 @@ class Pipeline:
             part = None if out is None else np.empty((len(ready), *out.shape[1:]), dtype=np.float32)
             made = self._engine.run([given[row] for row in ready], places[ready], part, threads) if ready else []
             for row, answer in zip(ready, map(Answer._make, made), strict=True):
-                answers[row] = answer._replace(start=begins.get(row, answer.start))
+                answers[row] = answer._replace(start=begins[row]) if answer.kind == GOOD and row in begins else answer
             if out is not None:
                 out[ready] = part
             again = [row for row in ready if answers[row].kind in (NEEDS_TABLE, NEEDS_FFMPEG)]

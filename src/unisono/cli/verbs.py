@@ -158,7 +158,7 @@ def _import_function(reference: str) -> Callable[..., Any]:
     from unisono.config import references
 
     module, _, name = reference.rpartition(":")
-    function: Callable[..., Any] = getattr(references.load_module("this verb", module), name)
+    function: Callable[..., Any] = getattr(references.load_module(f"the verb {reference}", module), name)
     return function
 
 

@@ -40,6 +40,8 @@ def load_class(reference: str, resolved: str, base: type[T]) -> type[T]:
         ConfigError: where the file or the class is missing, or is of another kind.
     """
     place, _, name = resolved.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"'{reference}' names no class; it is given as path/to/file.py:Class or package.module:Class")
     module = load_module(reference, place)
     kinds = {n: v for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base) and v is not base}
     found = getattr(module, name, None)

@@ -151,8 +151,8 @@ def _versions() -> dict[str, str]:
         **{name: metadata.version(name) for name in _PACKAGES if name in installed},
         "torch": torch.__version__,  # including its build
     }
-    more = {"hip": torch.version.hip, "driver": environment.driver_version()}  # even if this build of torch has no use
-    return found | {name: version for name, version in more.items() if version}
+    driver = environment.driver_version()  # even if this build of torch has no use for it
+    return found | ({"driver": driver} if driver else {})
 
 
 def _resolve_name(host: str) -> str:

@@ -8,7 +8,7 @@ reduction; what only one rank knows enters that reduction as votes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ from unisono.task import Loss
 
 Array = NDArray[Any]
 ArrayGroup = Literal["parameters", "gradients", "optimizer state", "buffers", "EMA"]
+_NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,12 @@ class Observers:
 
     def part(self, name: str) -> AbstractContextManager[Any]:
         """The contexts of a part of a step as one."""
+        contexts = [context for observer in self._observers if (context := observer.part(name)) is not None]
+        if len(contexts) < 2:
+            return contexts[0] if contexts else _NULL_CONTEXT
         stack = ExitStack()
-        for observer in self._observers:
-            if (context := observer.part(name)) is not None:
-                stack.enter_context(context)
+        for context in contexts:
+            stack.enter_context(context)
         return stack
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:

@@ -55,7 +55,14 @@ class Outcome:
             self.broken_promises.append(problem)
 
     def expect(self, done: JobResult, code: int, *says: str, name: str = "") -> None:
-        """Check exit code and output of a job."""
+        """Check exit code and output of a job.
+
+        Args:
+            done: how it ended.
+            code: expected exit code.
+            says: words that the output must contain.
+            name: what distinguishes it from other jobs of the scenario.
+        """
         if done.code:
             self.message = done.message or self.message
         end = f"{done.code}: {done.output[-1500:]}"

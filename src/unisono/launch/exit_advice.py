@@ -61,7 +61,13 @@ def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
 
 
 def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = "unisono") -> str:
-    """Say what to do after a run, whose forward passes may be known to be random, has run out of memory."""
+    """Say what to do after a run has run out of memory.
+
+    Args:
+        run: As resolved.
+        random: Whether its forward passes draw random numbers; None if unknown.
+        launcher: What started the processes.
+    """
     size = resolve.next_smaller_micro_batch(run)
     if size is None:
         return (

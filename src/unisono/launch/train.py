@@ -133,7 +133,16 @@ def start_run(
     callbacks: Sequence[Callback | type[Callback] | str] = (),
     server: ForkServer | None = None,
 ) -> Any:
-    """Resolve a typed configuration and run it, here or on processes of its own; see `resolve.Request`.
+    """Resolve a typed configuration and run it, here or on processes of its own.
+
+    Args:
+        config: As given by the user.
+        task: The task to train; None for the one that the configuration names.
+        allow: May refuse the start.
+        origins: Origin of each configuration value.
+        command: The words of the user's command, if there was one.
+        callbacks: Of the user, in addition to those of the configuration and the task.
+        server: Forks the processes, if there are several; None starts new ones.
 
     Raises:
         Preempted: If the run was ended by SIGTERM or SIGUSR1.

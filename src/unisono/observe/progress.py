@@ -44,7 +44,13 @@ class RunConsole(Console):
 
 
 class Progress:
-    """The console of a run of `total` steps, with a line for `every` so many of them if there is no terminal."""
+    """The console of a run.
+
+    Args:
+        total: Steps in the run.
+        every: Steps between lines if there is no terminal.
+        shown: False for no output, as on ranks other than 0.
+    """
 
     def __init__(self, total: int, every: int, shown: bool) -> None:
         self._total, self._every, self._shown = total, every, shown

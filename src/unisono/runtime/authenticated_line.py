@@ -1,6 +1,7 @@
 """Authenticated JSON messages over one TCP connection: both ends prove that they know the same token.
 
-The ends are two nodes of a run, or two processes of a JAX run, where the process with rank 0 acts as node 0.
+The ends are two nodes of a run, or two processes of a JAX run, where the process with rank 0 acts as node 0. Every
+other member has a connection to member 0, and `gather` and `broadcast` use those.
 
 Anybody can connect to the rendezvous port, and anybody can listen there before node 0 does. Until both sides are
 authenticated, a message is at most 4 KB, has one overall deadline, and any defect in it raises the same error.
@@ -34,7 +35,7 @@ TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; neve
 VERSION = 2
 MAX_GREETING_BYTES = 4096  # per message, before both sides are authenticated
 MAX_MESSAGE_BYTES = 64 << 20  # per message, afterwards
-GRACE_SECONDS = 5.0  # seconds by which a member waits longer than member 0, so that member 0's reason arrives first
+GRACE_SECONDS = 5.0  # by which a member waits longer than member 0, whose reason then arrives first; and to send one
 _MAC = 64  # characters of an HMAC-SHA256 in hex
 _NONCE = 32  # characters
 
@@ -236,7 +237,7 @@ class AuthenticatedLine:
 
 
 def connect_line(
-    place: tuple[str, int], name: str, deadline: float, greet: Callable[[AuthenticatedLine], None]
+    address: tuple[str, int], name: str, deadline: float, greet: Callable[[AuthenticatedLine], None]
 ) -> AuthenticatedLine:
     """Connect to member 0, which may not be listening yet; another process may answer, which `greet` refuses.
 
@@ -245,7 +246,7 @@ def connect_line(
     """
     while True:
         try:
-            link = socket.create_connection(place, max(0.01, min(5.0, deadline - time.monotonic())))
+            link = socket.create_connection(address, max(0.01, min(5.0, deadline - time.monotonic())))
             line = AuthenticatedLine(link, name)
             with ExitStack() as unless_greeted:
                 unless_greeted.callback(line.close)
@@ -255,7 +256,7 @@ def connect_line(
         except GreetingError as error:
             why = error
         except OSError as error:
-            why = GreetingError(error.strerror or "no answer")
+            why = GreetingError(error.strerror or str(error) or "no answer")
         if time.monotonic() >= deadline:
             raise why
         time.sleep(0.1)

@@ -56,7 +56,7 @@ def raise_everywhere(
     text = refused["text"] if alike else f"{member} {first}: {refused['text']}"
     raised = own if isinstance(own, UnisonoError) and mine[1] == refused else _rebuild_error(refused)
     raised.args = (text,)
-    raised.agreed = True
+    raised.agreed = channel.size > 1  # one process may be a rank that has asked no other
     raise raised
 
 

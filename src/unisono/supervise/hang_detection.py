@@ -112,7 +112,10 @@ def find_frozen(seen: Mapping[int, RankStatus], limits: PhaseLimits) -> list[int
 def is_stalled(seen: Mapping[int, RankStatus], limits: PhaseLimits, others: bool = False) -> bool:
     """Whether no rank of this node makes progress within its limit.
 
-    If there are `others` and all ranks of this node wait, their monitors may act first.
+    Args:
+        seen: All ranks of this node.
+        limits: Time limits of the phases.
+        others: Whether there are other nodes; if all ranks of this node wait, their monitors may act first.
     """
     here = [one for one in seen.values() if one.is_active]
     if any(one.state == "t" for one in here):

@@ -87,7 +87,12 @@ def inherited_lock(folder: Path) -> RunLock | None:
 
 @contextmanager
 def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = TAKEOVER_AFTER) -> Iterator[RunLock]:
-    """Lock an existing folder, keep the lock alive, and release it at the end; see `TAKEOVER_AFTER`.
+    """Lock an existing folder, keep the lock alive, and release it at the end.
+
+    Args:
+        folder: Of a run.
+        interval: Seconds between heartbeats.
+        patience: Seconds without a heartbeat after which an owner on another host counts as dead.
 
     Raises:
         RunError: Naming the owner, if there is a living one.

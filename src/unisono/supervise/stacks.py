@@ -17,7 +17,7 @@ from unisono.runtime.source_files import is_user_file, shorten_library_path
 from unisono.supervise import processes
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_WAITS = f"torch{os.sep}distributed{os.sep}"
+_WAITS = (f"torch{os.sep}distributed{os.sep}", f"engines{os.sep}torch{os.sep}parallel{os.sep}process_group.py")
 _BACKWARD = f"torch{os.sep}autograd{os.sep}graph.py"
 
 
@@ -58,7 +58,8 @@ class Stack:
     @property
     def is_waiting(self) -> bool:
         """Whether the innermost call waits for other processes."""
-        return _WAITS in next((frame.file for frame in self.frames if not _is_python_file(frame.file)), "")
+        inner = next((frame.file for frame in self.frames if not _is_python_file(frame.file)), "")
+        return any(part in inner for part in _WAITS)
 
     @property
     def is_in_backward(self) -> bool:

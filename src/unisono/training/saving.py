@@ -9,8 +9,7 @@ from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.resolved_run import ResolvedRun
-from unisono.data import ledger
-from unisono.data.ledger import Ledger
+from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, Json
@@ -82,12 +81,12 @@ class Saving:
         at_end = step == self._last_step and (self._last_step < total or self._settings.at_end)
         return at_end or (every is not None and step % every == 0)
 
-    def save(self, step: int, file: Ledger, at_once: bool) -> None:
+    def save(self, step: int, ledger: Ledger, at_once: bool) -> None:
         """Save the state after `step` updates.
 
         Args:
             step: updates made.
-            file: the ledger of this process; flushed before, and its position is saved.
+            ledger: of this process; flushed before, and its position is saved.
             at_once: wait until it is finished, without retries, since the run must end.
 
         Raises:
@@ -95,11 +94,11 @@ class Saving:
         """
         self._sync.refuse_if_lost()
         self._parts.check_files()
-        file.flush()
+        ledger.flush()
         if at_once:
             self.saver.stop_retrying()
         with heartbeat.phase("save"), self._sync.saving():
-            self._commit(step, file)
+            self._commit(step, ledger)
             if at_once:
                 self.saver.finish()
 
@@ -108,10 +107,10 @@ class Saving:
         failed = kind is not None and not issubclass(kind, Preempted)
         self.saver.__exit__(kind if failed else None, None, None)
 
-    def _commit(self, step: int, file: Ledger) -> None:
+    def _commit(self, step: int, ledger: Ledger) -> None:
         engine = self._parts.engine
         engine.check_replicas(step)  # a checkpoint combines pieces of replicas from different ranks
-        state = self._collect_state(step, file)
+        state = self._collect_state(step, ledger)
         holds = self._settings.final if step == self._parts.plan.steps else "everything"
         shards = engine.state()
         if holds == "model":
@@ -119,11 +118,11 @@ class Saving:
         metric = self._evaluation.values if self._evaluation.step == step else None
         self.saver.save(step, shards, state, self._parts.provenance, metric, holds=holds)
 
-    def _collect_state(self, step: int, file: Ledger) -> dict[str, Json]:
+    def _collect_state(self, step: int, ledger: Ledger) -> dict[str, Json]:
         """What a checkpoint saves besides arrays, as JSON, the same on every rank; collective."""
         engine, plan, split, rank = self._parts.engine, self._parts.plan, self._run.split, self._communicator.rank
-        ids = trackers.read_ids(self._run.directory) if rank == 0 else None
-        mine = [engine.random, plan.state(step, split.rows_of(rank)), file.mark(), ids]
+        ids = trackers.read_ids(self._run.directory)
+        mine = [engine.random, plan.state(step, split.rows_of(rank)), ledger.mark(), ids]
         randoms, plans, marks, ids_by_rank = zip(*self._communicator.gather(mine, "what every rank saves"), strict=True)
         before = self._resumption.saved_value("ledger")
         if before:
@@ -135,7 +134,7 @@ class Saving:
             "random": any(randoms),
             "micro_batch": split.micro_batch,
             "plan": None if all(part is None for part in plans) else list(plans),
-            "ledger": None if None in marks else ledger.merge_marks(before, marks),
+            "ledger": None if None in marks else merge_marks(before, marks),
             "best": self._evaluation.best.state(),
             "trackers": ids_by_rank[0],
             "callbacks": self._callback_state(),

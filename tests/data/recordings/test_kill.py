@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.recordings.written import BAD, write
-from tests.engines.jax.test_processes import assert_same, steps, unisono
+from tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 
 pytest.importorskip("soundfile")
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_kill_changes_no_tensor_on_any_layout(tmp_path: Path) -> None:
     assert 2 <= len(steps(tmp_path / "runs" / "killed")) < STEPS
     killed = run("killed", *threads)
     assert contents(killed) == used
-    assert_same(killed, whole, 1e-12)
+    assert_same_runs(killed, whole, 1e-12)
     for name in ("whole", "killed"):
         audited = unisono(
             tmp_path, "data", "audit", f"runs/{name}", "--task", "trained.py:Trained", PYTHONPATH=str(ROOT)

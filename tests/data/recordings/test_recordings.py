@@ -89,6 +89,17 @@ def test_files_that_change_are_refused_by_name(tmp_path: Path) -> None:
         open_recordings(tmp_path).check_same(before)
 
 
+def test_an_archive_that_is_gone_or_changed_is_refused_by_name(tmp_path: Path) -> None:
+    archive = write(tmp_path, "tar")
+    source = open_recordings(archive)
+    archive.write_bytes(archive.read_bytes() + b"more")
+    with pytest.raises(DataError, match=r"shard-0.tar has changed since it was opened"):
+        source.check_files()
+    archive.unlink()
+    with pytest.raises(DataError, match=r"shard-0.tar is no longer there"):
+        source.check_files()
+
+
 def test_rows_are_left_out_without_moving_the_others(tmp_path: Path) -> None:
     path = write(tmp_path / "data", "parquet")
     whole, some = open_recordings(path), open_recordings(path, leave_out=BAD)

@@ -152,6 +152,8 @@ def test_terms_that_depend_on_the_rows_are_refused() -> None:
     parts = [(torch.zeros(()), Loss({"a": torch.zeros(())})), (torch.zeros(()), Loss({"b": torch.zeros(())}))]
     with pytest.raises(ConfigError, match="devices report different terms"):
         sum_losses(parts, CPU)
+    weighted = [(torch.zeros(()), Loss({"a": torch.zeros(())}, weights={"a": weight})) for weight in (0.0, -0.0)]
+    assert sum_losses(weighted, CPU)[1].weights == {"a": 0.0}  # equal, however they are printed
 
 
 def test_with_one_device_the_step_is_not_wrapped() -> None:

@@ -32,22 +32,32 @@ class Clock:
         self.side = self.main = 0.0  # when the streams have nothing more to do
         self.copies: list[tuple[float, float]] = []
         self.computed: list[tuple[float, float]] = []
+        self.released: list[tuple[float, float]] = []  # pinned memory: when it was, and when its copy was finished
         self.marked: list[weakref.ref[Tensor]] = []
         self.most = 0  # micro-batches in the memory of the device
+        self._pinned: list[Tensor] = []
 
     def pin(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+        self._pinned.append(pinned := tensor.clone())
+        return pinned
 
     def copy(self, tensors: list[Tensor]) -> tuple[list[Tensor], float]:
         begin = max(self.now, self.side)
         self.side = begin + COPY
         self.copies.append((begin, self.side))
+        done = self.side
+        for pinned in self._pinned:
+            weakref.finalize(pinned, lambda: self.released.append((self.now, done)))
+        self._pinned = []
         self.most = max(self.most, len(self.copies) - sum(end <= self.now for _, end in self.computed))
-        return [tensor.clone() for tensor in tensors], self.side
+        return [tensor.clone() for tensor in tensors], done
 
     def use(self, tensors: list[Tensor], copied: float) -> None:
         self.main = max(self.main, copied)
         self.marked += [weakref.ref(tensor) for tensor in tensors]
+
+    def is_finished(self, copied: float) -> bool:
+        return self.now >= copied
 
     def mark(self) -> float:
         return self.main
@@ -90,6 +100,18 @@ def test_the_next_micro_batch_is_copied_while_the_present_one_is_computed_with_a
         assert clock.copies[number][1] <= clock.computed[number][0], "the computation waits for its copy"
     assert clock.now == COPY + 6 * COMPUTE, "only the first copy is waited for"
     assert clock.most == 2, "however far ahead the process could run"
+
+
+def test_pinned_memory_is_kept_until_its_copy_is_finished() -> None:
+    clock = Clock()
+    transfer = Transfer(CPU, "fp32", streams=clock)
+    for number, (_, batch) in enumerate(transfer.prefetch(micro(n) for n in range(9))):
+        clock.compute(batch)
+        if number % 3 == 2:
+            clock.wait()
+        del batch
+    assert len(clock.released) >= 3, "it is let go of, some time"
+    assert all(released >= finished for released, finished in clock.released)
 
 
 def steps(clock: Clock, count: int) -> Iterator[list[MicroBatch]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.jax.test_processes import assert_same, steps, unisono
+from tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +35,12 @@ def test_two_processes_compute_what_one_computes_and_a_kill_changes_nothing(tmp_
     assert len(set(losses)) == 6
     two = ("layout.world_size=2", "layout.strategy=ddp")
     four = ("layout.world_size=2", "layout.devices=2", "layout.strategy=fsdp", "layout.micro_batch=1")
-    assert_same(train(tmp_path, "two", task, *two), one, 1e-12)
-    assert_same(train(tmp_path, "four", task, *four), one, 1e-12)
+    assert_same_runs(train(tmp_path, "two", task, *two), one, 1e-12)
+    assert_same_runs(train(tmp_path, "four", task, *four), one, 1e-12)
     for name, more, floor in (("same", (), 0.0), ("other", two, 1e-12)):
         cut = unisono(tmp_path, *SMALL, task, f"run.name={name}", "--fault", "rank=0,step=4,phase=forward,act=kill")
         assert cut.returncode == -9, cut.stderr
         assert 2 <= len(steps(tmp_path / "runs" / name)) < 6
         resumed = train(tmp_path, name, task, *more)
         assert [step["step"] for step in steps(resumed)] == [1, 2, 3, 4, 5, 6]
-        assert_same(resumed, one, floor)
+        assert_same_runs(resumed, one, floor)

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("jax", reason="jax is not installed: pip install 'unisono[jax]'")
 
-from tests.engines.jax.test_processes import state, steps, unisono
+from tests.engines.jax.test_processes import steps, unisono
+from tests.runs import saved_arrays
 
 pytestmark = pytest.mark.slow
 WORDS = (
@@ -34,7 +35,7 @@ def assert_same(mine: Path, one: Path) -> None:
     The largest differences after ten steps of two processes of two devices were 1.7e-12 in a second moment, and below
     8e-13 in all else.
     """
-    a, b = state(mine), state(one)
+    a, b = saved_arrays(mine), saved_arrays(one)
     assert a.keys() == b.keys()
     for name in a:
         floor = 1e-11 if name.startswith("optimizer/") else 1e-12
@@ -48,7 +49,7 @@ def assert_same(mine: Path, one: Path) -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = train(tmp_path_factory.mktemp("one"), "one")
     assert len({step["loss"] for step in steps(run)}) == 10 and min(step["grad_norm"] for step in steps(run)) > 1e-3
-    arrays = state(run)
+    arrays = saved_arrays(run)
     learnt = next(value for name, value in arrays.items() if name.endswith("learnt"))
     assert learnt.min() < learnt.max() or learnt.min() > 1  # rows have halted
     assert all(np.abs(value).max() > 0 for name, value in arrays.items() if name.endswith("puzzles.weight"))

@@ -23,6 +23,7 @@ from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
 
 TOLERANCE = 1e-12
+NORMS = 1e-11  # rounding grows from update to update; before the eighth one, the norm differed by 1.3e-12
 MODEL = {"width": 16, "heads": 2, "prefix": 2, "embedding": 16, "inner_multiple": 8, "h_cycles": 2, "l_cycles": 2}
 DATA = {"kind": "embedded", "side": 4, "clues": (6, 8), "puzzles": 40, "held_out": 10}
 SIGN = [{"match": "kinds.*.puzzles.weight", "rule": "sign_sgd", "weight_decay": 1.0, "lr_scale": 0.1}]
@@ -89,7 +90,7 @@ def test_every_layout_computes_what_one_process_computes() -> None:
     assert 0 < reference.metrics[3]["examples_learnt"] < 4  # some rows have halted, and some have not
     assert all(np.any(gradient) for gradient in reference.gradients.values())
     for other in [*others, *processes.run(traces_of, 2, together)[1]]:
-        assert_same(other, reference, TOLERANCE)
+        assert_same(other, reference, TOLERANCE, NORMS)
 
 
 def test_several_kinds_are_the_same_run_on_every_layout_and_no_micro_batch_has_two() -> None:
@@ -106,7 +107,7 @@ def test_several_kinds_are_the_same_run_on_every_layout_and_no_micro_batch_has_t
         {"strategy": "fsdp", "world_size": 2, "micro_batch": 3},
     ]
     for one in [other, *processes.run(traces_of, 2, together, True)[1]]:
-        assert_same(one, reference, TOLERANCE)
+        assert_same(one, reference, TOLERANCE, NORMS)
 
 
 def test_a_row_at_work_ignores_the_new_puzzle_and_one_that_halted_takes_it() -> None:

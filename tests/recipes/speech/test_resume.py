@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.jax.test_processes import assert_same, steps, unisono
+from tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 from tests.recipes.speech import made
 
 pytestmark = pytest.mark.slow
@@ -36,4 +36,4 @@ def test_a_kill_changes_nothing_after_the_resume(tmp_path: Path) -> None:
         assert 2 <= len(steps(tmp_path / "runs" / name)) < 6
         resumed = train(tmp_path, name, *more)
         assert [step["step"] for step in steps(resumed)] == [1, 2, 3, 4, 5, 6]
-        assert_same(resumed, whole, floor)
+        assert_same_runs(resumed, whole, floor)

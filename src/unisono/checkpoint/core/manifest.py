@@ -107,7 +107,7 @@ def folder_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int:
-    """The step in the name of a checkpoint's folder; -1 for any other name.
+    """The step in the name of a checkpoint's folder, which has at least eight digits; -1 for any other name.
 
     >>> parse_step("step-00001000"), parse_step("step-x"), parse_step(".fetching-step-00001000")
     (1000, -1, -1)

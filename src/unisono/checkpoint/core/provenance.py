@@ -11,7 +11,8 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +65,19 @@ def versions(engine: str) -> dict[str, str]:
     """Versions of libraries and, with an accelerator, of the driver stack."""
     found = dict(environment.library_versions(engine))
     torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda:
-        cudnn, nccl = torch.backends.cudnn.version(), getattr(torch.cuda, "nccl", None)
-        below = {"cuda": torch.version.cuda, "cudnn": cudnn, "driver": environment.driver_version()}
-        if nccl is not None and torch.cuda.is_available():
-            below["nccl"] = ".".join(map(str, nccl.version()))
-        found |= {name: str(version) for name, version in below.items() if version}
+    if torch is None or not (torch.version.cuda or torch.version.hip):
+        return found
+    below: dict[str, Callable[[], Any]] = {
+        "cuda": lambda: torch.version.cuda,
+        "hip": lambda: torch.version.hip,
+        "cudnn": torch.backends.cudnn.version,
+        "nccl": lambda: torch.cuda.is_available() and ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": environment.driver_version,
+    }
+    for name, ask in below.items():
+        with suppress(Exception):  # some builds have none, and cuDNN raises where the installed one does not fit
+            if version := ask():
+                found[name] = str(version)
     return found
 
 

@@ -74,7 +74,7 @@ class PackedPlan:
         settings: how to pack.
         capacity: units per row.
         global_batch: rows per step.
-        lanes: number of lanes; must divide `global_batch`.
+        lanes: number of lanes; must divide `global_batch`, as those of `resolve_lane_count` do.
         steps: in the whole run.
 
     Raises:
@@ -92,7 +92,7 @@ class PackedPlan:
         lanes: int,
         steps: int,
     ) -> None:
-        assert global_batch % lanes == 0
+        assert global_batch % lanes == 0, f"{lanes} lanes of {global_batch} rows"
         if settings.method == "concatenate" and settings.cut == "never":
             raise ConfigError(
                 "data.packing: method=concatenate cuts samples wherever a row is full, so it conflicts with cut=never; "

@@ -74,13 +74,14 @@ class Archives(RecordingTable):
 
     def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """These columns of every row; `audio` is None, since recordings are not separate files."""
-        return ({**dict.fromkeys(self.columns), **self._labels(row), "audio": None} for row in range(len(self)))
+        return ({**self.record(row), "audio": None} for row in range(len(self)))
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if an archive has changed since it was opened."""
         for path, status in self._status[share::shares]:
-            if file_status(path) != status:
-                raise DataError(f"{path} has changed since it was opened; restore it, or start a new run")
+            if (now := file_status(path)) != status:
+                what = "has changed since it was opened" if now else "is no longer there"
+                raise DataError(f"{path} {what}; restore it, or start a new run")
 
     def _labels(self, row: int) -> dict[str, Any]:
         """The columns of a row, from its members that are not recordings."""

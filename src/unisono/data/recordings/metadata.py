@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.data.sources.delimited import read_columns
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
@@ -185,15 +184,31 @@ def _resolve_path(folder: Path, row: Mapping[str, Any], column: str, place: Path
     return name if is_remote(name) or Path(name).is_absolute() else str(folder / name)
 
 
-def _read_delimited(place: Path) -> list[dict[str, Any]]:
-    columns: dict[str, list[Any]] = {**read_columns(str(place), place.suffix.lower()[1:], place.read_bytes())}
-    for name, values in columns.items():  # numbers and empty values become numeric
+def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
+    with place.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            rows: list[dict[str, Any]] = []
+            for number, row in enumerate(reader):
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{place}, row {number} (from 0): it does not have the {len(reader.fieldnames or [])} columns "
+                        "of the header"
+                    )
+                rows.append(row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{place} cannot be read: {error}") from error
+    for name in list(rows[0]) if rows else []:  # columns of numbers and empty values become numeric
         for kind in (int, float):
-            with suppress(ValueError):
-                numbers = [kind(value) if value != "" else None for value in values]
-                columns[name] = numbers if any(values) else values
-                break
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            try:
+                values = [kind(row[name]) if row[name] != "" else None for row in rows]
+            except ValueError:
+                continue
+            if any(value is not None for value in values):
+                for row, value in zip(rows, values, strict=True):
+                    row[name] = value
+            break
+    return rows
 
 
 def _read_json(place: Path) -> list[dict[str, Any]]:
@@ -229,8 +244,8 @@ def _check_records(place: Path, found: Any) -> list[dict[str, Any]]:
 
 
 _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    ".csv": _read_delimited,
-    ".tsv": _read_delimited,
+    ".csv": lambda place: _read_delimited(place, ","),
+    ".tsv": lambda place: _read_delimited(place, "\t"),
     ".json": _read_json,
     ".jsonl": _read_json_lines,
 }

@@ -125,9 +125,10 @@ class Programs:
         names: ColumnNames,
         scalars: Scalars,
         rows: int,
-        given: tuple[Any, ...],  # …, batch, inputs
+        given: tuple[Any, ...],
     ) -> tuple[Any, Any]:
-        key = ProgramKey(name, signature(given[-2]), tuple(self._static(scalars).items()), rows)
+        *_, batch, _ = given
+        key = ProgramKey(name, signature(batch), tuple(self._static(scalars).items()), rows)
         if key not in self._forwards:
             self._forwards[key] = self.forward(training, scalars, names)
         program = self.compiler.get(key, lambda: make(self._forwards[key]), *given)

@@ -1,13 +1,14 @@
 """Transfers batches to the device: while one micro-batch is computed, the next one is copied.
 
 Copies are asynchronous, from pinned memory on a separate stream; only the device waits for them. There are two buffers:
-the copy of a micro-batch begins when the device has finished the one before the previous one. (torch's allocator of
-pinned memory reuses none before its copy is complete.) The copy of a step's first micro-batch begins during the
-previous step, so that copies overlap with computation even with one pass per step. On the CPU, nothing is copied.
+the copy of a micro-batch begins when the device has finished the one before the previous one, and pinned memory is kept
+until its copy is complete. The copy of a step's first micro-batch begins during the previous step, so that copies
+overlap with computation even with one pass per step. On the CPU, nothing is copied.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(stream)  # keeps the memory from being reused while it is still read
 
+    def is_finished(self, copied: Any) -> bool:
+        """Whether the copies are finished."""
+        return bool(copied.query())
+
     def mark(self) -> Any:
         """An event at the end of the work queued so far."""
         return torch.accelerator.current_stream(self._device).record_event()
@@ -63,7 +68,8 @@ class Streams:
 class _Copy:
     """A micro-batch being copied."""
 
-    micro: MicroBatch  # kept, since its id is the key
+    micro: MicroBatch
+    pinned: list[Tensor]
     batch: Batch
     tensors: list[Tensor]
     copied: Any
@@ -85,6 +91,7 @@ class Transfer:
         self.device, self._precision, self._part = device, precision, part
         self._streams = streams or (None if device.type in _HOST_MEMORY_DEVICES else Streams(device))
         self._started_copies: dict[int, _Copy] = {}  # not used yet: at most one for training and one for evaluation
+        self._used: deque[_Copy] = deque()
         self._steps: Peekable | None = None
 
     def to_device(self, arrays: Batch) -> Batch:
@@ -120,20 +127,26 @@ class Transfer:
 
     def _start_copy(self, micro: MicroBatch) -> None:
         streams = self._streams
-        if streams is None or id(micro) in self._started_copies:
+        if streams is None:
+            return
+        while self._used and streams.is_finished(self._used[0].copied):
+            self._used.popleft()
+        if id(micro) in self._started_copies:
             return
         host = map_leaves(
             partial(precision.to_device, device=torch.device("cpu"), precision=self._precision), micro.arrays
         )
         found = [leaf for _, leaf in leaves(host) if isinstance(leaf, Tensor)]
-        tensors, copied = streams.copy([streams.pin(t) if t.device.type == "cpu" else t for t in found])
+        pinned = [streams.pin(tensor) if tensor.device.type == "cpu" else tensor for tensor in found]
+        tensors, copied = streams.copy(pinned)
         copies = iter(tensors)
         batch = map_leaves(lambda leaf: next(copies) if isinstance(leaf, Tensor) else leaf, host)
-        self._started_copies[id(micro)] = _Copy(micro, batch, tensors, copied)
+        self._started_copies[id(micro)] = _Copy(micro, pinned, batch, tensors, copied)
 
     def _finish_copy(self, micro: MicroBatch) -> Batch:
         if self._streams is None:
             return self.to_device(micro.arrays)
         copy = self._started_copies.pop(id(micro))
         self._streams.use(copy.tensors, copy.copied)
+        self._used.append(_Copy(micro, copy.pinned, {}, [], copy.copied))
         return copy.batch

@@ -248,7 +248,9 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[HostFinding]:
 def find_fatal_variables(environment: Mapping[str, str], up: Sequence[str] | None) -> Iterator[HostFinding]:
     """Return the findings with which a run cannot start or would wait forever.
 
-    Its usable interfaces are `up`; None if it needs none.
+    Args:
+        environment: Of the process.
+        up: Usable interfaces; None if the run needs none.
     """
     yield from (
         one for one in check_variables(environment) if one.level == "FAIL" and not one.rule.startswith("UNISONO_")

@@ -49,9 +49,17 @@ def launch(
     server: ForkServer | None = None,
     processes: int | None = None,
 ) -> None:
-    """Start this node's processes of a run, as many as its layout says or `processes`, and wait for them.
+    """Start this node's share of the `layout.world_size` processes of a run, and wait for them.
 
-    The other arguments are those of `run_processes`.
+    Args:
+        config: Concrete.
+        folder: The run's directory, first argument of the processes.
+        threads: CPU threads per process, unless the user's environment sets them.
+        module: What each process runs.
+        node: This node, if there are several.
+        arguments: Of the processes, after the folder.
+        server: Forks the processes; None starts new processes.
+        processes: How many, if that is not what the layout says.
 
     Raises:
         WorkerError: With the text and the exit code of the first fault.
@@ -178,7 +186,12 @@ def open_fork_server(
 ) -> Iterator[ForkServer | None]:
     """Yield a fork server for the processes of a run, or None if they cannot be forks; it starts importing at once.
 
-    Engines other than torch start threads, which do not survive a fork.
+    Args:
+        count: How many processes there will be here.
+        threads: CPU threads per process.
+        reference: Reference to the user's code.
+        modules: To import in addition to what every rank needs.
+        engine: Of the run; engines other than torch start threads, which do not survive a fork.
     """
     if count < 1 or engine != "torch" or not fork_server.can_fork():
         yield None

@@ -81,3 +81,7 @@ def test_a_checkpoint_is_drawn_by_rank_0_alone(tmp_path: Path, monkeypatch: pyte
     paths = {name: tmp_path / "pictures" / f"step-00000005-{name}.png" for name in ("embeddings", "reconstruction")}
     assert published == [(5, f"pictures/{name}", path) for name, path in paths.items()]
     assert all(imread(path).std() > 0.01 for path in paths.values()), "none is blank"
+
+
+def test_a_run_that_another_callback_ended_before_its_start_ends_without_pictures() -> None:
+    pictures.Pictures(task("pixio")).on_end(0, "failed")

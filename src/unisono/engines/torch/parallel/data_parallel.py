@@ -113,14 +113,13 @@ def sum_losses(results: Sequence[tuple[Tensor, Loss]], first: torch.device) -> t
     """The loss of all rows from those of parts: totals, sums, and both numbers of every metric are added up."""
     total = torch.stack([part.to(first) for part, _ in results]).sum()
     losses = [loss for _, loss in results]
-    expected, *others = [
-        f"{sorted(loss.sums)}, {sorted(loss.metrics)}, {dict(sorted(loss.weights.items()))}" for loss in losses
-    ]
+    expected, *others = [(loss.sums.keys(), loss.metrics.keys(), dict(loss.weights)) for loss in losses]
     for found in others:
         if found != expected:
+            one, other = (f"{sorted(terms)}, {sorted(named)}, {weights}" for terms, named, weights in (expected, found))
             raise ConfigError(
-                f"devices report different terms, metrics or weights: {expected} and {found}. They must not depend on "
-                "the rows."
+                f"devices report different terms, metrics or weights: {one} and {other}. They must not depend on the "
+                "rows."
             )
     carries, metrics = [loss.carry for loss in losses], [loss.metrics for loss in losses]
     return total, Loss(

@@ -34,6 +34,8 @@ class Pictures(Callback):
     def __init__(self, task: Birdsong) -> None:
         super().__init__()
         self._task = task
+        self._draws = False  # and it stays so where another callback fails before the start
+        self._run: RunInfo
 
     def check(self, config: RunConfig) -> None:
         """Refuse to start without matplotlib."""
@@ -41,12 +43,12 @@ class Pictures(Callback):
             raise ConfigError("task.pictures=true needs matplotlib: pip install 'unisono[birdsong]'")
 
     def on_start(self, run: RunInfo) -> None:
-        """Remember the run."""
-        self._run = run
+        """Only the first process draws."""
+        self._draws, self._run = run.is_first, run
 
     def on_save(self, step: int, checkpoint: Path) -> None:
         """Draw the model of the checkpoint that was written."""
-        if not self._run.is_first:
+        if not self._draws:
             return
         task, library = self._task, self._task.library
         model = open_run(self._run.directory, task=type(task)).load_model(step=step)
@@ -59,7 +61,7 @@ class Pictures(Callback):
 
     def on_end(self, step: int, reason: str) -> None:
         """Draw the curves of the whole run."""
-        if not self._run.is_first:
+        if not self._draws:
             return
         figure, axes = _figure((1, 1))
         plot_losses(axes[0], self._run.directory, self._run.directory.name)
