@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unisono.launch.cluster import RUN_ID_VARIABLE, meeting_point, process_info, set_rendezvous_variables
@@ -88,6 +88,7 @@ def test_a_batch_script_is_no_process_of_a_step():
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+@example([16] * 10)  # "16(x10)"
 def test_the_tasks_of_each_host_are_read_from_slurm_s_short_form(tasks: list[int]):
     runs: list[list[int]] = []
     for count in tasks:
@@ -120,10 +121,13 @@ def test_the_first_host_of_a_step_is_where_its_processes_meet(nodes: str, first:
     assert completed(SLURM_STEP_NODELIST=nodes)["MASTER_ADDR"] == first
 
 
-@pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}, {"UNISONO_TOKEN": "a"}])
-def test_all_processes_of_a_step_agree_on_the_port_and_others_do_not_know_it(other: dict[str, str]):
-    ports = [{completed(SLURM_PROCID=str(rank), **own)["MASTER_PORT"] for rank in range(4)} for own in ({}, other)]
-    assert [len(found) for found in ports] == [1, 1] and ports[0] != ports[1]
+A, B, STEP, JOB = {"UNISONO_TOKEN": "a"}, {"UNISONO_TOKEN": "b"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}
+
+
+def test_all_processes_of_a_step_agree_on_the_port_and_others_do_not_know_it():
+    steps: list[dict[str, str]] = [{}, STEP, JOB, A, B, {**A, **STEP}, {**A, **JOB}]
+    ports = [{completed(SLURM_PROCID=str(rank), **step)["MASTER_PORT"] for rank in range(4)} for step in steps]
+    assert {len(found) for found in ports} == {1} and len(set.union(*ports)) == len(steps)
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000), st.text())

@@ -92,6 +92,13 @@ def test_two_runs_without_a_name_never_share_a_folder():
     assert len(set(names)) == 5
 
 
+def test_two_starts_that_found_the_same_free_name_never_share_a_folder():
+    told = run_directory.with_name(config(name=None))
+    first, second, third = (run_directory.claim_directory(told) for _ in range(3))
+    assert first == told
+    assert len({run_directory.run_path(c) for c in (first, second, third) if run_directory.run_path(c).is_dir()}) == 3
+
+
 def test_a_place_that_cannot_be_claimed_is_refused_by_name(here: Path):
     (here / "file").write_text("no folder")
     with pytest.raises(RunError, match=r"cannot write to .*file/tasks-.*: Not a directory"):

@@ -19,17 +19,18 @@ from tests.ports import free_port
 from unisono.launch.nodes import tcp_rendezvous
 from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
 from unisono.runtime.authenticated_line import AuthenticatedLine, TokenError
+from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError
 
 
 def together(
-    *acts: Callable[[NodeCommunicator], Any], size: int | None = None, ranks: Sequence[int] = (0, 1, 2),
+    *acts: Callable[[NodeCommunicator], Any], size: int | None = None, ranks: Sequence[int] | None = None,
     start: float = 20, timeout: float = 5,
 ) -> list[Any]:  # fmt: skip
     """What each node's act returned or raised."""
     port, nodes = free_port(), []
     with tempfile.TemporaryDirectory() as folder:
-        for rank, act in zip(ranks, acts, strict=False):
+        for rank, act in zip(range(len(acts)) if ranks is None else ranks, acts, strict=True):
             nodes.append(Node(rank, port, Path(folder), act, size or len(acts), start, timeout))
             time.sleep(0.05)  # so that it is known who comes first
         return ends(*nodes)
@@ -44,6 +45,17 @@ def test_all_nodes_get_the_values_of_all_in_their_order_whoever_comes_first(rank
 def test_large_values_arrive_whole():
     text = "ä" * 300_000
     assert together(*[lambda met: met.gather(text + str(met.rank), "texts")] * 2) == [[text + "0", text + "1"]] * 2
+
+
+def test_a_refusal_of_one_node_is_everyone_s():
+    def act(met: NodeCommunicator) -> Any:
+        def refuse() -> None:
+            if met.rank == 1:
+                raise ConfigError("no such file")
+
+        return raise_everywhere(met, refuse, "files", member="node")
+
+    assert [(type(end), str(end)) for end in together(act, act, act)] == [(ConfigError, "node 1: no such file")] * 3
 
 
 # what goes wrong ----------------------------------------------------------------------------------------------------
