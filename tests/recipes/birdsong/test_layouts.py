@@ -44,5 +44,5 @@ def assert_trains(one: Trace) -> None:
 def test_every_layout_computes_what_one_device_computes(objective: str, mine: dict[str, Any]) -> None:
     one = run(objective, layout(micro_batch=8))
     assert_trains(one)
-    assert one.metrics[0].get("sigreg", 1.0) > 1e-3
+    assert objective != "lejepa" or one.metrics[0]["sigreg"] > 1e-3
     assert_same(run(objective, mine), one, 1e-12)

@@ -10,10 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from tests.recipes.language.corpora import overrides, real, sentences, write_jsonl
+from tests.recipes.language.corpora import overrides, real, sentences, store_in, write_jsonl
+from unisono.data.preview import preview
 from unisono.launch.task_objects import format_override
+from unisono.recipes.language.task import Language
+from unisono.task_config import build_task, read_run
 
 
 def unisono(*arguments: str, code: int = 0, **environment: str) -> str:
@@ -62,6 +67,24 @@ def test_the_real_corpora_are_trained_on_together(tmp_path: Path) -> None:
     assert known["vocabulary"] == 50257
     assert 10.0 < losses(run)[0] < 11.0  # ln 50257 = 10.82
     assert 6.5 < known["unigram_entropy"] < 7.5
+    assert corpora_of_rows(run, folder) == {"books", "manpages", "pydocs", "wiki", "shakespeare"}
+
+
+def corpora_of_rows(run: Path, folder: Path) -> set[str]:
+    """Where the first rows of a longer run like this one come from: rows to documents to folders of files."""
+    of_documents: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".parquet", ".txt"):
+            count = pq.read_metadata(path).num_rows if path.suffix == ".parquet" else 1
+            of_documents += [path.parent.name] * count
+    config = read_run(run, trust=True)
+    language = build_task(config)
+    assert isinstance(language, Language)
+    documents = language.library.split[""][0]
+    rows = -(-(store_in(language).lengths[documents] - 1) // 128)
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 640})})
+    of_rows = np.repeat(documents, rows)[[shown.row for shown in preview(language, longer, 0, 2560, 1)]]
+    return {of_documents[document] for document in of_rows}
 
 
 @pytest.fixture(scope="module")
