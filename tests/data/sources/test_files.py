@@ -273,15 +273,16 @@ def test_arrays_that_cannot_be_read_by_rows_are_refused(tmp_path: Path, array: A
     separator=st.sampled_from(["\n\n", "-", "--", "é", "🎻-"]),
     chunk=st.integers(1, 7),
     stretch=st.integers(1, 9),
+    name=st.sampled_from(["a.txt", "a.text"]),
 )
 def test_documents_of_a_text_are_what_lies_between_separators(
-    tmp_path: Path, text: str, separator: str, chunk: int, stretch: int
+    tmp_path: Path, text: str, separator: str, chunk: int, stretch: int, name: str
 ) -> None:
-    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / name).write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_CHUNK", chunk)
         patch.setattr(lines, "_BLOCK", stretch)
-        source = open_source(tmp_path / "a.txt", "text", separator=separator)
+        source = open_source(tmp_path / name, "text", separator=separator)
         assert list(source) == text.split(separator)
         assert [text for number in range(len(source.blocks)) for text in source.read_block(number)] == list(source)
 
@@ -293,16 +294,17 @@ def test_documents_of_a_text_are_what_lies_between_separators(
     last=st.sampled_from(["", "\n", "\n\n", " "]),
     stretch=st.integers(1, 40),
     mark=st.sampled_from(["", "\ufeff"]),
+    name=st.sampled_from(["a.jsonl", "a.ndjson"]),
 )
 def test_lines_are_found_whatever_ends_them(
-    tmp_path: Path, values: list[int], ends: list[str], last: str, stretch: int, mark: str
+    tmp_path: Path, values: list[int], ends: list[str], last: str, stretch: int, mark: str, name: str
 ) -> None:
     joined = "".join(f'{{"id": {v}}}' + end for v, end in zip(values, ends, strict=False))
     content = mark + joined.rstrip() + last
-    (tmp_path / "a.jsonl").write_bytes(content.encode())
+    (tmp_path / name).write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_BLOCK", stretch)
-        source = open_source(tmp_path / "a.jsonl", "id")
+        source = open_source(tmp_path / name, "id")
         assert list(source) == values
         assert [value for number in range(len(source.blocks)) for value in source.read_block(number)] == values
 
