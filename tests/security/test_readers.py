@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ NEEDS = {"BIOM 1": "biom", "BIOM 2": "biom"}
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was afterwards, though a fuzz sets a cache of its own."""
-    monkeypatch.setenv("UNISONO_CACHE", "")
+    monkeypatch.setenv("UNISONO_CACHE", os.environ["UNISONO_CACHE"])
 
 
 def _given(name: str, count: int, seed: int) -> None:
