@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.proof.recording.trace import RunFacts, StepFacts, write_facts
+import numpy as np
+
+from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts
 from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, write_rank_facts
+
+DRAW = np.random.default_rng(0)
+OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]  # gradients of two ranks
+
+
+def combine(*weights: float) -> dict[str, Array]:
+    """Their sum, weighted so."""
+    return {name: sum(w * rank[name] for w, rank in zip(weights, OWN, strict=True)) for name in OWN[0]}  # type: ignore[misc]
 
 
 def build_step(by_rank: Sequence[Sequence[int]], **facts: Any) -> StepFacts:

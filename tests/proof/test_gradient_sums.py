@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
+from tests.proof.script_traces import DRAW, OWN, combine
 from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.gradient_sums import explain_reduction, is_left_alone
-
-DRAW = np.random.default_rng(0)
-OWN = [{"a": DRAW.normal(size=(3, 4)), "b": DRAW.normal(size=4)} for _ in range(2)]
-
-
-def combine(*weights: float) -> dict[str, Array]:
-    return {name: sum(w * rank[name] for w, rank in zip(weights, OWN, strict=True)) for name in OWN[0]}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.proof.script_traces import build_step, write_script_trace
-from tests.proof.test_gradient_sums import OWN, combine
+from tests.proof.script_traces import OWN, build_step, combine, write_script_trace
 from unisono.proof.recording.trace import Array, write_tensors
 from unisono.proof.scripts import script_remedies, self_check
 from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, buffers_moment, reduced_moment
@@ -191,6 +190,13 @@ def test_buffers_that_differ_by_rounding_are_equal(tmp_path: Path) -> None:
     assert find_failed(trace) == ([], "")
 
 
+def test_buffers_of_which_only_digests_are_known_differ_as_these_do(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, build_ranks(lambda rank: rank.buffers.update(n=4)))
+    for rank in range(2):
+        write_tensors(trace.folder, buffers_moment(rank), 0, {})
+    assert find_failed(trace) == ([self_check.BUFFERS], "Buffers are those of one process")
+
+
 def test_ranks_that_begin_an_update_of_equal_gradients_with_other_weights_have_drifted_apart(tmp_path: Path) -> None:
     """As a script does that changes the weights of one rank after the optimizer has sent them to all."""
     trace = write_trace(tmp_path, build_ranks(), build_ranks_that_begin(1, 2))
@@ -251,3 +257,16 @@ def test_gradients_that_are_not_finite_leave_the_question_open(tmp_path: Path, r
     assert (abstained.quantity, abstained.mark) == (self_check.REDUCED, "ABSTAIN")
     assert abstained.why == "step 1: those of a are not all finite numbers"
     assert check.losses == [None]
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_that_are_not_finite_after_the_reduction_are_equal_to_none_and_hide_no_others(
+    tmp_path: Path, value: float, apart: bool
+) -> None:
+    broken = MEAN | {"a": np.where(np.eye(3, 4), value, MEAN["a"])}
+    trace = write_trace(tmp_path, reduced=[broken, broken | {"b": MEAN["b"] * (2 if apart else 1)}], replicas="a")
+    check = self_check.check_run(trace)
+    assert [c.quantity for c in check.found if c.mark == "FAIL"] == [self_check.EQUAL]
+    assert check.diagnosis is not None
+    assert f"those of {'all parameters' if apart else 'a'} differ" in check.diagnosis.because

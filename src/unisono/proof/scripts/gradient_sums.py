@@ -6,7 +6,7 @@ It is looked for as a weighted sum; the weights say what was reduced.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,8 +82,17 @@ def find_differing(mine: Mapping[str, Array], reference: Mapping[str, Array], pr
 
 
 def find_unequal(reduced: Sequence[Mapping[str, Array]], precision: str) -> list[str]:
-    """Parameters whose gradient is not the same on all ranks."""
-    return sorted({name for rank in reduced[1:] for name in find_differing(reduced[0], rank, precision)})
+    """Parameters whose gradient is not the same on all ranks; one that is not finite equals none and hides no other."""
+    if len(reduced) == 1:
+        return []
+    infinite = find_infinite(reduced)
+    first, *others = ({name: value for name, value in rank.items() if name not in infinite} for rank in reduced)
+    return sorted(infinite.union(*(find_differing(first, rank, precision) for rank in others)))
+
+
+def find_infinite(gradients: Iterable[Mapping[str, Array]]) -> set[str]:
+    """Parameters of which a gradient is not all finite numbers."""
+    return {name for one in gradients for name, value in one.items() if not np.isfinite(value).all()}
 
 
 def is_left_alone(

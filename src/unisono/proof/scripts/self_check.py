@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
-from unisono.proof.recording.gradient_sample import add_gradients
+from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
 from unisono.proof.scripts.gradient_sums import (
@@ -22,6 +23,7 @@ from unisono.proof.scripts.gradient_sums import (
     describe_changed,
     explain_reduction,
     find_differing,
+    find_infinite,
     find_unequal,
     is_left_alone,
 )
@@ -115,6 +117,19 @@ class _Step:
 
     def tensors(self, moment: str) -> dict[str, Array]:
         return self.trace.tensors(moment, self.number)
+
+    @cached_property
+    def sharded(self) -> set[str]:
+        """Parameters of whose gradient every rank has a piece."""
+        return {*self.tensors("raw gradients")}.difference(*self.reduced)
+
+    @cached_property
+    def all_unequal(self) -> bool:
+        """Whether no gradient is equal, but for those that are rounding everywhere (a bias before a normalisation)."""
+        whole = norm_of(value for value in self.reduced[0].values() if np.isfinite(value).all())
+        limit = ROUNDING[self.trace.precision] * _NEGLIGIBLE * whole
+        large = {n for rank in self.reduced for n, value in rank.items() if not np.linalg.norm(value) <= limit}
+        return {*self.unequal} >= large | self.sharded
 
     @property
     def loss(self) -> float | None:
@@ -216,8 +231,7 @@ def _explain_unknown(steps: Sequence[_Step]) -> str:
     for step in steps:
         if step.made.off and step.facts.clean is not False:
             gradients = (*(one for passes in step.passes for one in passes), *step.reduced)
-            infinite = {n for one in gradients for n, value in one.items() if not np.isfinite(value).all()}
-            if infinite:  # no sum can be read from such numbers
+            if infinite := find_infinite(gradients):  # no sum can be read from such numbers
                 return f"step {step.number + 1}: those of {join_names(sorted(infinite), 3)} are not all finite numbers"
             names = join_names(step.made.off, 3)
             return f"step {step.number + 1}: not those of {names}: the script changes them, or uses some passes"
@@ -269,27 +283,14 @@ def _find_apart(seen: Sequence[RankFacts]) -> list[str]:
     return sorted(name for name in shared if len({rank.begun[name] for rank in seen}) > 1)
 
 
-def _find_sharded(step: _Step) -> set[str]:
-    """Parameters of whose gradient every rank has a piece."""
-    return {*step.tensors("raw gradients")}.difference(*step.reduced)
-
-
-def _are_all_unequal(step: _Step) -> bool:
-    """Whether no gradient is equal, but for those that are rounding on every rank (a bias before a normalisation)."""
-    whole = math.sqrt(sum(float(np.square(value).sum()) for value in step.reduced[0].values()))
-    limit = ROUNDING[step.trace.precision] * _NEGLIGIBLE * whole
-    large = {n for rank in step.reduced for n, value in rank.items() if not np.linalg.norm(value) <= limit}
-    return {*step.unequal} >= large | _find_sharded(step)
-
-
 def _describe_unequal(step: _Step) -> str:
-    return f"those of {'all parameters' if _are_all_unequal(step) else join_names(step.unequal, 3)} differ"
+    return f"those of {'all parameters' if step.all_unequal else join_names(step.unequal, 3)} differ"
 
 
 def _explain_unequal(step: _Step) -> _Failure:
     """Why the gradients of an update are not the same on all ranks, and stay so."""
-    what, remedy, sharded = _describe_unequal(step), "", _find_sharded(step)
-    if sharded and not sharded & {*step.unequal}:
+    what, remedy = _describe_unequal(step), ""
+    if step.sharded and not step.sharded & {*step.unequal}:
         what, remedy = f"{what}, which no fully_shard was given", SHARD_THE_ROOT
     elif any(rank.early for rank in step.seen):
         what, remedy = f"{what}, and the optimizer steps inside of the backward pass", STEP_LATER
@@ -301,7 +302,7 @@ def _explain_unequal(step: _Step) -> _Failure:
     if not alone:
         fault = "The gradients depend on the layout"
     else:
-        fault = "" if _are_all_unequal(step) else "Some parameters are not synchronised"
+        fault = "" if step.all_unequal else "Some parameters are not synchronised"
     return _fail(EQUAL, step.number, what, fault, remedy)
 
 
@@ -325,7 +326,8 @@ def _describe_buffers(step: _Step) -> str:
         names = {n for n, digest in facts.buffers.items() if n not in known and digest != step.seen[0].buffers.get(n)}
         other = step.tensors(buffers_moment(rank)) if names else {}
         mine, reference = ({name: each[name] for name in names & {*each}} for each in (other, first))
-        found |= {*find_differing(mine, reference, step.trace.precision)}
+        unknown = names - {*other, *first}  # how far they differ
+        found |= unknown.union(find_differing(mine, reference, step.trace.precision))
     names_in_order = [name for name in step.seen[0].buffers if name in found]
     return f"ranks differ in {join_names(names_in_order, 3)}" if names_in_order else ""
 
