@@ -105,16 +105,30 @@ def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: f
 
 
 @pytest.mark.parametrize(
-    ("length", "own", "pieces"), [(3, True, ["w"]), (2, True, ["w"]), (8, True, []), (3, False, [])]
+    ("lengths", "whole", "digests", "pieces"),
+    [
+        ((3, 3, 2), 8, (0, 1, 2), ["w"]),
+        ((2, 3, 3), 8, (0, 1, 2), ["w"]),
+        ((5, 3), 8, (0, 1), ["w"]),
+        ((4, 5), 9, (0, 1), ["w"]),
+        ((5, 5), 9, (0, 1), ["w"]),  # padded
+        ((4, 4, 4, 4), 8, (0, 1, 0, 1), ["w"]),  # two copies
+        ((3, 3), 8, (0, 1), []),  # rows were lost
+        ((3, 3, 3, 3), 8, (0, 1, 0, 1), []),
+        ((8, 8, 8), 8, (0, 1, 2), []),
+        ((3, 3, 3), 8, (0, 0, 0), []),
+    ],
 )
 def test_pieces_of_a_parameter_that_ranks_hold_by_hand_are_left_out_of_everything(
-    tmp_path: Path, length: int, own: bool, pieces: list[str]
+    tmp_path: Path, lengths: tuple[int, ...], whole: int, digests: tuple[int, ...], pieces: list[str]
 ) -> None:
-    """Of 8 rows on 3 ranks, some have 3 and some 2."""
-    many = [RankFacts(initial={"w": rank * own, "b": 5}) for rank in range(3)]
+    many = [
+        RankFacts(initial={"w": digest, "b": 5}, sizes={"w": 4 * length, "b": 8})
+        for length, digest in zip(lengths, digests, strict=True)
+    ]
     mine = write_script_trace(tmp_path / "many", [many], trainable=["w", "b"])
     reference = write_script_trace(tmp_path / "one", [[RankFacts()]], trainable=["w", "b"])
-    for trace, rows in ((mine, length), (reference, 8)):
+    for trace, rows in ((mine, lengths[0]), (reference, whole)):
         write_tensors(trace.folder, "initial parameters", None, {"w": np.ones((rows, 4)), "b": np.ones(8)})
     assert drop_pieces([mine], reference) == pieces
     for trace in (mine, reference):

@@ -29,13 +29,15 @@ def describe_pieces(names: Sequence[str]) -> ComparedQuantity:
 def _find_pieces(trace: ScriptTrace, reference: ScriptTrace) -> list[str]:
     """Parameters that are shorter than those of one process in one dimension, where not all ranks begin with the same.
 
-    Ranks need not hold equally much: the last one may have the rest, or the parameter be padded.
+    Ranks need not hold equally much: the last one may have the rest, or the parameter be padded. Where they have less
+    than all of it together, something was lost, and it is no piece.
     """
-    seen = trace.ranks[0]
     mine, whole = trace.tensors("initial parameters"), reference.tensors("initial parameters")
     names = [n for n in mine if n in whole and _is_part(mine[n].shape, whole[n].shape)]
-    apart = any(rank.initial.get(name) != seen[0].initial.get(name) for rank in seen for name in names)
-    return names if apart else []
+    apart = {tuple(rank.initial.get(name) for name in names): rank for rank in trace.ranks[0]}  # without their copies
+    if len(apart) == 1:
+        return []
+    return [name for name in names if sum(rank.sizes.get(name, 0) for rank in apart.values()) >= whole[name].size]
 
 
 def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:

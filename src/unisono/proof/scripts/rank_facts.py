@@ -24,7 +24,8 @@ class RankFacts:
         clipped: digests of the gradients of the update, by parameter.
         buffers: digests, by buffer.
         initial: digests of the parameters and buffers with which it began, by name; of the first step.
-        begun: of the parameters as the update found them.
+        sizes: elements of the parameters with which it began, by name.
+        begun: digests of the parameters as the update found them.
         cleared: whether gradients of backward passes before its own were cleared without an update.
         evaluating: the modules in evaluation mode during a backward pass that compute otherwise there.
         early: whether the update is made inside of the backward pass.
@@ -38,6 +39,7 @@ class RankFacts:
     clipped: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     initial: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     cleared: bool = False
     evaluating: list[str] = field(default_factory=list)

@@ -283,6 +283,7 @@ class Records:
         buffers = self._buffers()
         shared = {name: value for name, value in buffers.items() if name not in self._facts.per_process}
         self.seen.initial = model_facts.digest_plain({**parameters, **shared})
+        self.seen.sizes = {name: parameter.numel() for name, parameter in parameters.items()}
 
     # what torch calls --------------------------------------------------------------------------------------------
 
