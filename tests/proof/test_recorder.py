@@ -185,16 +185,26 @@ def test_gradients_that_another_loss_leaves_count_only_if_an_update_is_made_of_t
     assert updated == {"0"}, "the discriminator's gradients are not of this update"
 
 
+class Switched(nn.Sequential):
+    """Computes otherwise in evaluation mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else x  # type: ignore[no-any-return]
+
+
 def test_a_model_that_comes_later_is_recorded_beside_the_first_under_its_number(tmp_path: Path) -> None:
     """A new head, say, on the body that was trained before."""
     body = nn.Linear(3, 4)
-    model, optimizer, records = begin(tmp_path, nn.Sequential(body, nn.Linear(4, 1)))
+    model, optimizer, records = begin(tmp_path, Switched(body, nn.Linear(4, 1)))
     update(model, optimizer, records)
+    model.eval()
     for _ in range(2):
         later = nn.Sequential(body, nn.Linear(4, 2))
         optimizer.add_param_group({"params": later[1].parameters()})
         records.follow(later)
         update(later, optimizer, records)
+    records.before_backward()
+    assert records.seen.evaluating == [""], "the first one is still the root"
     trace = end(records, tmp_path)
     heads = ["1.weight", "model-2.1.weight", "model-3.1.weight"]
     for step in range(3):

@@ -96,11 +96,8 @@ def local_statistics(model: nn.Module) -> list[str]:
 
 def evaluating_modules(model: nn.Module) -> set[str]:
     """The modules that are in evaluation mode, of those that compute otherwise there."""
-    return {
-        _WRAPPERS.sub("", name)
-        for name, module in model.named_modules()
-        if not module.training and _depends_on_mode(module)
-    }
+    modules = (name for name, module in model.named_modules() if not module.training and _depends_on_mode(module))
+    return {_WRAPPERS.sub("", f"{name}.").removesuffix(".") for name in modules}  # `module` itself, too
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
