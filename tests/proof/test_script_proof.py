@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.launch import jobs
 from unisono.cli import script
-from unisono.proof.scripts import self_check
-from unisono.proof.scripts.script_comparison import Report
+from unisono.launch.processes.local_processes import WorkerError
+from unisono.proof.scripts import script_proof, self_check
+from unisono.proof.scripts.script_comparison import LATE, Report
+from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
 from unisono.runtime.errors import ConfigError
 
@@ -83,10 +88,54 @@ def test_a_script_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_processes_that_never_join_are_refused(tmp_path: Path) -> None:
+    text = (
+        HEAD + "torch.manual_seed(0)\nfor _ in range(9):\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n    optimizer.step()\n"
+    )
+    with pytest.raises(ConfigError, match=r"was started on 2 processes, but .* finds a group of 1"):
+        prove(tmp_path, text)
+
+
+@pytest.mark.slow
 def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
     report = prove(tmp_path, SYNCHRONISED + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
     assert report.mark == "PASS", report.lines
     assert "the script ended after 2 of 4 steps (steps=4)" in report.lines
+
+
+@pytest.mark.slow
+def test_a_script_that_hangs_on_many_processes_is_named_with_its_lines(tmp_path: Path) -> None:
+    began = time.monotonic()
+    wait = "if dist.get_rank():\n    time.sleep(300)\n"
+    report = prove(tmp_path, SYNCHRONISED + wait + "for _ in range(9):\n    step(x)\n", timeout=25)
+    assert time.monotonic() - began < 150
+    told = "\n".join(report.lines)
+    assert report.exit_code == 1
+    assert "it did not finish within 25 s" in told
+    assert re.search(r"rank 1 was at \S+train\.py:\d+ in <module>", told)
+    assert "likely: Processes wait for each other" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [(f"{LATE} 25 s (timeout=25): rank 0 was at …", ["fp64"]), ("TypeError: no kernel for this", ["fp64", "fp32"])],
+)
+def test_a_run_that_took_too_long_is_not_tried_again_in_single_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, tried: list[str]
+) -> None:
+    asked: list[str] = []
+
+    def run(settings: ScriptRun, *_: object) -> SimpleNamespace:
+        asked.append(settings.precision)
+        ended = {"2 processes": WorkerError(error, 1)}
+        return SimpleNamespace(
+            cases=[None, None], record=lambda case: None, ended=ended, judge=lambda adaptive: ([], [])
+        )
+
+    monkeypatch.setattr(script_proof, "ScriptRuns", run)
+    prove(tmp_path, "", precision=None)
+    assert asked == tried
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 from tests.proof.script_traces import build_step, write_script_trace
 from unisono.proof.recording.trace import write_tensors
 from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace
+from unisono.proof.scripts.rows_seen import FetchedRows
 from unisono.proof.scripts.script_rows import count_shared_rows_once, drop_own_numbers, explain_other_rows
 
 
@@ -42,6 +43,27 @@ def test_a_rank_that_takes_its_stride_of_another_draw_is_told_from_ranks_that_dr
     drawn = follow_rows(tmp_path / "own", [[[0, 1], [7, 7]], [[2, 3], [1, 1]]], whole)
     assert "no fault if every process draws its own" in drawn
     assert "shuffles otherwise" in follow_rows(tmp_path / "shuffled", [[[9, 4], [0, 7]], [[1, 3], [5, 2]]], whole)
+
+
+class Loading:
+    """Like the iterator of a `DataLoader`."""
+
+    _dataset = range(8)
+
+
+def test_a_batch_is_one_of_an_evaluation_only_until_a_backward_pass_begins() -> None:
+    fetched, iterator = FetchedRows(), Loading()
+    for rows in ([0, 1], [2, 3], [4, 5]):
+        fetched.draw(iterator, rows)
+    fetched.fetch(iterator)
+    fetched.drop_latest()
+    assert not fetched.has_latest
+    for _ in range(2):
+        fetched.fetch(iterator)
+    fetched.begin_pass()
+    assert not fetched.has_latest
+    fetched.drop_latest()
+    assert [fetched.take_pass() for _ in range(3)] == [[2, 3], [4, 5], []]
 
 
 DEALT = (["r", "t"], ["s", "u"], ["r", "s", "t", "u"])  # to two ranks, and the same on one process

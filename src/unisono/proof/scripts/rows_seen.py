@@ -18,9 +18,6 @@ class FetchedRows:
     """The rows of batches that a script has fetched from its `DataLoader`s, until a backward pass is made of them.
 
     A pass takes the oldest batch of each data set.
-
-    Attributes:
-        latest: the batches that the last one since a backward pass was added to; None where there is none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +26,7 @@ class FetchedRows:
         self._waiting: dict[int, deque[list[int]]] = {}  # batches without a pass yet, by data set
         self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
         self._lengths: dict[int, int] = {}  # of those that passes were made of
-        self.latest: deque[list[int]] | None = None
+        self._latest: deque[list[int]] | None = None  # what the last batch since a backward pass was added to
 
     @property
     def lengths(self) -> list[int]:
@@ -50,11 +47,25 @@ class FetchedRows:
             return
         key = id(iterator._dataset)
         self._data[key] = iterator._dataset
-        self.latest = self._waiting.setdefault(key, deque())
+        self._latest = self._waiting.setdefault(key, deque())
         if iterator not in self._begun:
             self._begun.add(iterator)
-            self.latest.clear()
-        self.latest.append(_row_numbers(indices))
+            self._latest.clear()
+        self._latest.append(_row_numbers(indices))
+
+    @property
+    def has_latest(self) -> bool:
+        """Whether a batch was fetched since the last backward pass, and is still there."""
+        return bool(self._latest)
+
+    def drop_latest(self) -> None:
+        """That batch is one of an evaluation."""
+        if self._latest:
+            self._latest.pop()
+
+    def begin_pass(self) -> None:
+        """A backward pass begins; no batch before it is one of an evaluation."""
+        self._latest = None
 
     def take_pass(self) -> list[int]:
         """The rows of a backward pass."""

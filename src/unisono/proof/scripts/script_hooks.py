@@ -229,9 +229,9 @@ class ScriptWatch:
         if torch.compiler.is_compiling() or self._inside or _is_transformed():
             return original(module, *args, **named)
         if not (module.training and torch.is_grad_enabled()):
-            latest = self._fetched.latest
-            if latest and not (module.training or torch.is_grad_enabled()) and self._is_trained(module):
-                latest.pop()  # an evaluation
+            evaluates = not (module.training or torch.is_grad_enabled())
+            if evaluates and self._fetched.has_latest and self._is_trained(module):
+                self._fetched.drop_latest()
             return original(module, *args, **named)
         if self.records is None:
             if self._is_trained(module):
@@ -263,7 +263,7 @@ class ScriptWatch:
     def _on_backward(self, original: Callable[..., Any], /, tensors: Any, *args: Any, **named: Any) -> Any:
         inside = torch._C._current_graph_task_id() != -1  # of another backward pass, which computes again
         if not inside:
-            self._fetched.latest = None
+            self._fetched.begin_pass()
             self.progress.begin_pass()
         if not inside and self.records is not None:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
