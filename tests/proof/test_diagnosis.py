@@ -62,6 +62,11 @@ def test_a_parameter_of_ones_is_no_copy_of_another(tmp_path: Path, values: list[
     assert name(found, failed("initial parameters", 0, "extra")) == fault
 
 
+def test_ranks_that_computed_no_rows_do_not_read_the_same_ones(tmp_path: Path) -> None:
+    mine, reference = trace(tmp_path / "mine", [[0, 0], [4, 4]]), trace(tmp_path / "one", [[8], [8]])
+    assert name((mine, reference), failed("sample ids", 1)) == "Rows are dropped"
+
+
 # what passes leave behind ---------------------------------------------------------------------------------------------
 
 
@@ -137,20 +142,19 @@ def rates(found: tuple[Trace, Trace], ours: list[float], theirs: list[float]) ->
 
 
 @pytest.mark.parametrize(
-    ("ours", "fault"),
+    ("ours", "theirs", "fault"),
     [
-        ([0.0, 0.75, 0.25], "The schedule is stepped once per process"),
-        ([0.0, 2.0, 1.5], "The learning rate depends on the world size"),
-        ([0.5, 0.75, 0.25], "The learning rate depends on the world size"),  # wrong at step 1
-        ([0.0, 0.0, 0.0], "The learning rate depends on the world size"),  # has not changed yet
+        ([0.0, 0.75, 0.25], [0.0, 1.0, 0.75], "The schedule is stepped once per process"),
+        ([0.0, 2.0, 1.5], [0.0, 1.0, 0.75], "The learning rate depends on the world size"),
+        ([0.5, 0.75, 0.25], [0.0, 1.0, 0.75], "The learning rate depends on the world size"),  # wrong at step 1
+        ([0.3] * 4, [0.3, 0.3, 0.3, 0.03], "The learning rate depends on the world size"),  # has not changed yet
     ],
 )
 def test_a_rate_is_stepped_too_often_only_if_it_is_that_of_later_updates(
-    tmp_path: Path, ours: list[float], fault: str
+    tmp_path: Path, ours: list[float], theirs: list[float], fault: str
 ) -> None:
     found = pair(tmp_path, None)
-    first = rates(found, ours, [0.0, 1.0, 0.75] if any(ours) else [0.0, 0.0, 0.03])
-    assert name(found, first) == fault
+    assert name(found, rates(found, ours, theirs)) == fault
 
 
 SQUARE = {"a": np.arange(1.0, 9.0), "b": np.arange(12.0).reshape(4, 3)}
@@ -205,6 +209,14 @@ def test_a_second_resume_that_drifts_is_told_with_what_it_would_be_by_itself(tmp
     found = told(tmp_path, failed("optimizer state", 3), counts=THREE, starts=[1, 2])
     assert found.fault == "A second resume drifts"
     assert "'The state of the optimizer was lost'" in found.because
+
+
+@pytest.mark.parametrize("quantity", ["gradient norm", "clipped gradients"])
+def test_parameters_that_passes_change_are_told_without_a_word_of_resumes(tmp_path: Path, quantity: str) -> None:
+    mine, reference = (trace(tmp_path / side, THREE) for side in ("mine", "whole"))
+    reference.facts.probed, reference.facts.changed_by_passes = True, "w, which changes"
+    found = diagnose((mine, reference), failed(quantity, 3, mine=1.0, reference=2.0), starts=[1, 2])
+    assert (found.fault, found.because) == ("The forward pass changes parameters", "w, which changes")
 
 
 def test_buffers_that_ranks_have_without_a_resume_too_are_no_second_resume_that_drifts(tmp_path: Path) -> None:
