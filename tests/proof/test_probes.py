@@ -19,6 +19,7 @@ from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes, restore_model
+from unisono.proof.probes.task_probes import probe_task
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
 from unisono.task import Task
@@ -120,6 +121,28 @@ def test_a_loss_that_changes_its_batch_is_no_other_for_that() -> None:
         return float(x.sum())
 
     assert probed(loss) == RunFacts(overwritten="x")
+
+
+def test_what_a_loss_has_shown_is_kept_where_it_cannot_be_computed_of_a_single_row() -> None:
+    def loss(x: Any) -> float:
+        x += 1
+        return float(x[0] + x[1])
+
+    view, task, facts = View(loss), Counting(len), RunFacts()
+    with pytest.raises(IndexError):
+        probe_loss(facts, Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5), {}, 1e-9))  # type: ignore[arg-type]
+    assert facts == RunFacts(overwritten="x")
+
+
+def test_a_task_whose_samples_cannot_be_found_is_tried_as_far_as_it_goes() -> None:
+    def samples(step: int, rows: range) -> SampleIndices:
+        raise ValueError("no such step")
+
+    view, task, facts = View(np.mean), Counting(len), RunFacts()
+    plan = SimpleNamespace(capacity=None, seed=0, samples=samples)
+    trial = Trial(view, task, micro_batch(3.0, 1.0, 4.0), {}, 1e-9)  # type: ignore[arg-type]
+    probe_task(facts, trial, task, None, plan, None)  # type: ignore[arg-type]
+    assert facts == RunFacts(probed=True, additivity={"term": "averaged"})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.data.loading.batch_builder import BatchBuilder
-from unisono.data.order.plan import Plan
+from unisono.data.order.plan import Plan, SampleIndices
 from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
@@ -43,13 +43,15 @@ def probe_task(
         mask: leave samples out that cannot be made.
     """
     task, packed = trial.task, plan.capacity is not None
-    indices = plan.samples(0, range(trial.micro.size))
+
+    def indices() -> SampleIndices:
+        return plan.samples(0, range(trial.micro.size))
 
     def samples() -> None:
         try:
-            facts.unstable_samples = probe_samples(fresh, source, plan.seed, indices, mask, packed)
+            facts.unstable_samples = probe_samples(fresh, source, plan.seed, indices(), mask, packed)
         except UnisonoError:  # it needs what data() has left in it
-            facts.unstable_samples = probe_samples(task, source, plan.seed, indices, mask, packed)
+            facts.unstable_samples = probe_samples(task, source, plan.seed, indices(), mask, packed)
 
     def evaluation() -> None:
         if held_out is not None and not task.draws_in_evaluation:
@@ -67,7 +69,7 @@ def probe_task(
             draws = trial.view.draws(trial.micro, trial.scalars)
         if packed or facts.unstable_loss or facts.unstable_samples or draws:
             return
-        made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices)[1]
+        made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices())[1]
         probe_neighbours(facts, trial, made)
 
     facts.probed = True
