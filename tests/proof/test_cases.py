@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -194,7 +195,7 @@ def test_what_a_process_of_several_leaves_is_run_once_more_in_one_lane(tmp_path:
     phase = [done, other]
     asked: list[list[list[Case]]] = []
     started: list[int | None] = []
-    work = Work(ProofSettings(), Progress(2), {})
+    work = partial(Work, ProofSettings(), Progress(2), {})
 
     def start(count: int | None) -> None:
         asked.append(Work.read(tmp_path).lanes)

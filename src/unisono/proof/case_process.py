@@ -6,7 +6,6 @@ Cases of one process are run side by side, where there are cores for it: each pr
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from unisono.launch import layout as layouts
 from unisono.launch.processes import rank_process
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.hangs import HangWatch
-from unisono.proof.recording.trace import read_trace
+from unisono.proof.recording.trace import count_recorded, read_trace
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.console import say
 from unisono.task_config import build_task, read_config
@@ -96,7 +95,7 @@ class Work:
     proof: ProofSettings
     progress: Progress
     code: dict[str, str]
-    lanes: list[list[Case]] = field(default_factory=list)
+    lanes: list[list[Case]]
 
     def write(self, folder: Path) -> None:
         """Leave it in the folder of the processes."""
@@ -115,17 +114,6 @@ def _stand_alone() -> ProcessInfo:
     place = cluster.process_info()
     assert place is not None
     return place
-
-
-def count_recorded(root: Path) -> int:
-    """How many cases were run to their end."""
-    return len(list(root.glob("*/facts.json")))
-
-
-def remove_recorded(root: Path) -> None:
-    """Forget all cases."""
-    for facts in root.glob("*/facts.json"):
-        shutil.rmtree(facts.parent)
 
 
 def needs_whole_batches(folder: Path, first: Case, config: RunConfig) -> bool:

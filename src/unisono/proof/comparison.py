@@ -139,7 +139,8 @@ class LeftOut:
 
     Attributes:
         names: parameters whose true gradient is zero in all steps (a key bias in attention).
-        parts: the same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor.
+        parts: the same inside of tensors, as the key's third of one bias for query, key and value: elements by tensor,
+            without those that are simply zero on both sides.
     """
 
     names: frozenset[str] = frozenset()
@@ -153,7 +154,7 @@ class LeftOut:
 
 
 def find_left_out(mine: Trace, reference: Trace, floor: float) -> LeftOut:
-    """What has gradients that are rounding beside those of all, or of their tensor, and not simply zero on both sides.
+    """What has gradients that are rounding beside those of all, or of their tensor.
 
     Args:
         mine: of the run in question.

@@ -72,8 +72,8 @@ class _Proof:
     adaptive: bool
     ended: Mapping[str, local_processes.WorkerError]
     recipe: str
-    _tolerances: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    _failed: dict[str, set[str]] = field(default_factory=dict)
+    _tolerances: dict[tuple[str, str], dict[str, float]] = field(init=False, default_factory=dict)
+    _failed: dict[str, set[str]] = field(init=False, default_factory=dict)
 
     def first(self, case: Case) -> Trace:
         """Of the run on one process that a case is compared with in the end, and that was looked at most closely."""

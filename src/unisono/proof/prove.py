@@ -26,7 +26,7 @@ from unisono.launch.task_objects import reference_to, with_engine
 from unisono.proof import case_process, certificate, engines, judgement, verdict
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings, build_cases
 from unisono.proof.hangs import read_stacks
-from unisono.proof.recording.trace import is_recorded, read_trace, trace_folder
+from unisono.proof.recording.trace import is_recorded, read_trace, remove_recorded, trace_folder
 from unisono.proof.trace_room import LOGS, trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import usable_cores
@@ -65,7 +65,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             one.preload(libraries)
         ended = _run_cases(every, config, proof, folder, servers, digests)
         if case_process.needs_whole_batches(folder, every[0], config):
-            case_process.remove_recorded(folder)
+            remove_recorded(folder)
             every = build_cases(proof, asked, carried=True)
             layouts = _describe_layouts(every, asked, proof)
             ended = _run_cases(every, config, proof, folder, servers, digests)
@@ -144,7 +144,7 @@ def _run_cases(
         server = servers.one if one.world_size == 1 else servers.several
         beside = settled.layout.device == "cpu" and settled.layout.engine == "torch"
         lanes = split_lanes(phase, min(widest, usable_cores()) if beside else 1)
-        work = case_process.Work(proof, progress, dict(digests))
+        work = partial(case_process.Work, proof, progress, dict(digests))
         try:
             run_lanes(phase, lanes, folder, work, partial(_start_processes, settled, folder, threads, server))
         except local_processes.WorkerError as error:
@@ -162,11 +162,11 @@ def run_lanes(
     phase: list[Case],
     lanes: list[list[Case]],
     folder: Path,
-    work: case_process.Work,
+    work: Callable[[list[list[Case]]], case_process.Work],
     start: Callable[[int | None], None],
 ) -> None:
     """Run cases side by side; if a process ends, what is left is run in one lane, which shows whose fault it is."""
-    replace(work, lanes=lanes).write(folder)
+    work(lanes).write(folder)
     try:
         start(len(lanes) if len(lanes) > 1 else None)
     except local_processes.WorkerError:
@@ -175,7 +175,7 @@ def run_lanes(
             raise
         for case in left:
             shutil.rmtree(trace_folder(folder, case.name), ignore_errors=True)
-        replace(work, lanes=[left]).write(folder)
+        work([left]).write(folder)
         start(None)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -48,23 +49,14 @@ QUANTITIES = (
 
 @dataclass
 class Part:
-    """What one micro-batch adds to a step.
+    """What one micro-batch adds to a step."""
 
-    Attributes:
-        number: of the micro-batch in the global batch.
-        rank: that computed it.
-        rows: of the global batch in it.
-        sums: that the task's loss returned, by term; of metrics as `metric/NAME`.
-        counts: what they are divided by, by the same names.
-        weights: of the terms.
-    """
-
-    number: int
-    rank: int
-    rows: int
-    sums: dict[str, float]
-    counts: dict[str, float]
-    weights: dict[str, float] = field(default_factory=dict)
+    number: int  # of the micro-batch in the global batch
+    rank: int  # that computed it
+    rows: int  # of the global batch in it
+    sums: dict[str, float]  # that the task's loss returned, by term; of metrics as `metric/NAME`
+    counts: dict[str, float]  # what they are divided by, by the same names
+    weights: dict[str, float] = field(default_factory=dict)  # of the terms
 
 
 @dataclass
@@ -89,7 +81,7 @@ class StepFacts:
     draws: list[list[int]] = field(default_factory=list)  # the random state before and after its forward pass, digested
 
     # What should have the same bits on all ranks that hold it and has not, each with these ranks.
-    replicas: list[str] = field(default_factory=list)  # parameters
+    replicas: list[str] = field(default_factory=list)  # parameters, `optimizer/…` and `ema/…`
     buffers: list[str] = field(default_factory=list)
 
     @property
@@ -146,8 +138,8 @@ class RunFacts:
     mixed: str = ""  # what it returns with the numbers of other rows in a row's place
     unstable_forward: str = ""  # why it gives something else for the same rows, by more than rounding
 
-    # The task's functions, if they were tried by themselves.
-    probed: bool = False
+    # The task's functions.
+    probed: bool = False  # whether they were tried by themselves
     unstable_build: str = ""  # why a model that is built again begins otherwise
     unstable_samples: str = ""  # why `sample` or `collate` gives something else for the same rows
     unstable_loss: str = ""  # why the loss of the same outputs is another each time
@@ -225,6 +217,17 @@ def trace_folder(root: Path, case: str) -> Path:
 def is_recorded(root: Path, case: str) -> bool:
     """Whether a case was run to its end."""
     return (trace_folder(root, case) / _FACTS).is_file()
+
+
+def count_recorded(root: Path) -> int:
+    """How many cases were run to their end."""
+    return len(list(root.glob(f"*/{_FACTS}")))
+
+
+def remove_recorded(root: Path) -> None:
+    """Forget all cases that were."""
+    for facts in root.glob(f"*/{_FACTS}"):
+        shutil.rmtree(facts.parent)
 
 
 def read_trace(root: Path, case: str) -> Trace | None:
