@@ -18,7 +18,6 @@ from unisono.proof.recording.trace import Trace
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
 _NOT_CARRIED = "The state was not carried on"
-_CHANGED_BY_PASSES = "The forward pass changes parameters"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
@@ -77,7 +76,7 @@ def _consider_states(pattern: Pattern, told: Diagnosis) -> Diagnosis:
     is_open = quantity in _OF_PASSES and (told.is_neutral or by_factor)
     drifts = quantity == "outputs" and told.fault == "Replicas drift apart"
     if (is_open or drifts) and (why := pattern.root.changed_by_passes):
-        return build_diagnosis(_CHANGED_BY_PASSES, why)
+        return build_diagnosis("The forward pass changes parameters", why)
     if not kept:
         return told
     if is_open and pattern.is_resumed and not told.fault.endswith("on the call"):
@@ -98,7 +97,9 @@ def _consider_states(pattern: Pattern, told: Diagnosis) -> Diagnosis:
 def _consider_second_start(pattern: Pattern, told: Diagnosis) -> Diagnosis:
     """The same, or another where the first start was right and a second one is not."""
     starts, step, quantity = pattern.starts, pattern.worst.step, pattern.first.quantity
-    is_known = told.fault == _CHANGED_BY_PASSES or (pattern.root.kept_by_task and told.fault == _NOT_CARRIED)
+    is_known = told.fault == "The forward pass changes parameters" or (
+        pattern.root.kept_by_task and told.fault == _NOT_CARRIED
+    )
     # What ranks of the uninterrupted run show, too, is no matter of a resume.
     is_older = quantity == "buffers" and bool(pattern.reference_step.buffers)
     if len(starts) < 2 or step <= starts[1] or is_known or is_older or told.fault.endswith("on the call"):
@@ -390,7 +391,7 @@ _SEEN_ALONE = {
     "unstable_loss": ("The loss depends on the call", (*_AFTER_THE_GRADIENT, "evaluation repeats")),
     "unstable_gradient": ("The gradients depend on the call", _AFTER_THE_GRADIENT),
     "changed_by_passes": (
-        _CHANGED_BY_PASSES,
+        "The forward pass changes parameters",
         (
             "the forward pass repeats", "the loss repeats", "initial parameters", "update", "parameters", "replicas",
             "frozen parameters did not move", "evaluation leaves things as they were",
