@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.manifest import Checkpoint
+from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
@@ -156,7 +156,7 @@ def replay(
 def _choose_checkpoints(run: Path, first: int | None, last: int | None) -> tuple[Checkpoint | None, Checkpoint]:
     """Return the two checkpoints, whose hashes are verified."""
     find_checkpoint(run)
-    steps = [int(path.name.rpartition("-")[2]) for path in commit.find_checkpoints(run / "checkpoints")]
+    steps = [parse_step(path.name) for path in commit.find_checkpoints(run / "checkpoints")]
     if last is None:
         last = min((step for step in steps if first is not None and step > first), default=steps[-1])
     if first is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from unisono.checkpoint.core import assets, commit
+from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
@@ -63,7 +64,7 @@ class Run:
     @property
     def newest_step(self) -> int:
         """Step of the newest checkpoint."""
-        return int(find_checkpoint(self.folder).name.rpartition("-")[2])
+        return parse_step(find_checkpoint(self.folder).name)
 
     def show(self, figures: Mapping[str, Path]) -> None:
         """Show image files in the run's trackers, if it has any, under the given names."""

@@ -9,6 +9,7 @@ from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_f
 from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 
+EXIT_CODES: Mapping[Mark, int] = {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}
 _NO_TENSORS = {"sample ids", "loss", "gradient norm", "learning rate", "metrics", "evaluation"}
 
 
@@ -80,8 +81,8 @@ def join_marks(verdicts: Sequence[Verdict]) -> Mark:
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """0 for PASS, 1 for FAIL, 2 for ABSTAIN."""
-    return {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}[join_marks(verdicts)]
+    """That of the mark of all."""
+    return EXIT_CODES[join_marks(verdicts)]
 
 
 def abstentions(verdicts: Sequence[Verdict]) -> list[Abstention]:

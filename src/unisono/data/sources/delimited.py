@@ -32,7 +32,7 @@ class DelimitedReader:
         with wrap_read_errors(file), file.open_plain() as stream:
             content = stream.read()
         types = dict(wanted.types)
-        columns = read_columns(file.path, file.format, content)
+        columns = _read_columns(file, content)
         self.schema = pa.schema([])
         if columns:
             table = pa.table(
@@ -60,27 +60,23 @@ class DelimitedReader:
         return found
 
 
-def read_columns(path: str, format: str, content: bytes) -> dict[str, list[str]]:
-    """The values of each column of a `csv` or `tsv` file as strings; empty if there are no rows.
-
-    Raises:
-        DataError: naming file and line.
-    """
-    delimiter = "," if format == "csv" else "\t"
+def _read_columns(file: File, content: bytes) -> dict[str, list[str]]:
+    """The values of each column as strings; empty if there are no rows."""
+    delimiter = "," if file.format == "csv" else "\t"
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
         lines = [(reader.line_num, line) for line in reader if any(line)]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as {format}: {error}") from error
+        raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
     if len(lines) < 2:
         return {}
     header = lines[0][1]
     if doubles := find_duplicates(header):
-        raise DataError(f"{path} has columns of the same name: {format_examples(doubles)}; rename them")
+        raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
     for number, line in lines[1:]:
         if len(line) != len(header):
             raise DataError(
-                f"{path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
+                f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
                 "may contain an unquoted separator"
             )
     values = zip(*(line for _, line in lines[1:]), strict=True)

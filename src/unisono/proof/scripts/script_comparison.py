@@ -19,7 +19,7 @@ from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
 from unisono.proof import comparison, judgement, predictions, verdict
 from unisono.proof.cases import EPSILON, Case
-from unisono.proof.comparison import Difference
+from unisono.proof.comparison import Difference, Mark
 from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, trace_folder
@@ -61,14 +61,14 @@ class Report:
     @property
     def exit_code(self) -> int:
         """0: gradients are equal and nothing failed; 1: something failed; 2: nothing could be said."""
-        code = verdict.exit_code([*self.verdicts, *self.alone])
-        shown = [c.mark for v in self.verdicts for c in v.compared if c.quantity == "raw gradients"]
-        return 2 if code == 0 and "PASS" not in shown else code
+        return verdict.EXIT_CODES[self.mark]
 
     @property
-    def mark(self) -> str:
-        """PASS, FAIL or ABSTAIN."""
-        return {0: "PASS", 1: "FAIL", 2: "ABSTAIN"}[self.exit_code]
+    def mark(self) -> Mark:
+        """PASS, FAIL or ABSTAIN; no PASS where no gradients were shown to be equal."""
+        mark = verdict.join_marks([*self.verdicts, *self.alone])
+        shown = [c.mark for v in self.verdicts for c in v.compared if c.quantity == "raw gradients"]
+        return "ABSTAIN" if mark == "PASS" and "PASS" not in shown else mark
 
     @property
     def lines(self) -> list[str]:

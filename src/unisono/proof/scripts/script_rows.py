@@ -96,8 +96,7 @@ def _explain_numbers(mine: ScriptTrace, reference: ScriptTrace, step: int) -> st
             f"step {step + 1}: rows of the same numbers gave other inputs: other padding, each process's own split, "
             "augmentation or statistics (of the rows that it has), or rows mixed with others of their batch"
         )
-    shared = len(ours) > 1 and all(rank == m.by_rank[0] for rank in m.by_rank)  # a fault, which the ranks show
-    if shared or step:
+    if m.has_equal_ranks or step:  # a fault, which the ranks show
         return ""
     if len(m.rows) != len(r.rows):
         return _describe_batches(len(m.rows), len(r.rows), ours)
