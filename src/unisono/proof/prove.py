@@ -50,6 +50,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         ConfigError: for layouts that cannot be, before any process starts.
     """
     every = engines.cases(proof, config) if proof.engines else build_cases(proof, config)
+    config, device = _choose_device(every, config, proof)
     layouts = _describe_layouts(every, config, proof)
     digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
     with trace_room() as folder, ExitStack() as stack:
@@ -63,6 +64,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         servers = _Servers(one, _open_fork_server(stack, asked, every, libraries) if several else None)
         if one is not None:
             one.preload(libraries)
+        say(f"all cases run on {device}", error=True)
         ended = _run_cases(every, config, proof, folder, servers, digests)
         if case_process.needs_whole_batches(folder, every[0], config):
             remove_recorded(folder)
@@ -77,6 +79,19 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             "code": digests,
             "layouts": layouts,
         }
+
+
+def _choose_device(every: list[Case], config: RunConfig, proof: ProofSettings) -> tuple[RunConfig, str]:
+    """The configuration with one kind of device for all cases, and what to say of it.
+
+    On a host with one GPU, one process would run on it and two on the CPU: machines would be compared, not layouts.
+    """
+    kinds = {case_process.build_case_config(config, case, proof, None).layout.device for case in every}
+    chosen = said = kinds.pop() if len(kinds) == 1 else "cpu"
+    if kinds:
+        found = " and ".join(sorted(kinds - {"cpu"}))
+        said = f"cpu: this host has fewer {found} devices than the largest layout, and a proof compares on one kind"
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"device": chosen})}), said
 
 
 def _describe_layouts(every: list[Case], config: RunConfig, proof: ProofSettings) -> dict[str, dict[str, Any]]:

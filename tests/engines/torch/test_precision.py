@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,55 @@ def test_bytes_are_read_as_what_they_are_and_then_promoted(tmp_path: Path) -> No
     for tensor in (loaded["a"], *made):
         assert torch.equal(tensor, single.double())
     assert torch.load(tmp_path / "numbers.pt")["a"].dtype == torch.float32
+
+
+OPTIMIZERS: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
+    torch.optim.Adadelta: {}, torch.optim.Adafactor: {}, torch.optim.Adagrad: {}, torch.optim.Adam: {"amsgrad": True},
+    torch.optim.Adamax: {}, torch.optim.AdamW: {}, torch.optim.ASGD: {}, torch.optim.NAdam: {}, torch.optim.RAdam: {},
+    torch.optim.RMSprop: {"momentum": 0.9}, torch.optim.Rprop: {}, torch.optim.SGD: {"momentum": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach", "capturable", "loop"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_keeps_the_dtypes_that_it_chose_while_casts_are_promoted(
+    kind: type[torch.optim.Optimizer], how: str
+) -> None:
+    """A fused CUDA kernel reads the bytes of a step count as float32, whatever they are."""
+
+    def run(name: str) -> tuple[dict[str, torch.dtype], Any]:
+        weight = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+        optimizer = kind([weight], **OPTIMIZERS[kind], **({"foreach": False} if how == "loop" else {how: True}))
+        for _ in range(2):
+            weight.grad = torch.full_like(weight, 0.3)
+            # capturable: made on a CPU, too, but no CPU runs it
+            with precision.promotion(name), suppress(AssertionError) if how == "capturable" else nullcontext():
+                optimizer.step()
+        state = optimizer.state[weight].items()
+        return {key: value.dtype for key, value in state if isinstance(value, torch.Tensor)}, weight.tolist()
+
+    try:
+        plain = run("fp32")
+    except (TypeError, RuntimeError) as error:
+        pytest.skip(f"{kind.__name__} has no {how} implementation for a CPU: {error}")
+    assert run("fp64") == plain
+    assert plain[0] if how == "capturable" else plain[1] != torch.ones(3, 3).tolist()
+    if how == "fused" and "step" in plain[0]:
+        assert plain[0]["step"] == torch.float32
+
+
+def test_what_a_users_code_casts_is_still_promoted_beside_an_optimizer() -> None:
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    weight.grad = torch.full_like(weight, 1 / 3)
+    optimizer = torch.optim.Muon([weight], lr=0.1)
+    with precision.promotion("fp64"):
+        optimizer.step()  # it casts the gradient to bfloat16, which has three digits
+        assert third().float().dtype == torch.float64
+    exact = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(1.0)
+    torch.optim.Muon([weight], lr=0.1).step()
+    assert not torch.equal(weight, exact)
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32"])

@@ -21,13 +21,21 @@ _HARDWARE = {  # files of a kind of accelerator, and the packages by which JAX u
     "AMD GPU": (("/dev/kfd",), ("jax-rocm60-plugin", "jax-rocm7-plugin"), "rocm"),
     "TPU": (("/dev/accel0", "/dev/vfio/0"), ("libtpu", "libtpu-nightly"), "tpu"),
 }
-_QUERY = "import jax, json; d = jax.local_devices(); print(json.dumps([d[0].platform, len(d), d[0].device_kind]))"
+# `Device.platform` says `gpu` of NVIDIA's and AMD's alike. The backend has the name that `jax_platforms` takes: JAX
+# expands `gpu` to cuda and rocm, and then fails for the one without a plugin.
+_QUERY = """
+import jax, json
+from jax.extend import backend
+found = jax.local_devices()
+names = [name for name, client in backend.backends().items() if client is found[0].client]
+print(json.dumps([*names, found[0].platform][:1] + [len(found), found[0].device_kind]))
+"""
 _QUERY_TIMEOUT = 300.0  # seconds for JAX to find its devices
 
 
 @cache
 def accelerators() -> tuple[str, int]:
-    """Kind and number of this host's accelerators as JAX sees them; `("cpu", 0)` if there are none."""
+    """Kind (cuda, rocm, tpu, …) and number of this host's accelerators in JAX; `("cpu", 0)` if there are none."""
     kind, count, _ = _query_devices()
     return ("cpu", 0) if kind == "cpu" else (kind, count)
 
@@ -64,7 +72,7 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     enough = count >= wanted and not (kind == "tpu" and precision == "fp64")
     if layout.device == "auto":
         return kind if count and enough else "cpu"
-    names = {kind, *({"cuda", "gpu", "rocm"} if kind in ("gpu", "cuda", "rocm") else ())}
+    names = {kind, *(("gpu",) if kind in ("cuda", "rocm") else ())}
     if layout.device not in names or not count:
         raise ConfigError(
             f"layout.device={layout.device}: JAX finds {f'{count} × {kind}' if count else 'no accelerator'} on this "

@@ -102,6 +102,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
         else:  # replicated; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
             value = saved_tensors.read_tensor(reader, full, (0,) * len(shape), shape).to(device)
+            if entry == "step" and group.get("fused"):  # fp64 runs saved it as float64, which a fused kernel misreads
+                value = value.to(torch.float32)
         optimizer.state[parameter][entry] = value
 
 

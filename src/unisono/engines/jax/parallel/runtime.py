@@ -64,11 +64,22 @@ def start(config: RunConfig, place: ProcessInfo, group: Communicator, addresses:
     if place.world_size > 1:
         _join_coordinator(config, place, group, addresses[0])
         _set_gloo_address(addresses[place.rank])
-    count = jax.local_device_count()
+    count = _count_devices(layout.device)
     if count < layout.devices:
         raise ConfigError(
             f"layout.devices={layout.devices}, but JAX has {count} × {jax.default_backend()} in this process"
         )
+
+
+def _count_devices(kind: str) -> int:
+    """Devices of this process; JAX starts here, and says by an error that it cannot."""
+    try:
+        return jax.local_device_count()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"layout.device={kind}: JAX could not start on it: {error}. `unisono doctor` shows what JAX finds on this "
+            "host; layout.device=cpu runs without it"
+        ) from error
 
 
 def stop(group: Communicator) -> None:

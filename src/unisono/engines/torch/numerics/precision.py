@@ -1,12 +1,14 @@
 """Implements `train.precision`, also where the model itself names a dtype.
 
 `fp64` is strict: models cast to fp32 inside (norms, rotary angles, softmax), and one such cast would limit to 1e-7
-under every comparison. A function mode turns those casts into casts to fp64. `bf16` is autocast over fp32 master
-weights.
+under every comparison. A function mode turns those casts into casts to fp64. What torch's own optimizers, gradient
+scaler and FSDP make in a dtype of their choice keeps it: a kernel reads it as that dtype. `bf16` is autocast over fp32
+master weights.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,8 +27,10 @@ _CAST_METHODS = {
 }
 _GROUPED_MM = torch._grouped_mm
 _READS_BYTES = (torch.frombuffer, torch.Tensor.view)  # given a dtype, they say what bytes are, not what they shall be
-_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # both of GradScaler
-_UPDATE_SCALE = torch._amp_update_scale_
+# Modules of torch whose kernels read a tensor by the dtype they made it in: a fused CUDA optimizer takes the bytes of
+# its step counts for float32. The step of `_muon` is arithmetic on the gradient, which shall be exact.
+_OWN_DTYPES = ("torch.optim.", "torch.amp.grad_scaler", "torch.distributed.fsdp.")
+_CASTS_GRADIENTS = "torch.optim._muon"
 
 
 class PromoteToDouble(TorchFunctionMode):
@@ -36,19 +40,26 @@ class PromoteToDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function while the mode is on."""
+        if _is_called_by_library():
+            return func(*args, **(kwargs or {}))
         if func in _CAST_METHODS:
             return args[0].to(_CAST_METHODS[func])
         if func is _GROUPED_MM and _is_grouped_double(*args, **(kwargs or {})):
             return _grouped_matmul(args[0], args[1], (kwargs or {})["offs"])
         if func in _READS_BYTES and not (args and _is_floating(args[0])):
             return _to_double(func(*args, **(kwargs or {})))
-        if func is _UNSCALE:
-            return _unscale(*args)
-        if func is _UPDATE_SCALE:
-            return _update_scale(*args)
         promoted = tuple(_promote(value) for value in args)
         named = {name: _promote(value) for name, value in (kwargs or {}).items()}
         return func(*promoted, **named)
+
+
+def _is_called_by_library() -> bool:
+    """Whether the function was called by a module of torch that chooses dtypes for its own kernels."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of a mode derived from this one
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith(_OWN_DTYPES) and module != _CASTS_GRADIENTS
 
 
 def _is_grouped_double(*args: Any, **kwargs: Any) -> bool:
@@ -70,27 +81,6 @@ def _is_floating(value: Any) -> bool:
 
 def _to_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_promote(tensor.dtype))
-
-
-def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """What torch computes for GradScaler, whose own scale and flags are in double precision now."""
-    for gradient in gradients:
-        if not gradient.isfinite().all():
-            found.fill_(1.0)
-        gradient.mul_(factor)
-
-
-def _update_scale(
-    scale: torch.Tensor, successes: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
-) -> torch.Tensor:
-    """The same of the update of the scale."""
-    if found.item():
-        scale.mul_(backoff)
-        successes.zero_()
-    elif int(successes.add_(1)) == interval:
-        scale.mul_(growth)
-        successes.zero_()
-    return scale
 
 
 def _promote(value: Any) -> Any:
