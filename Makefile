@@ -3,19 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 # Tests run in as many processes as there are cores, at most eight. The quick ones have one more: they wait a fourth of
 # their time.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 # Seconds of workers for the slow tests, as tests/seconds.json counts them; three quarters of that on quiet cores. All of
 # them fit today. If they need more, the date says which have to wait.
 BUDGET ?= $(shell echo $$((3700 * $(WORKERS))))
+# `make test PACKAGE=language` (or audio, faults, unisono, …) runs the tests of one package alone.
+TESTS := $(if $(PACKAGE),$(firstword $(wildcard recipes/$(PACKAGE)/tests packages/unisono-$(PACKAGE)/tests) tests))
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
-.PHONY: demo test test-all quick slow again lint types measure native wheel fuzz fuzz-readers clean
+.PHONY: demo test test-all quick slow again lint types measure native wheels wheel fuzz fuzz-readers clean
 
-# Train the embedded example on two processes for about a minute, evaluate it, and say where the run lies.
-demo: $(READY)
+# Install the core and one recipe, train its embedded example on two processes for about a minute, and evaluate it.
+demo: $(DEMO)
 	$(BIN)/unisono train language layout.world_size=2
 
 # What a developer runs all day: ten minutes on two cores. Types are checked beside the tests, which leave room for it;
@@ -34,7 +37,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 quick: $(READY)
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "not slow"
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "not slow" $(TESTS)
 
 # The long matrices alone; what today's budget has no room for is listed at the end, with its date.
 slow: $(READY)
@@ -50,26 +53,39 @@ measure: $(READY)
 
 # The native core of unisono.audio again, after a change of its sources; an error where it cannot be built.
 native: $(READY)
-	UNISONO_NATIVE=require $(BIN)/python setup.py --quiet build_ext --inplace
+	cd packages/unisono-audio && UNISONO_NATIVE=require $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 
-# A manylinux wheel, installed into an empty environment, where it has to decode a recording.
+# An sdist and, made from it, a wheel of each package, in dist/.
+wheels: $(READY)
+	for project in packages/* recipes/*; do $(BIN)/python -m build --outdir dist $$project || exit 1; done
+
+# A manylinux wheel of unisono-audio, installed into an empty environment, where it has to decode a recording.
 wheel: $(READY)
-	$(BIN)/python -m tests.audio.wheel
+	$(BIN)/python -m packages.unisono-audio.tests.wheel
 
 # 20,000 mutated recordings of each format through the native core, under AddressSanitizer and UBSan.
 fuzz: $(READY)
-	$(BIN)/python -m tests.audio.fuzz --count 20000
+	$(BIN)/python -m packages.unisono-audio.tests.fuzz --count 20000
 
 # 20,000 mutations of every kind of file and message that somebody else may write, through what reads them.
 fuzz-readers: $(READY)
 	$(BIN)/python -m tests.security.fuzz --count 20000
 
-$(READY): pyproject.toml constraints.txt setup.py
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PROJECTS := $(wildcard packages/*/pyproject.toml recipes/*/pyproject.toml)
+
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Unisono needs Python 3.11 or newer: make PYTHON=python3.11")'
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	$(PYTHON) -m venv $(VENV)
+
+# The core and one recipe; nothing else.
+$(DEMO): $(BIN)/python packages/unisono/pyproject.toml recipes/language/pyproject.toml constraints.txt
+	$(PIP) -e packages/unisono -e recipes/language
+	touch $(DEMO)
+
+$(READY): $(BIN)/python $(PROJECTS) workspace.txt constraints.txt packages/unisono-audio/setup.py
+	$(PIP) -r workspace.txt
+	touch $(READY) $(DEMO)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

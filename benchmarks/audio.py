@@ -178,8 +178,8 @@ def workers(folder: Path, rounds: int, seconds: float, most: int) -> str:
 
 def stages(folder: Path, repeat: int) -> str:
     """CPU milliseconds of each stage for one 5 s clip, one thread; the least of several."""
-    from unisono import audio
-    from unisono.audio import native_core
+    import unisono_audio as audio
+    from unisono_audio import native_core
 
     lines = ["| stage, CPU ms for a 5 s clip | native | NumPy |", "|---|---|---|"]
 
@@ -223,7 +223,7 @@ def crops(folder: Path, repeat: int) -> str:
 
     import soundfile
 
-    from unisono import audio
+    import unisono_audio as audio
 
     x = np.concatenate(audio_loaders.clips(44_100)[:12])
     rng = np.random.default_rng(0)
@@ -256,8 +256,8 @@ def crops(folder: Path, repeat: int) -> str:
 
 def scans(folder: Path, rounds: int) -> str:
     """Recordings a second of `unisono data scan`, on all cores."""
-    from unisono.data.recordings import open_recordings
-    from unisono.data.recordings.scan import scan
+    from unisono_audio.sources import open_recordings
+    from unisono_audio.sources.scan import scan
 
     lines = ["| whole clips of 5 s, looked for damage | recordings/s |", "|---|---|"]
     for kind in SETS:

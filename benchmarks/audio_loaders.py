@@ -36,7 +36,7 @@ def clips(rate: int) -> list[Any]:
     """Samples of the distinct clips: half of them real, where there are real ones."""
     import soundfile
 
-    from unisono import audio
+    import unisono_audio as audio
 
     rng = np.random.default_rng(0)
     time = np.arange(int(SECONDS * rate)) / rate
@@ -121,7 +121,7 @@ def unisono_numpy(folder: Path, kind: str) -> Batches:
 
 def decoding_alone(folder: Path, kind: str) -> Batches:
     """Nothing but decoding, by the core's own threads: what a loader cannot be faster than."""
-    from unisono.audio import Pipeline
+    from unisono_audio import Pipeline
 
     pipeline = Pipeline(SETS[kind][0], SECONDS, None)
     records = _arrow(folder, kind)
@@ -136,7 +136,7 @@ def decoding_alone(folder: Path, kind: str) -> Batches:
 def _tables() -> tuple[Any, Any]:
     import torch
 
-    from unisono.audio import Fbank
+    from unisono_audio import Fbank
 
     plan = Fbank(BANDS, window_type="hanning").plan(RATE)
     return torch.from_numpy(plan.shape), torch.from_numpy(plan.banks)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from unisono.audio import Fbank, Pipeline
-from unisono.data.recordings import open_recordings
 from unisono.task import Batch, Context, Loss, Task
+from unisono_audio import Fbank, Pipeline
+from unisono_audio.sources import open_recordings
 
 
 class Recordings(Task):

@@ -31,13 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unisono
-from unisono.audio import CENTRE
-from unisono.recipes.birdsong.data.library import open_library
-from unisono.recipes.birdsong.evaluation import metrics, probes
-from unisono.recipes.birdsong.evaluation import pictures as drawn
-from unisono.recipes.birdsong.evaluation.embeddings import Embedded, embed
-from unisono.recipes.birdsong.model.encoder import Encoder
-from unisono.recipes.birdsong.settings import EncoderSettings, RecordingsData, SoundSettings
+from unisono_audio import CENTRE
+from unisono_birdsong.data.library import open_library
+from unisono_birdsong.evaluation import metrics, probes
+from unisono_birdsong.evaluation import pictures as drawn
+from unisono_birdsong.evaluation.embeddings import Embedded, embed
+from unisono_birdsong.model.encoder import Encoder
+from unisono_birdsong.settings import EncoderSettings, RecordingsData, SoundSettings
 
 Array = NDArray[np.float64]
 SOUND = {"rate": 16000, "duration": 5.0, "window_ms": 32.0, "hop_ms": 25.0, "low_hz": 200.0}

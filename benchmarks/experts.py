@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unisono.recipes.language import experts
+from unisono_language import experts
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import KNeighborsClassifier
 
 import unisono
-from unisono.recipes.microbiome import losses, scoring
-from unisono.recipes.microbiome.predict import Predictor, predict_samples, scores
-from unisono.recipes.microbiome.settings import LossWeights, MicrobiomeConfig, ModelSettings, Study
-from unisono.recipes.microbiome.study.library import Library
-from unisono.recipes.microbiome.task import Microbiome
 from unisono.task import Context, Loss
+from unisono_microbiome import losses, scoring
+from unisono_microbiome.predict import Predictor, predict_samples, scores
+from unisono_microbiome.settings import LossWeights, MicrobiomeConfig, ModelSettings, Study
+from unisono_microbiome.study.library import Library
+from unisono_microbiome.task import Microbiome
 
 BATCH = 32
 Array = NDArray[np.float64]

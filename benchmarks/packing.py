@@ -148,8 +148,8 @@ def lognormal(documents: int) -> Lengths:
 
 
 def of_texts(folder: Path) -> Lengths:
-    from unisono.recipes.language.library import open_library
-    from unisono.recipes.language.settings import Corpus
+    from unisono_language.library import open_library
+    from unisono_language.settings import Corpus
 
     library = open_library(Corpus(kind="corpus", path=folder, separator="\n\n"), CAPACITIES[0], None)
     lengths = np.concatenate([store.lengths for store in library.corpora.values()])

@@ -92,8 +92,8 @@ def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
 
 
 def task_of(engine: str, side: int, rows: int, model: dict[str, Any]) -> Any:
-    from unisono.recipes.puzzles import settings
     from unisono.task_config import find_task
+    from unisono_puzzles import settings
 
     many = {4: (6, 8), 6: (10, 14), 9: (30, 34)}[side]
     data = settings.EmbeddedData(kind="embedded", side=side, puzzles=4 * rows, held_out=1, clues=many)  # type: ignore[arg-type]
@@ -128,8 +128,8 @@ def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tupl
 
     from unisono.optim.adam_atan2 import AdamAtan2
     from unisono.optim.sign_sgd import RowSignSgd
-    from unisono.recipes.puzzles.base import fields_of
-    from unisono.recipes.puzzles.model import act
+    from unisono_puzzles.base import fields_of
+    from unisono_puzzles.model import act
 
     torch.manual_seed(0)
     model, config = task.build(), task.model_config
@@ -276,7 +276,7 @@ def step_times(
     contenders: list[str], side: int, rows: int, steps: int, repeats: int, width: int, precision: str
 ) -> None:
     """Medians of all contenders in turns, a process for each turn."""
-    from unisono.recipes.puzzles.model.shape import step_flops
+    from unisono_puzzles.model.shape import step_flops
 
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(repeats):
@@ -321,10 +321,10 @@ def attention(repeats: int) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import torch
 
-    from unisono.recipes.puzzles.data.formats import maze_format, sudoku_format
-    from unisono.recipes.puzzles.model.shape import Kind, net_flops
-    from unisono.recipes.puzzles.model.torch_model import Attention
-    from unisono.recipes.puzzles.settings import Model
+    from unisono_puzzles.data.formats import maze_format, sudoku_format
+    from unisono_puzzles.model.shape import Kind, net_flops
+    from unisono_puzzles.model.torch_model import Attention
+    from unisono_puzzles.settings import Model
 
     print(
         "| cells | rows | attention | processor ms | ms | kept for the backward pass, MB | GFLOP of a network "
@@ -376,9 +376,9 @@ def attention(repeats: int) -> None:
 
 def needed() -> None:
     """What 17 ms a step on a TPU v4-64 would take, and what its chips allow; computed, not measured."""
-    from unisono.recipes.puzzles.data.formats import sudoku_format
-    from unisono.recipes.puzzles.model.shape import Kind, net_flops, step_flops
-    from unisono.recipes.puzzles.settings import Model
+    from unisono_puzzles.data.formats import sudoku_format
+    from unisono_puzzles.model.shape import Kind, net_flops, step_flops
+    from unisono_puzzles.settings import Model
 
     kind, peak, rows, claimed = Kind(sudoku_format(9), 1), 32 * 275e12, 6144, 0.017
     print(

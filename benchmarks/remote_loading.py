@@ -32,9 +32,10 @@ import numpy as np
 import torch
 
 import unisono
-from unisono import Batch, Context, Loss, Task, audio
-from unisono.data.recordings import open_recordings
-from unisono.recipes.speech.show import write_wav
+import unisono_audio as audio
+from unisono import Batch, Context, Loss, Task
+from unisono_audio.sources import open_recordings
+from unisono_speech.show import write_wav
 
 ROWS, STEP_SECONDS, WARM_UP, ROW_GROUP = 2000, 0.02, 10, 16
 SETTINGS = {

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+import unisono_speech as recipe
 from unisono.observe import events
-from unisono.recipes import speech as recipe
-from unisono.recipes.speech.settings import Folder, KMeans, SpeechConfig
-from unisono.recipes.speech.task import Speech
+from unisono_speech.settings import Folder, KMeans, SpeechConfig
+from unisono_speech.task import Speech
 
 CONTENDERS = Path(__file__).parent / "contenders"
 WARM_UP = 2  # updates that are not timed
@@ -103,7 +103,7 @@ def padding(arguments: argparse.Namespace, size: int | None) -> float:
 
 def recipe_model() -> Any:
     """The small model as a setting of the task."""
-    from unisono.recipes.speech.settings import FromConfig
+    from unisono_speech.settings import FromConfig
 
     return FromConfig(kind="config", settings=model_settings())
 

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from scipy.stats import t as student
 
 import unisono
-from unisono import audio
-from unisono.recipes import speech as speech_recipe
-from unisono.recipes.speech import labels, samples
-from unisono.recipes.speech.generate import Sampling, speak
-from unisono.recipes.speech.labels import IGNORED, Row
-from unisono.recipes.speech.samples import Clip
-from unisono.recipes.speech.show import write_wav
-from unisono.recipes.speech.task import Speech
+import unisono_audio as audio
+import unisono_speech as speech_recipe
+from unisono_speech import labels, samples
+from unisono_speech.generate import Sampling, speak
+from unisono_speech.labels import IGNORED, Row
+from unisono_speech.samples import Clip
+from unisono_speech.show import write_wav
+from unisono_speech.task import Speech
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 RATE = 8000

@@ -47,10 +47,11 @@ IMPORTED = (
     "unisono.engines.torch.engine", "unisono.training.loop", "tests.processes", "tests.runs", "tests.tasks",
 )  # fmt: skip
 # Libraries that these import start threads; each fork imports them for itself.
-NEVER_IMPORTED = ("tests.recipes.microbiome", "tests.proofs.test_microbiome")
+NEVER_IMPORTED = ("recipes.microbiome.tests", "tests.proofs.test_microbiome")
 SCRIPTS = {"unisono": "unisono", "torchrun": "torch.distributed.run"}  # beside the interpreter: the modules they run
 SCRIPT = "<script>"  # in place of a module: a file, which is the first argument
 STARTERS = ("unisono", "torch.distributed.run", SCRIPT)  # whose processes start others
+OURS = ("unisono", "tests", "packages", "recipes")  # whose modules are run
 FORKS = "unisono.launch.processes.fork_server"  # a server of its own, which is given a descriptor
 PATIENCE = 600.0  # seconds for a process to be there, the imports of a server on a busy machine included
 
@@ -178,7 +179,7 @@ def _read(given: Mapping[str, Any]) -> Request | None:
     path = [*environment.get("PYTHONPATH", "").split(os.pathsep)]
     if (script := Path(words[0])).name in SCRIPTS and script.parent == Path(sys.executable).parent:
         module, arguments = SCRIPTS[script.name], words[1:]
-    elif words[:2] == (sys.executable, "-m") and words[2].partition(".")[0] in ("unisono", "tests"):
+    elif words[:2] == (sys.executable, "-m") and words[2].partition(".")[0] in OURS:
         module, arguments, path = words[2], words[3:], [folder, *path]
     elif (
         words[0] == sys.executable

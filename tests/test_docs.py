@@ -10,14 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for folder in (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "src" / "unisono" / "recipes")
+    for folder in (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "packages", ROOT / "recipes")
     for path in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
 )
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^(?: {4}[^\n]*|```.*?^```)$", re.MULTILINE | re.DOTALL)
 _TESTS = {
     name
-    for path in (ROOT / "tests").rglob("*.py")
+    for folder in ("tests", "packages", "recipes")
+    for path in (ROOT / folder).rglob("*.py")
+    if "tests" in path.relative_to(ROOT).parts
     for name in (path.stem, *re.findall(r"^\s*def (test_\w+)", path.read_text(), re.MULTILINE))
 }
 

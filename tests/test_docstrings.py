@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*ROOT.glob("packages/*/src"), *ROOT.glob("recipes/*/src")])
 MODULES = [
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-    for path in sorted(SOURCE.rglob("*.py"))
+    ".".join(path.relative_to(source).with_suffix("").parts)
+    for source in SOURCES
+    for path in sorted(source.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
 

@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono import SampleContext, audio, generator
-from unisono.recipes.speech import labels, settings
-from unisono.recipes.speech.task import Speech
+import unisono_audio as audio
+from unisono import SampleContext, generator
+from unisono_speech import labels, settings
+from unisono_speech.task import Speech
 
 IGNORED = -100
 TOWER_RATE = 16000  # Hz, of the waveform that the original kept for its Whisper tower

@@ -193,9 +193,9 @@ def test_nothing_is_overwritten_and_a_missing_source_is_named(
 
 def test_whoever_else_meets_a_pickle_names_the_command(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from unisono.recipes.language.model import check_model
-    from unisono.recipes.language.settings import Pretrained
     from unisono.runtime.errors import ConfigError
+    from unisono_language.model import check_model
+    from unisono_language.settings import Pretrained
 
     (tmp_path / "config.json").write_text("{}")
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")

@@ -272,12 +272,18 @@ def test_an_unknown_recipe_is_compared_with_the_user_s_own_configs_too(folder: P
 
 
 def test_every_value_of_a_recipe_has_a_file_and_a_line_that_hold_it():
-    package = Path(__file__).parents[2] / "src"
+    root = Path(__file__).parents[2]
     found = compose("language")
     assert found.origins
     for key, origin in found.origins.items():
         file, line = origin.split(":")
-        name, value = (package / file).read_text(encoding="utf-8").splitlines()[int(line) - 1].strip().split(": ")
+        name, value = (
+            next(root.glob(f"*/*/src/{file}"))
+            .read_text(encoding="utf-8")
+            .splitlines()[int(line) - 1]
+            .strip()
+            .split(": ")
+        )
         at = found.values
         for part in key.split("."):
             at = at[part]

@@ -377,7 +377,7 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    first = ("unisono.recipes.language", "unisono.data.prepare.shards", "unisono.data.sources")
+    first = ("unisono_language", "unisono.data.prepare.shards", "unisono.data.sources")
     for name in [name for name in sys.modules if name.startswith(first)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -28,7 +28,7 @@ from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import SampleContext, Task
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "packages" / "unisono" / "src"), str(ROOT)])}
 MASK = {"on_error": "mask", "contents": True}
 
 

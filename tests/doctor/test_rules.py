@@ -159,7 +159,7 @@ SICK: list[tuple[str, dict[str, Any], str]] = [
     ("unlike accelerators", {"devices": ("A", "B")}, "the accelerators are of different kinds: A, B"),
     ("memory of accelerators", {"device_memory": (0.99, 0.4)}, "others use the accelerators: 99%, 40% of"),
     ("compiler", {"compiler": False}, "there is no C++ compiler"),
-    ("audio core", {"audio_core": ""}, "the native core of unisono.audio was not built"),
+    ("audio core", {"audio_core": ""}, "the native core of unisono-audio was not built"),
     ("clock", {"clock_behind": 3600.0}, "the clock is 3600 s behind"),
     ("run directory", {"writable": "Read-only file system"}, "runs cannot be written to: Read-only file system"),
     ("disk full", {"disk_gib": 0.5}, "only 0.50 GiB are free at runs"),

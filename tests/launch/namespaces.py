@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from unisono.faults.matrix import AbstainError
-from unisono.faults.scenarios.network import command_on, make_hosts, run_ip
+from unisono_faults.matrix import AbstainError
+from unisono_faults.scenarios.network import command_on, make_hosts, run_ip
 
 PORT = 29400
 ADDRESSES = ("10.99.0.1", "10.99.0.2")

@@ -22,11 +22,11 @@ from unisono.launch import layout, preflight, run_directory, task_objects, train
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
 from unisono.observe import events
-from unisono.recipes.microbiome.settings import ModelSettings, Simulated, Study
-from unisono.recipes.microbiome.task import Microbiome
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup
 from unisono.task_config import read_run
+from unisono_microbiome.settings import ModelSettings, Simulated, Study
+from unisono_microbiome.task import Microbiome
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -208,7 +208,7 @@ def test_a_task_that_no_other_process_can_import_is_refused():
 
 
 def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
-    from unisono.recipes.language.task import Language
+    from unisono_language.task import Language
 
     assert task_objects.reference_to(Language) == "language"
 

@@ -302,7 +302,7 @@ def test_a_resumed_run_goes_on_in_trackio(resumed: tuple[Path, str]) -> None:
 @pytest.mark.slow
 def test_trackio_keeps_sounds_and_pictures_byte_for_byte(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="trackio <= 0.43 needs pillow < 13, which the pinned versions are not")
-    from unisono.recipes.speech.show import draw, write_wav
+    from unisono_speech.show import draw, write_wav
 
     sound = np.sin(0.2 * np.arange(8000)).astype(np.float32)
     write_wav(tmp_path / "said.wav", sound, 8000)

@@ -16,9 +16,9 @@ from tests import processes
 from tests.runs import SGD, Trace, configuration, traces
 from tests.tasks import TransformerTask
 from unisono.config.schema.run import RunConfig
-from unisono.recipes.language.settings import Corpus, FromConfig, LanguageConfig
-from unisono.recipes.language.task import Language
 from unisono.task import Task
+from unisono_language.settings import Corpus, FromConfig, LanguageConfig
+from unisono_language.task import Language
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 ROWS = 9 * 12 + 5  # ten batches of 12 rows, the last one short

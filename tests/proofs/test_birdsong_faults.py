@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from recipes.birdsong.tests import small
 from tests import processes
-from tests.recipes.birdsong import small
 from tests.runs import SGD, configuration
 from unisono import Context, Loss
 from unisono.proof import judgement
@@ -22,9 +22,9 @@ from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.recipes.birdsong import task as birdsong
-from unisono.recipes.birdsong.objectives import Seen
-from unisono.recipes.birdsong.objectives.lejepa import Lejepa, sigreg
+from unisono_birdsong import task as birdsong
+from unisono_birdsong.objectives import Seen
+from unisono_birdsong.objectives.lejepa import Lejepa, sigreg
 
 pytestmark = pytest.mark.slow
 PROOF = ProofSettings(global_batch=8, layouts=["ddp:2"])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.language.tests import corpora
 from tests.proofs.matrix import LAYOUTS, TOLERANCE, run_all
-from tests.recipes.language import corpora
 from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
-from unisono.recipes.language.settings import FromConfig, LanguageConfig
-from unisono.recipes.language.task import Language
 from unisono.task import Context
+from unisono_language.settings import FromConfig, LanguageConfig
+from unisono_language.task import Language
 
 pytestmark = pytest.mark.slow
 

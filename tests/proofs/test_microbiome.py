@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from recipes.microbiome.tests.made import ALL, task
 from tests.proofs.matrix import LAYOUTS, run_all, without_gradient
-from tests.recipes.microbiome.made import ALL, task
 from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
 

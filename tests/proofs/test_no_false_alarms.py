@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.language.tests import corpora
 from tests import processes
 from tests.proofs.zoo.architectures import WIDTH, task_of
-from tests.recipes.language import corpora
 from tests.runs import ADAMW, SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import comparison, judgement

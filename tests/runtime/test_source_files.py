@@ -16,7 +16,7 @@ OURS = Path(unisono.__file__).parent
     ("file", "user", "library"),
     [
         ("/home/me/train.py", True, False),
-        (f"{OURS}/recipes/language/task.py", True, False),
+        (f"{sysconfig.get_path('purelib')}/unisono_language/task.py", True, True),  # a recipe, which is installed
         (f"{OURS}/engines/rules.py", False, False),
         (os.__file__, False, True),
         (f"{sysconfig.get_path('purelib')}/numpy/core.py", False, True),

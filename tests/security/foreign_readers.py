@@ -249,7 +249,7 @@ def _own_yaml() -> Reader:
 
 
 def _biom(version: int) -> Callable[[], Reader]:
-    from unisono.recipes.microbiome.study import table
+    from unisono_microbiome.study import table
 
     def make(folder: Path) -> Path:
         import biom
@@ -284,7 +284,7 @@ def fork(path: Path, wait: float) -> str | None:
 
 
 def _metadata() -> Reader:
-    from unisono.recipes.microbiome.study import metadata
+    from unisono_microbiome.study import metadata
 
     def make(folder: Path) -> Path:
         (folder / "a.tsv").write_text('#SampleID\tage\tsite\ns1\t3\tgut\n# a comment\ns2\t4.5\t"skin"\n')
@@ -301,7 +301,7 @@ def _recordings(name: str, text: str) -> Callable[[], Reader]:
         return folder / name
 
     def read(folder: Path) -> None:
-        from unisono.data.recordings import open_recordings
+        from unisono_audio.sources import open_recordings
 
         source = open_recordings(folder / name, audio="audio", key="PATH")
         _ = [source.record(row) for row in range(min(9, len(source)))] if hasattr(source, "record") else len(source)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import unisono
-
-SOURCE = Path(unisono.__file__).parent
+ROOT = Path(__file__).parents[2]
 OPENERS = {"open_inside", "read_bytes", "read_text", "copy_inside", "is_inside", "destination",
            "components", "open_regular"}  # fmt: skip
 READS = {"open", "read_text", "read_bytes", "memory_map", "safe_open", "load_file", "memmap", "File", "ParquetFile",
@@ -28,33 +26,33 @@ FOREIGN = _names("""
     checkpoint.core.arrays checkpoint.core.assets checkpoint.core.manifest checkpoint.core.verify
     checkpoint.exchange.export_formats checkpoint.exchange.hf_config checkpoint.exchange.hf_shards
     checkpoint.exchange.pickle_import checkpoint.remote.restore config.safe_yaml data.prepare.manifest
-    data.sources.discovery launch.nodes.run_token recipes.birdsong.export recipes.language.tokenizer
-    recipes.speech.codec recipes.speech.folder
+    data.sources.discovery launch.nodes.run_token unisono_birdsong.export unisono_language.tokenizer
+    unisono_speech.codec unisono_speech.folder
 """)
 # Modules that read the path that a user names, a file of fixed name beside it, or a list that may name any file.
 CHOSEN = _names("""
-    audio.recordings cli.main cli.new config.code_digest data.recordings.archives
-    data.recordings.decoded_cache data.recordings.metadata
-    data.recordings.scan data.recordings.source data.sources.arrow data.sources.lines data.sources.npy
+    unisono_audio.recordings cli.main cli.new config.code_digest unisono_audio.sources.archives
+    unisono_audio.sources.decoded_cache unisono_audio.sources.metadata
+    unisono_audio.sources.scan unisono_audio.sources.source data.sources.arrow data.sources.lines data.sources.npy
     data.sources.parquet data.sources.storage data.table_files proof.certificate
-    recipes.microbiome.study.matrices recipes.microbiome.study.sequences recipes.microbiome.study.table
-    recipes.puzzles.data.arc recipes.puzzles.data.arrays recipes.puzzles.data.tables recipes.speech.generate
-    recipes.speech.manifest recipes.speech.samples runtime.hdf5 supervise.diagnose
+    unisono_microbiome.study.matrices unisono_microbiome.study.sequences unisono_microbiome.study.table
+    unisono_puzzles.data.arc unisono_puzzles.data.arrays unisono_puzzles.data.tables unisono_speech.generate
+    unisono_speech.manifest unisono_speech.samples runtime.hdf5 supervise.diagnose
 """)
 # Modules that read what this program has written for itself, bytes in memory, or files of the kernel.
 OWN = _names("""
-    audio.codecs checkpoint.exchange.export checkpoint.exchange.pickle_process checkpoint.remote.object_store
+    unisono_audio.codecs checkpoint.exchange.export checkpoint.exchange.pickle_process checkpoint.remote.object_store
     checkpoint.remote.store_lock checkpoint.remote.upload checkpoint.remote.upload_process config.environment
-    data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards data.recordings.journal
+    data.cache_lock data.compute_once data.ledger data.loading.ipc data.prepare.shards unisono_audio.sources.journal
     data.sources.index
     doctor.all_reduce_process doctor.facts doctor.rates engines.jax.profiler engines.torch.profiler
     launch.autobatch.memory launch.autobatch.probe launch.autobatch.search launch.nodes.agreement
     launch.processes.monitor_client launch.processes.preloading observe.events observe.logs
     observe.profile observe.tensorboard observe.trackers proof.case_process proof.hangs
     proof.recording.case_recorder proof.recording.trace proof.scripts.rank_facts proof.scripts.rank_progress
-    proof.scripts.script_process recipes.birdsong.evaluation.pictures recipes.language.tokens
-    recipes.puzzles.data.library recipes.puzzles.data.prepared
-    recipes.speech.library recipes.speech.voices runtime.collective_log runtime.files
+    proof.scripts.script_process unisono_birdsong.evaluation.pictures unisono_language.tokens
+    unisono_puzzles.data.library unisono_puzzles.data.prepared
+    unisono_speech.library unisono_speech.voices runtime.collective_log runtime.files
     runtime.heartbeat runtime.safe_paths supervise.collective_mismatch supervise.identity supervise.monitor
     supervise.preemption supervise.processes supervise.run_lock supervise.stacks training.telemetry
 """)
@@ -73,8 +71,14 @@ def _calls(path: Path) -> set[tuple[str, str]]:
 
 
 def _modules() -> dict[str, set[tuple[str, str]]]:
-    paths = (path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "faults")  # its own test bed
-    return {".".join(path.relative_to(SOURCE).with_suffix("").parts): _calls(path) for path in paths}
+    """Of all our packages but the fault matrix, which is a test bed; modules of the core by their place in it."""
+    found = {}
+    for source in sorted([*ROOT.glob("packages/*/src"), *ROOT.glob("recipes/*/src")]):
+        for path in source.rglob("*.py"):
+            name = ".".join(path.relative_to(source).with_suffix("").parts)
+            if not name.startswith("unisono_faults"):
+                found[name.removeprefix("unisono.")] = _calls(path)
+    return found
 
 
 def _reads(calls: set[tuple[str, str]]) -> bool:

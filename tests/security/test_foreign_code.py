@@ -135,7 +135,7 @@ def test_any_reference_of_a_stranger_is_only_shown(
 
 
 def test_a_packaged_recipe_needs_no_word(tmp_path: Path) -> None:
-    for number, name in enumerate(("language", "unisono.recipes.language.task:Language")):
+    for number, name in enumerate(("language", "unisono_language.task:Language")):
         run, _ = stranger(tmp_path / str(number), reference=name)
         assert foreign_run.resolve_task(run) == name
 

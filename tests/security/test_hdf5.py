@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.recipes.microbiome.study import table
-from unisono.recipes.microbiome.study.matrices import Matrix
 from unisono.runtime.errors import DataError, UnisonoError
 from unisono.runtime.hdf5 import check_hdf5
+from unisono_microbiome.study import table
+from unisono_microbiome.study.matrices import Matrix
 
 h5py = pytest.importorskip("h5py")
 biom = pytest.importorskip("biom")

@@ -13,7 +13,8 @@ import pytest
 from unisono.cli import main
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import own_folder
-from unisono.supervise import fault_injection, identity
+from unisono.supervise import identity
+from unisono_faults import injection as fault_injection
 
 SPEC = "rank=0,step=1,phase=compute,act=raise"
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
-from tests.recipes.language.corpora import real
+from tests.real_data import real
 from unisono.data.sources import Files, create_cache_folder, find, index, lines, npy, open_source
 from unisono.runtime.errors import DataError
 from unisono.task import Source

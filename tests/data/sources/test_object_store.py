@@ -79,7 +79,7 @@ def test_an_object_that_is_overwritten_has_another_fingerprint(bucket: Any, stor
 def test_the_language_recipe_reads_from_an_object_store(
     bucket: Any, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono.recipes.language import texts as documents
+    from unisono_language import texts as documents
 
     for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("ENDPOINT_URL", "endpoint_url")):
         monkeypatch.setenv(f"AWS_{name}", storage[value])  # as a user would have them

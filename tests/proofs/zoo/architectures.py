@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.recipes.language import corpora
+from recipes.language.tests import corpora
 from tests.tasks import TransformerTask
 from unisono.config.schema.base import Settings
-from unisono.recipes.language.settings import FromConfig, LanguageConfig
-from unisono.recipes.language.task import Language
 from unisono.task import Context, Loss, Task
+from unisono_language.settings import FromConfig, LanguageConfig
+from unisono_language.task import Language
 
 LENGTH, WIDTH, VOCABULARY, CLASSES = 6, 8, 13, 4
 

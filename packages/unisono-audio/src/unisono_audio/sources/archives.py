@@ -1,0 +1,136 @@
+"""Reads WebDataset archives: tar files in which members with the same name up to the first dot form a row.
+
+An archive is indexed once; after that a recording is a byte range, and only what is decoded is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import DataError
+from unisono.runtime.remote import is_remote, remote_options, stream_remote
+from unisono_audio.recordings import ByteRange, data_of
+from unisono_audio.sources.metadata import AUDIO_SUFFIXES, RecordingTable, file_status
+
+
+def expand_paths(paths: Sequence[str]) -> list[str]:
+    """Paths with globs and folders of archives expanded; others are unchanged."""
+    found: list[str] = []
+    for path in paths:
+        if is_remote(path):
+            found.append(path)
+        elif Path(path).is_dir():
+            found.extend(sorted(map(str, Path(path).glob("*.tar"))) or [path])
+        elif any(sign in path for sign in "*?[") and path.endswith(".tar"):
+            anchor = Path(path).anchor
+            found.extend(sorted(map(str, Path(anchor or ".").glob(path.removeprefix(anchor)))) or [path])
+        else:
+            found.append(path)
+    return found
+
+
+class Archives(RecordingTable):
+    """Rows of archives, in the order of the paths and of the members.
+
+    Args:
+        paths: of the archives, or their URLs.
+        storage: options of the file system of URLs.
+        key: the setting, for errors.
+    """
+
+    def __init__(self, paths: Sequence[str], storage: Mapping[str, Any] | None, key: str) -> None:
+        self._where, self._key = remote_options(storage), key
+        with ThreadPoolExecutor(8) as pool:
+            indices = list(pool.map(self._index, paths))
+        self._rows = [row for index in indices for row in index]
+        if not self._rows:
+            raise DataError(
+                f"{key}: no recording found in {', '.join(paths[:3])}; known file types are {', '.join(AUDIO_SUFFIXES)}"
+            )
+        words = {int: "int64", float: "float64"}
+        self.columns: dict[str, str] = {key: words.get(type(v), "text") for key, v in self._labels(0).items()}
+        self._status = [(path, file_status(path)) for path in paths]
+        said = json.dumps([[[name, size] for name, (_, size) in sorted(row.items())] for _, _, row in self._rows])
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        self.changed = "the archives have different members"
+        self.files, self.places = [{"name": Path(path).name} for path in paths], paths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Columns, `audio` and `name`."""
+        path, name, members = self._rows[row]
+        *_, audio = (part for ending, part in members.items() if _is_audio(ending))
+        labels = dict.fromkeys(self.columns) | self._labels(row)
+        return {**labels, "audio": self._part(path, audio), "name": f"{path}, {name}"}
+
+    def read_columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """These columns of every row; `audio` is None, since recordings are not separate files."""
+        return ({**self.record(row), "audio": None} for row in range(len(self)))
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Raise if an archive has changed since it was opened."""
+        for path, status in self._status[share::shares]:
+            if (now := file_status(path)) != status:
+                what = "has changed since it was opened" if now else "is no longer there"
+                raise DataError(f"{path} {what}; restore it, or start a new run")
+
+    def _labels(self, row: int) -> dict[str, Any]:
+        """The columns of a row, from its members that are not recordings."""
+        path, name, members = self._rows[row]
+        found: dict[str, Any] = {"key": name}
+        for ending, part in members.items():
+            if ending in ("json", "cls", "txt", "text"):
+                found |= _parse_member(ending, bytes(data_of(self._part(path, part))), f"{path}, {name}.{ending}")
+        return found
+
+    def _part(self, path: str, part: tuple[int, int]) -> ByteRange:
+        return ByteRange(path, part[0], part[0] + part[1], self._where)
+
+    def _index(self, path: str) -> list[tuple[str, str, dict[str, tuple[int, int]]]]:
+        """The rows of an archive: its path, the row's name, and the offset and size of each member."""
+        rows: dict[str, dict[str, tuple[int, int]]] = {}
+        try:
+            with (
+                stream_remote(path, self._where) if is_remote(path) else Path(path).open("rb") as file,
+                tarfile.open(fileobj=file, mode="r:") as archive,
+            ):
+                for member in archive:
+                    if not member.isfile():
+                        continue
+                    folder, _, base = member.name.rpartition("/")
+                    name, _, ending = base.partition(".")
+                    if name and ending:
+                        whole = f"{folder}/{name}" if folder else name
+                        rows.setdefault(whole, {})[ending.lower()] = member.offset_data, member.size
+                        if member.offset_data + member.size > file.seek(0, 2):
+                            raise DataError(f"{path} is cut off in {member.name}; copy it again")
+        except FileNotFoundError as error:
+            raise DataError(f"{self._key}: {path} does not exist") from error
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise DataError(f"{path} cannot be read as a tar archive: {error}") from error
+        return [(path, name, members) for name, members in rows.items() if any(map(_is_audio, members))]
+
+
+def _is_audio(ending: str) -> bool:
+    return f".{ending.rpartition('.')[2]}" in AUDIO_SUFFIXES
+
+
+def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
+    """Parse a member that is not a recording."""
+    try:
+        if ending == "json":
+            found = safe_paths.parse_json(content)
+            return found if isinstance(found, dict) else {"json": found}
+        text = content.decode()
+        return {"cls": int(text)} if ending == "cls" else {"txt": text}
+    except ValueError as error:
+        raise DataError(f"{where} cannot be read: {error}") from error

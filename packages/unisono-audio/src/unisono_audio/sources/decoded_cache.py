@@ -1,0 +1,215 @@
+"""Decodes recordings once for many epochs: features, or samples at one rate, in memory-mapped arrays on disk.
+
+A cache is a folder with `values.npy` (rows, frames, width) or (rows, samples), `lengths.npy`, `rows.npy` (the source
+row of each) and `cache.json`, which records the data and settings. It is computed in chunks and can be interrupted and
+resumed; a folder without `cache.json` is unfinished.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from unisono.data.sources.storage import create_cache_folder
+from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
+from unisono.runtime.files import write_whole
+from unisono_audio import CENTRE, FIRST, Pipeline, Window
+from unisono_audio.sources.journal import chunks, read_journal
+from unisono_audio.sources.source import Recordings, hash_rows
+from unisono_audio.sources.windowed import WindowedRecordings, cut_windows
+
+
+def make_cache(
+    source: Recordings | WindowedRecordings,
+    pipeline: Pipeline,
+    folder: Path,
+    *,
+    windows: Literal["first", "centre", "all"] = "first",
+    dtype: Literal["float32", "float16"] = "float32",
+    on_error: Literal["stop", "mask"] = "stop",
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda rows, bad: None,
+) -> DecodedCache:
+    """Apply a pipeline to each recording and cache the results.
+
+    Args:
+        source: the recordings, or their windows as `cut_rows` cuts them.
+        pipeline: to apply; must have a duration, so that all rows have the same shape.
+        folder: to write to.
+        windows: which part of each recording; `all` creates a row per window.
+        dtype: of the values; float16 takes half the space and rounds features to 3 digits.
+        on_error: `mask` skips recordings that cannot be used.
+        workers: number of threads.
+        progress: called with the numbers of rows and bad rows since the last call.
+
+    Raises:
+        DataError: naming a recording that cannot be used.
+        ConfigError: if the folder contains something else.
+    """
+    if None in pipeline.shape:
+        raise ConfigError("all rows of a cache must have the same shape; give the pipeline a duration")
+    rows = cut_rows(source, pipeline, windows)
+    window = CENTRE if windows == "centre" else FIRST
+    inputs = {
+        "source": rows.fingerprint, "pipeline": pipeline.fingerprint(), "windows": windows, "dtype": dtype,
+        "rows": len(rows), "on_error": on_error,
+    }  # fmt: skip
+    finished = _load_progress(folder, inputs)
+    if finished is None:
+        return DecodedCache(folder)
+    shape = (len(rows), *pipeline.shape)
+    values = _open_array(folder / "values.npy", np.dtype(dtype), shape)
+    lengths = _open_array(folder / "lengths.npy", np.dtype(np.int64), (len(rows),))
+    missing = [part for part in chunks(len(rows)) if part.start not in finished]
+    progress(len(rows) - sum(map(len, missing)), 0)
+
+    def build_chunk(part: range) -> dict[int, str]:
+        records = [rows[row] for row in part]
+        places: list[Window] = [record.get("window", window) for record in records]
+        batch = pipeline([r["audio"] for r in records], places, names=[r["name"] for r in records], on_error="mask")
+        if batch.errors and on_error == "stop":
+            raise BadSamplesError(
+                {row: f"row {records[row]['row']} of the source: {text}" for row, text in batch.errors.items()}
+            )
+        values[part.start : part.stop] = batch.values
+        lengths[part.start : part.stop] = batch.lengths
+        return {part[row]: text for row, text in batch.errors.items()}
+
+    with ThreadPoolExecutor(workers) as pool, (folder / "progress.jsonl").open("a", encoding="utf-8") as file:
+        for part, bad in zip(missing, pool.map(build_chunk, missing), strict=True):
+            values.flush()
+            lengths.flush()
+            file.write(json.dumps({"first": part.start, "bad": bad}) + "\n")
+            file.flush()
+            finished[part.start] = bad
+            progress(len(part), len(bad))
+    left_out = {row: text for bad in finished.values() for row, text in bad.items()}
+    numbers = np.array(
+        [rows[row]["row"] for row in range(len(rows))] if isinstance(rows, WindowedRecordings) else rows.rows,
+        dtype=np.int64,
+    )
+    np.save(folder / "rows.npy", numbers)
+    write_whole(
+        folder / "cache.json",
+        json.dumps({**inputs, "left_out": {str(k): v for k, v in sorted(left_out.items())}}, indent=1),
+    )
+    (folder / "progress.jsonl").unlink()
+    return DecodedCache(folder)
+
+
+def cut_rows(
+    source: Recordings | WindowedRecordings, pipeline: Pipeline, windows: Literal["first", "centre", "all"]
+) -> Recordings | WindowedRecordings:
+    """The rows of a cache: with `all`, the windows of the recordings; else the recordings themselves."""
+    if windows != "all" or isinstance(source, WindowedRecordings) or pipeline.duration is None:
+        return source
+    return cut_windows(source, pipeline.duration)
+
+
+class DecodedCache:
+    """The memory-mapped rows of a finished cache.
+
+    A record is a dict: `values` (a view of the memory map), `length`, and `row`, its number in the source.
+
+    Args:
+        folder: of the cache.
+        pipeline: if given, the cache must have been built with it.
+
+    Raises:
+        DataError: if the folder is not a finished cache, or was built with another pipeline.
+    """
+
+    def __init__(self, folder: Path | str, pipeline: Pipeline | None = None) -> None:
+        self.folder = Path(folder)
+        try:
+            self.metadata: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder} is not a finished cache: {error}; build it with `unisono data audio-cache`"
+            ) from error
+        if pipeline is not None and self.metadata["pipeline"] != json.loads(json.dumps(pipeline.fingerprint())):
+            other = [
+                key for key, value in pipeline.fingerprint().items() if self.metadata["pipeline"].get(key) != value
+            ]
+            raise DataError(
+                f"{folder} was built with a different {', '.join(other)}; rebuild it, or restore these settings"
+            )
+        left_out = [int(row) for row in self.metadata["left_out"]]
+        self.row_numbers = np.setdiff1d(np.arange(self.metadata["rows"]), np.array(left_out, dtype=np.int64))
+
+    @cached_property
+    def _arrays(self) -> tuple[Any, Any, Any]:
+        names = ("values", "lengths", "rows")
+        values, lengths, rows = (np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in names)
+        return values, lengths, rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_arrays"}
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The record of a row."""
+        if not 0 <= row < len(self.row_numbers):
+            raise IndexError(f"row {row} of {len(self.row_numbers)}")
+        values, lengths, rows = self._arrays
+        place = int(self.row_numbers[row])
+        return {"values": values[place], "length": int(lengths[place]), "row": int(rows[place])}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data and settings it was built from."""
+        return hash_rows(np.frombuffer(json.dumps(self.metadata, sort_keys=True).encode().ljust(8), dtype=np.uint8))
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The cache as JSON, for `check_same`."""
+        return {"fingerprint": self.fingerprint, "files": [{"name": self.folder.name, "rows": len(self)}]}
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise if the cache differs from that of an earlier manifest."""
+        if before["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"{self.folder} is not the cache that this run started with; restore it, or start a new run"
+            )
+
+
+def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, str]] | None:
+    """The finished chunks of a cache, with their bad rows; None if the cache is complete."""
+    settings_file = folder / "about.json"
+    expected = json.loads(json.dumps(inputs))
+    if (folder / "cache.json").exists():
+        stored = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
+        if {key: stored.get(key) for key in expected} == expected:
+            return None
+        raise ConfigError(
+            f"{folder} contains a cache of other data or settings; choose another folder, or remove this one"
+        )
+    if settings_file.exists():
+        if json.loads(settings_file.read_text(encoding="utf-8")) != expected:
+            raise ConfigError(
+                f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
+                "one"
+            )
+        return {
+            entry["first"]: {int(row): text for row, text in entry["bad"].items()}
+            for entry in read_journal(folder / "progress.jsonl")
+        }
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")
+    create_cache_folder(folder)
+    write_whole(settings_file, json.dumps(expected, indent=1))
+    return {}
+
+
+def _open_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> Any:
+    if path.exists():
+        return np.lib.format.open_memmap(path, mode="r+")
+    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)

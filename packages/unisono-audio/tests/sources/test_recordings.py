@@ -1,0 +1,206 @@
+"""Recordings as sources: every layout, labels, rows left out, windows; scans and caches of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import unisono_audio as audio
+from unisono.cli.main import main
+from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
+from unisono_audio.sources import cut_windows, open_recordings
+from unisono_audio.sources.decoded_cache import DecodedCache, make_cache
+from unisono_audio.sources.scan import scan
+
+from .written import BAD, LAYOUTS, ROWS, encoded, labels, table, write
+
+pytest.importorskip("soundfile")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_recordings_and_their_labels_in_order(layout: str, tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path, layout), label="ebird_code")
+    assert len(source) == ROWS
+    records = [source[row] for row in range(ROWS)]
+    assert [record["row"] for record in records] == list(range(ROWS))
+    assert [record["ebird_code"] for record in records] == labels()
+    for record, data in zip(records, encoded(), strict=True):
+        assert bytes(audio.recordings.data_of(record["audio"])) == data
+        assert str(tmp_path) in record["name"]
+    again = open_recordings(write(tmp_path, layout), label="ebird_code")
+    assert again.fingerprint == source.fingerprint
+    again.check_same(source.manifest)
+    again.check_files()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_of_all_rows_are_read_without_recordings(layout: str, tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path, layout), leave_out=BAD)
+    found = source.read_columns(["ebird_code", "audio"])
+    there = [row for row in range(ROWS) if row not in BAD]
+    assert found["ebird_code"] == [labels()[row] for row in there]
+    files = layout in ("json", "csv", "tsv")
+    assert found["audio"] == [f"clips/{row}.bin" if files else None for row in there]
+    assert source.class_names("ebird_code") is None
+    with pytest.raises(DataError, match=r"no column 'ebird_kode', did you mean 'ebird_code'"):
+        source.read_columns(["ebird_kode"])
+
+
+@pytest.mark.parametrize("layout", ["parquet", "csv"])
+def test_a_label_that_is_no_integer_is_refused_by_its_column(layout: str, tmp_path: Path) -> None:
+    if layout == "parquet":
+        pq.write_table(table(pa.array([f"bird {row}" for row in range(ROWS)])), tmp_path / "a.parquet")
+    else:
+        write(tmp_path, "csv")
+        path = tmp_path / "metadata.csv"
+        path.write_text(path.read_text().replace(",3\n", ",song\n").replace(",3\r\n", ",song\r\n"))
+    with pytest.raises(DataError, match=r"column 'ebird_code' is (string|text), not int(64)? or null"):
+        open_recordings(tmp_path, label="ebird_code")
+    with pytest.raises(DataError, match=r"no column 'ebird_kode'.*did you mean 'ebird_code'"):
+        open_recordings(tmp_path, label="ebird_kode")
+
+
+def test_recordings_that_are_not_there_are_refused_before_the_start(tmp_path: Path) -> None:
+    folder = write(tmp_path, "csv")
+    (tmp_path / "clips" / "5.bin").unlink()
+    with pytest.raises(DataError, match=r"metadata.csv, row 5 \(from 0\): .*clips/5.bin does not exist.*data scan"):
+        open_recordings(folder)
+    found = scan(open_recordings(folder, require_files=False), tmp_path / "bad.jsonl", workers=1)
+    assert tuple(found.bad) == tuple(sorted({*BAD, 5})) and "No such file" in found.bad[5]
+    assert len(open_recordings(folder, leave_out=found.path)) == ROWS - len(found.bad)
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="there is no column 'audio' of recordings"):
+        open_recordings(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="column 'x' is int64, not recordings"):
+        open_recordings(tmp_path / "x.parquet", audio="x")
+
+
+def test_files_that_change_are_refused_by_name(tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path, "csv"))
+    before = source.manifest
+    (tmp_path / "clips" / "5.bin").write_bytes(b"something else")
+    with pytest.raises(DataError, match=r"clips/5.bin has changed since it was found: it had \d+ bytes and has 14"):
+        source.check_files()
+    with pytest.raises(DataError, match="the data changed since the last start"):
+        open_recordings(tmp_path).check_same(before)
+
+
+def test_an_archive_that_is_gone_or_changed_is_refused_by_name(tmp_path: Path) -> None:
+    archive = write(tmp_path, "tar")
+    source = open_recordings(archive)
+    archive.write_bytes(archive.read_bytes() + b"more")
+    with pytest.raises(DataError, match=r"shard-0.tar has changed since it was opened"):
+        source.check_files()
+    archive.unlink()
+    with pytest.raises(DataError, match=r"shard-0.tar is no longer there"):
+        source.check_files()
+
+
+def test_rows_are_left_out_without_moving_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "data", "parquet")
+    whole, some = open_recordings(path), open_recordings(path, leave_out=BAD)
+    assert len(some) == ROWS - len(BAD)
+    assert [some[row]["row"] for row in range(len(some))] == [row for row in range(ROWS) if row not in BAD]
+    assert some.fingerprint != whole.fingerprint
+    with pytest.raises(DataError, match="leave_out differs"):
+        some.check_same(whole.manifest)
+    with pytest.raises(DataError, match="leave_out names row 99"):
+        open_recordings(path, leave_out=[99])
+
+
+def test_long_recordings_are_cut_into_rows_of_windows(tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path, "parquet"), leave_out=BAD)
+    cut = cut_windows(source, 0.2)
+    lengths = [audio.probe(source[row]["audio"]) for row in range(len(source))]
+    assert len(cut) == sum(int(np.ceil((h.frames or 0) / h.rate / 0.2 - 1e-9)) for h in lengths) > len(source)
+    record = cut[1]
+    assert (record["row"], record["window"]) == (0, audio.Window(0.2))
+
+
+class Stop:
+    """Progress that interrupts when it is told for the third time; of how many rows it was told."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, rows: int, bad: int) -> None:
+        self.rows.append(rows)
+        if len(self.rows) == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono_audio.sources.journal._CHUNK_ROWS", 4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_scan_finds_what_cannot_be_decoded_and_resumes(tmp_path: Path) -> None:
+    source = open_recordings(write(tmp_path / "data", "csv"))
+    out = tmp_path / "bad.jsonl"
+    for before in (0, 8):
+        stop = Stop()
+        with pytest.raises(KeyboardInterrupt):
+            scan(source, out, workers=1, progress=stop)
+        assert stop.rows == [before, 4, 4]  # it went on
+        with (tmp_path / "bad.jsonl.progress").open("a") as journal:
+            journal.write('{"first": 8, "ro')  # a line that the interruption cut off
+    assert not out.exists()
+    rows = list[int]()
+    found = scan(source, out, workers=1, progress=lambda count, bad: rows.append(count))
+    assert rows == [16, 4, 3]
+    assert tuple(found.bad) == BAD
+    assert all("cut off" in reason for reason in found.bad.values())
+    assert scan(source, out, workers=2) == found  # is not made again
+    clean = open_recordings(tmp_path / "data", leave_out=out)
+    assert len(clean) == ROWS - len(BAD)
+    for row in range(len(clean)):
+        audio.decode(clean[row]["audio"])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_cache_holds_what_the_pipeline_makes_and_resumes(tmp_path: Path) -> None:
+    path = write(tmp_path / "data", "arrow stream")
+    source = open_recordings(path, leave_out=BAD)
+    pipeline = audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0)
+    expected = pipeline([source[row]["audio"] for row in range(len(source))])
+    with pytest.raises(KeyboardInterrupt):
+        make_cache(source, pipeline, tmp_path / "cache", progress=Stop())
+    with pytest.raises(DataError, match="is not a finished cache"):
+        DecodedCache(tmp_path / "cache")
+    rows = list[int]()
+    cache = make_cache(source, pipeline, tmp_path / "cache", progress=lambda count, bad: rows.append(count))
+    assert rows[0] == 8  # those of before
+    assert len(cache) == len(source)
+    for row in range(len(cache)):
+        assert (cache[row]["values"] == expected.values[row]).all()
+        assert cache[row]["row"] == source[row]["row"]
+    with pytest.raises(ConfigError, match="contains a cache of other data or settings"):
+        make_cache(source, audio.Pipeline(16000, 0.25, audio.Fbank(20), 30), tmp_path / "cache")
+    with pytest.raises(DataError, match=r"was built with a different .*method"):
+        DecodedCache(
+            tmp_path / "cache", audio.Pipeline(16000, 0.25, audio.Fbank(20), 30, -4.0, 3.0, method="kaiser_best")
+        )
+    whole = open_recordings(path)
+    with pytest.raises(BadSamplesError, match=r"row 4 of the source: .*part-0.arrow, row 4 \(from 0\), clip-4.bin"):
+        make_cache(whole, pipeline, tmp_path / "strict")
+    masked = make_cache(
+        whole, pipeline, tmp_path / "masked", on_error="mask", dtype="float16", windows="centre", workers=2
+    )
+    assert [masked[row]["row"] for row in range(len(masked))] == [row for row in range(ROWS) if row not in BAD]
+
+
+def test_the_verbs_scan_and_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "data", "csv")
+    data, bad = str(tmp_path / "data"), str(tmp_path / "bad.jsonl")
+    assert main(["data", "scan", data, f"out={bad}", "workers=2"]) == 1
+    assert "23 recordings, 3 cannot be decoded" in capsys.readouterr().out
+    assert [json.loads(line).get("row") for line in Path(bad).read_text().splitlines()][1:] == list(BAD)
+    words = [f"out={tmp_path / 'cache'}", "rate=16000", "duration=0.25", "num_mel_bins=20", f"leave_out={bad}"]
+    assert main(["data", "audio-cache", data, *words]) == 0
+    assert "20 rows of 23 × 20 float32, 0 left out" in capsys.readouterr().out

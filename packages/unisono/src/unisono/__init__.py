@@ -1,0 +1,138 @@
+"""Unisono trains a model on one process or many, with exactly the same results.
+
+This module is the public API: everything that a task, a recipe or a script needs. Names are resolved on first use, so
+that `unisono --help` imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unisono.version import __version__
+
+if TYPE_CHECKING:
+    from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
+    from unisono.checkpoint.exchange import hf_config
+    from unisono.config.recipes import Recipe
+    from unisono.config.schema.base import Settings
+    from unisono.config.schema.data import Data
+    from unisono.config.schema.run import RunConfig
+    from unisono.data import prepare, sources
+    from unisono.data.compute_once import compute_array_once, compute_once
+    from unisono.data.holding_out import hold_out
+    from unisono.data.order.mixture import Joined
+    from unisono.data.order.order import Order
+    from unisono.data.scaling import Scaling
+    from unisono.data.sources import open_source
+    from unisono.data.table_files import read_table, write_table
+    from unisono.data.views import Mapped, Subset
+    from unisono.engines.kernel_choice import choose_kernel
+    from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
+    from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
+    from unisono.engines.torch.train_state import count_parameters
+    from unisono.evaluation.moments import moments, summarise_moments
+    from unisono.launch.run import Run, load_model, load_weights, open_run, read_asset
+    from unisono.launch.train import train
+    from unisono.proof.prove import prove_task as prove
+    from unisono.proof.scripts.function_proof import compare
+    from unisono.proof.scripts.script_recorder import World
+    from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals
+    from unisono.runtime import safe_paths
+    from unisono.runtime.errors import (
+        BadSamplesError,
+        ConfigError,
+        DataError,
+        KernelError,
+        RunError,
+        UnisonoError,
+        find_duplicates,
+        format_examples,
+        format_share,
+        nearest,
+    )
+    from unisono.runtime.extras import import_extra
+    from unisono.runtime.files import atomic_file as whole_file
+    from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
+    from unisono.runtime.hdf5 import check_hdf5
+    from unisono.runtime.rng import generator, key
+    from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
+    from unisono.training.callbacks.early_stopping import EarlyStopping
+
+_HOMES = {
+    "callback": ["Callback", "Evaluate", "RunInfo", "Save", "Stop"],
+    "config.recipes": ["Recipe"],
+    "config.schema.base": ["Settings"],
+    "config.schema.data": ["Data"],
+    "config.schema.run": ["RunConfig"],
+    "data.compute_once": ["compute_array_once", "compute_once"],
+    "data.holding_out": ["hold_out"],
+    "data.order.mixture": ["Joined"],
+    "data.order.order": ["Order"],
+    "data.scaling": ["Scaling"],
+    "data.sources": ["open_source"],
+    "data.table_files": ["read_table", "write_table"],
+    "data.views": ["Mapped", "Subset"],
+    "engines.kernel_choice": ["choose_kernel"],
+    "engines.torch.losses.linear_cross_entropy": ["linear_cross_entropy", "logits_cross_entropy"],
+    "engines.torch.losses.pairwise_distances": ["pairwise_distances"],
+    "engines.torch.train_state": ["count_parameters"],
+    "evaluation.moments": ["moments", "summarise_moments"],
+    "launch.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
+    "launch.train": ["train"],
+    "proof.scripts.function_proof": ["compare"],
+    "proof.scripts.script_recorder": ["World"],
+    "protocols": ["CrossSample", "Packable", "Predictive", "Prepared", "Recurrent", "Totals"],
+    "runtime.errors": [
+        "BadSamplesError",
+        "ConfigError",
+        "DataError",
+        "KernelError",
+        "RunError",
+        "UnisonoError",
+        "find_duplicates",
+        "format_examples",
+        "format_share",
+        "nearest",
+    ],
+    "runtime.extras": ["import_extra"],
+    "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
+    "runtime.hdf5": ["check_hdf5"],
+    "runtime.rng": ["generator", "key"],
+    "task": ["Batch", "Context", "GlobalBatch", "Loss", "SampleContext", "Source", "Task"],
+    "training.callbacks.early_stopping": ["EarlyStopping"],
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names} | {
+    # a colon precedes the name in the module, or ends the name of a module that is exported itself
+    "hf_config": "checkpoint.exchange.hf_config:",
+    "prepare": "data.prepare:",
+    "prove": "proof.prove:prove_task",
+    "safe_paths": "runtime.safe_paths:",
+    "sources": "data.sources:",
+    "whole_file": "runtime.files:atomic_file",
+}
+
+__all__ = [
+    "BadSamplesError", "Batch", "Callback", "ConfigError", "Context", "CrossSample", "Data", "DataError",
+    "EarlyStopping", "Evaluate", "GlobalBatch", "Joined", "KernelError", "Loss", "Mapped", "Order", "Packable",
+    "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
+    "SampleContext", "Save", "Scaling", "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError",
+    "World", "__version__", "cache_dir", "check_hdf5", "choose_kernel", "compare", "compute_array_once",
+    "compute_once", "count_parameters", "file_hash", "find_duplicates", "format_examples",
+    "format_share", "generator", "hf_config", "hold_out", "import_extra", "key", "linear_cross_entropy",
+    "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
+    "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table",
+    "safe_paths", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    place, colon, inner = _HOME[name].partition(":")
+    module = import_module(f"unisono.{place}")
+    return module if colon and not inner else getattr(module, inner or name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,352 @@
+"""The `unisono` command. Nothing heavy is imported until a verb runs."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli import arguments, data, export, new, plugins, script
+from unisono.cli import verbs as recipe_verbs
+from unisono.runtime.console import say
+from unisono.runtime.text import format_value
+from unisono.version import __version__
+
+if TYPE_CHECKING:
+    from unisono.config.schema.run import RunConfig
+    from unisono.launch.resolve import StartCheck
+    from unisono.runtime.errors import UnisonoError
+
+INTERRUPTED = 130  # the exit code
+EPILOG = """\
+examples:
+  unisono train language                                        train the embedded example
+  unisono train language data=corpus data.path=DIR train.steps=200
+  unisono train path/to/file.py:MyTask layout.world_size=4      train a task of your own
+  unisono train language --proved                               only if `unisono prove` passed for this code and config
+  unisono prove train.py worlds=[1,2] -- --batch-size '{16/world}'     check a training script of any library as it is
+  unisono check language optim.lr=1e-3                          check a run without starting it
+  unisono config language                                       print every setting and where it comes from
+  unisono generate runs/NAME "once upon a time"                 generate text with a trained language model
+  unisono predict runs/NAME out=predictions.csv                 write predictions for the held-out rows as a table
+  unisono export runs/NAME                                      export the weights for transformers
+  unisono import weights.pt out=weights.safetensors             extract the tensors of a pickle without running it
+  unisono new my_recipe                                         create the package of a new recipe
+  unisono data prepare language data=corpus data.path=DIR out=tokens   tokenise once; see `unisono data --help`
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code.
+
+    Args:
+        argv: the words of the command; None for those of this process, which then ends here where it has computed.
+    """
+    try:
+        code = _run(argv)
+    except Exception as error:
+        if argv is not None:
+            raise
+        say("".join(traceback.format_exception(error)).rstrip(), error=True)
+        code = 1
+    if argv is None and "torch" in sys.modules:
+        # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops
+        # within torch, as one that makes samples or saves, aborts the process, whatever its exit code was to be.
+        from unisono.launch.processes.rank_process import exit_now
+
+        if code != INTERRUPTED:
+            atexit._run_exitfuncs()
+        exit_now(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, core = _parser(words)
+    if words[:1] in ([], ["-h"], ["--help"]):
+        parser.epilog = f"{EPILOG}\n{recipe_verbs.list_verbs()}"
+    elif not words[0].startswith("-") and (words[0] not in core or recipe_verbs.replaces_core(words)):
+        return _print_errors(lambda: recipe_verbs.main(words, core), words[0])
+    if script.is_proof_of_script(words):
+        return _print_errors(lambda: script.prove(words[1:]), words[0])
+    parsed, rest = parser.parse_known_args(words)
+    if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides += rest  # argparse takes none after an option (python/cpython#60346)
+    if parsed.verb is None:
+        parser.print_help()
+        return 0
+    return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
+
+
+def _print_errors(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
+    """The exit code of a verb, whose errors are printed as sentences."""
+    from unisono.launch.host import memory_allocators
+    from unisono.runtime.errors import UnisonoError
+
+    memory_allocators.use_single_arena()  # before anything else is imported, which may start threads
+    try:
+        return act()
+    except UnisonoError as error:
+        composed = getattr(parsed, "composed", None)
+        message = composed.explain(str(error)) if composed else str(error)
+        say(f"unisono: {'' if error.exit_code == 75 else 'error: '}{message}", error=True)  # 75: preempted
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        how = {"data": "; the same command resumes"}.get(verb, "")
+        how = "; the same command starts over" if verb in ("export", "import") else how
+        say(f"\nunisono: {error if str(error) else f'interrupted{how}'}", error=True)
+        return INTERRUPTED
+
+
+def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """The parser of the core's and its plug-ins' verbs for a command, and their names."""
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description="Train a model on one process or on many; many processes compute exactly what one computes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"unisono {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> argparse.ArgumentParser:
+        verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=f"{text}{more}")
+        verb.set_defaults(run=run)
+        return verb
+
+    for name, run, text in (
+        ("train", _train, "train a recipe or a task of your own"),
+        ("check", _check, "check a run without starting it"),
+        ("config", _config, "print every setting and where it comes from"),
+    ):
+        verb = add(name, run, text)
+        arguments.add_recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
+        arguments.add_overrides(verb, "group=choice or key=value")
+        if name == "train":
+            proved = (
+                "start only if a certificate of `unisono prove` under run.dir matches the code, configuration, data, "
+            )
+            verb.add_argument("--proved", action="store_true", help=f"{proved}versions, device and layout")
+            verb.add_argument("--fault", metavar="FAULTS", help=argparse.SUPPRESS)  # see supervise/fault_hook
+    text = "find the largest micro-batch that fits the memory of every process"
+    verb = add("autobatch", _autobatch, text, "; the global batch stays the same")
+    arguments.add_recipe(verb)
+    arguments.add_overrides(verb, "as for train; layout.max_memory_gb sets a limit")
+    text = "check, on your own model and data, that many processes compute exactly what one computes"
+    verb = add("prove", _prove, text)
+    arguments.add_recipe(verb)
+    arguments.add_overrides(
+        verb,
+        "as for train; and layouts=[ddp:2,fsdp:2,hsdp:2x2] (JAX: ddp:2x4 is 2 processes of 4 devices), "
+        "vary=[accumulate,workers,resume,ranks,recompute,compile,attention,optimizer,ordered], steps=3, "
+        "global_batch=8, precisions=[fp64], resume_every=1, shrink=auto",
+    )
+    verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
+    verb.add_argument("--full", action="store_true", help="show every quantity of every case; wider than 80 columns")
+    text = "report what this host has, how fast it is, and what is wrong with its environment"
+    verb = add("doctor", _doctor, text, "; exit code 1 if a run would fail here")
+    verb.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="run.dir (default runs)")
+    verb.add_argument("--processes", type=int, help="for the all-reduce; default: one per accelerator, or two")
+    verb.add_argument("--no-rates", action="store_true", help="skip the measurements")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    text = "repeat the steps between two checkpoints of a run, and check that they give the same result"
+    verb = add("replay", _replay, text, "; exit code 1 if they do not")
+    arguments.add_run(verb)
+    verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: second newest)")
+    verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
+    arguments.add_task_options(verb)
+    arguments.add_run(add("diagnose", _diagnose, "explain how a run ended, what is saved and what to do"))
+    verb = add("evaluate", _evaluate, "evaluate a run's newest checkpoint on its held-out rows")
+    arguments.add_run(verb)
+    arguments.add_task_options(verb)
+    for name, text in (
+        ("stop", "save and stop a run after its next step; it prints the command that resumes it"),
+        ("save", "make a run write a checkpoint after its next step"),
+    ):
+        arguments.add_run(add(name, _request, text), "folder of a run that is training, on this host or another")
+    data.add_verb(verbs, with_plugins=list(words[:1]) == ["data"])
+    export.add_verbs(verbs)
+    new.add_verb(verbs)
+    plugins.add_verbs("unisono.verbs", verbs)
+    return parser, verbs.choices
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from unisono.supervise import fault_hook, preemption
+
+    fault_hook.arm(parsed.fault)
+    with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
+        from unisono.launch import cluster
+        from unisono.launch.processes import rank_process
+
+        place = cluster.process_info()
+        if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
+            rank_process.run_and_exit(lambda: _start(parsed), place)
+        _start(parsed)
+    return 0
+
+
+def _start(parsed: argparse.Namespace) -> None:
+    from unisono.config import compose
+    from unisono.launch import train
+    from unisono.task_config import validate_config
+
+    recipe, *words = arguments.recipe_words(parsed)
+    command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
+    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    with train.start_fork_server(parsed.composed) as server:
+        config, origins = validate_config(parsed.composed), parsed.composed.origins
+        train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
+
+
+def _end_late(why: UnisonoError) -> None:
+    """End a process that was asked to end and does not come to it."""
+    from unisono.launch.processes.rank_process import exit_now
+
+    say(f"unisono: {why}", error=True)
+    exit_now(why.exit_code)
+
+
+def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
+    """What has to allow the start: a certificate, where `--proved` asks for one."""
+    if not parsed.proved:
+        return None
+    from unisono.proof import certificate
+
+    def allow(config: RunConfig, facts: Mapping[str, Any] | None) -> None:
+        fits, skipped = certificate.require_certificate(config, facts, arguments.recipe_words(parsed))
+        if facts is not None:  # the last word
+            say(fits)
+            for line in skipped:
+                say(f"unisono: WARNING: {line}", error=True)
+
+    return allow
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from unisono.launch import resolve
+    from unisono.task_config import build_task
+
+    asked = arguments.load_config(parsed)
+    task = build_task(asked)
+    run, data = resolve.check_run(asked, task)
+    config = run.config
+    facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
+    layout = config.layout
+    devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
+    say(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
+    for name, value in facts.items():
+        say(f"  {name}: {format_value(value)}")
+    say(f"  run: {run.directory}")
+    if run.resume is not None:
+        say(f"  resumes after step {run.resume.step}")
+    return 0
+
+
+def _autobatch(parsed: argparse.Namespace) -> int:
+    from unisono.launch import layout
+    from unisono.launch.autobatch import search
+    from unisono.launch.preflight import preflight
+    from unisono.task_config import build_task
+
+    config = layout.resolve_layout(arguments.load_config(parsed), None)
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
+    preflight(build_task(config), config)
+    say("\n".join(search.find_micro_batch(config).lines()))
+    return 0
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    import json
+
+    from unisono.config import fingerprint
+
+    config = arguments.load_config(parsed)
+    lines = [
+        (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
+        for key, value in fingerprint.flatten(fingerprint.to_json(config)).items()
+    ]
+    width = min(60, max(len(text) for text, _ in lines))
+    for text, origin in lines:
+        say(f"{text:<{width}}  # {origin}")
+    return 0
+
+
+def _prove(parsed: argparse.Namespace) -> int:
+    from unisono.launch import resolve, run_directory
+    from unisono.proof import certificate, prove, user_errors, verdict
+    from unisono.proof.cases import ProofSettings
+
+    own, parsed.overrides = prove.split_words(parsed.overrides)
+    proof = arguments.validate_words(own, ProofSettings)
+    with user_errors.raise_as_sentences():
+        asked = arguments.load_config(parsed)
+        config = run_directory.with_name(asked)
+        resolve.refuse_other_run(config)
+        verdicts, alone, about = prove.prove(config, proof)
+    judged = [*alone, *verdicts]
+    code, outcome = verdict.exit_code(judged), verdict.format_outcome(judged)
+    shown = "\n".join(verdict.format_verdicts(verdicts, alone, full=parsed.full))
+    if proof.engines:
+        say(certificate.text(verdicts, alone, about) if parsed.json else shown)
+        say(f"{outcome}; no certificate, since no layout was proved", error=True)
+        return code
+    if asked.run.name is None:
+        config = run_directory.claim_directory(config)
+    path = run_directory.run_path(config)
+    if superseded := certificate.describe_superseded(path, config):
+        say(f"unisono: WARNING: {superseded}", error=True)
+    file = certificate.write_certificate(path, verdicts, alone, about)
+    say(file.read_text(encoding="utf-8") if parsed.json else shown)
+    say(f"{outcome}; certificate: {file}", error=True)
+    return code
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    import json
+
+    from unisono.doctor.report import report
+
+    found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
+    say(json.dumps(found.to_json(), indent=1) if parsed.json else "\n".join(found.lines()))
+    return found.exit_code
+
+
+def _diagnose(parsed: argparse.Namespace) -> int:
+    from unisono.supervise.diagnose import diagnose_run
+
+    say("\n".join(diagnose_run(parsed.folder)))
+    return 0
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from unisono.launch.replay import replay
+
+    replayed = replay(parsed.folder, parsed.first, parsed.last, task=parsed.task, trust=parsed.trust)
+    say("\n".join(replayed.lines(parsed.folder)))
+    return int(not replayed.is_same)
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from unisono.launch.run import evaluate
+
+    for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
+        say(f"{name}: {value:.6f}")
+    return 0
+
+
+def _request(parsed: argparse.Namespace) -> int:
+    from unisono.runtime.errors import RunError
+    from unisono.supervise import run_lock
+
+    if run_lock.find_holder(parsed.folder) is None:
+        raise RunError(f"no training process is running in {parsed.folder}; nothing to {parsed.verb}")
+    (parsed.folder / parsed.verb).touch()
+    say(f"{parsed.folder} will {parsed.verb} after its next step")
+    return 0

@@ -1,0 +1,122 @@
+"""From the name of a task or callback to its module.
+
+A name is that of a recipe, `path/to/file.py:Name`, or `package.module:Name`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from pathlib import Path
+from typing import TypeVar
+
+from unisono.config import recipes
+from unisono.runtime.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def resolve_reference(reference: str, engine: str = "auto") -> str:
+    """The `file.py:Class` or `package.module:Class` of a reference; of a recipe's tasks the one for the engine.
+
+    Raises:
+        ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
+    """
+    return reference if ":" in reference else recipes.task_of(reference, engine)
+
+
+def load_class(reference: str, resolved: str, base: type[T]) -> type[T]:
+    """The class of a reference, which has to extend `base`, a class of the public face.
+
+    Args:
+        reference: as the user wrote it.
+        resolved: as `file.py:Class` or `package.module:Class`.
+        base: the class that it extends.
+
+    Raises:
+        ConfigError: where the file or the class is missing, or is of another kind.
+    """
+    place, _, name = resolved.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"'{reference}' names no class; it is given as path/to/file.py:Class or package.module:Class")
+    module = load_module(reference, place)
+    kinds = {n: v for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base) and v is not base}
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{place} has no class '{name}', {nearest(name, kinds)}")
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{reference} is not a unisono.{base.__name__}")
+    return found
+
+
+def load_module(reference: str, place: str) -> types.ModuleType:
+    """The module of a reference: `path/to/file.py` is run from the file, `package.module` is imported.
+
+    Raises:
+        ConfigError: where it is missing.
+    """
+    return _import_file(Path(place)) if place.endswith(".py") else _import_package(place, reference)
+
+
+def absolute_reference(reference: str) -> str:
+    """The same reference, such that it holds in any working directory."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
+def _import_package(module: str, reference: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module + ".").startswith(error.name + "."):
+            raise ConfigError(f"{reference}: there is no module '{module}'") from error
+        extra = module.removeprefix("unisono_").split(".")[0]
+        raise ConfigError(f"{reference} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    """A module from a file: of its package, if it lies in one, so that its relative imports work; else on its own.
+
+    Its name is derived from the path, so importing it twice gives the same module. A script that trains a task of its
+    own is that module already: it must not run a second time.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
+    if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
+        return sys.modules["__main__"]
+    root, packaged = find_package(path)
+    if packaged:
+        for position, folder in ((0, root), (len(sys.path), path.parent)):  # the latter as below, but after all others
+            if str(folder) not in sys.path:
+                sys.path.insert(position, str(folder))
+        found = importlib.import_module(packaged)
+        if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
+            return found
+    name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` would, for the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found by the next attempt
+        raise
+    return module
+
+
+def find_package(path: Path) -> tuple[Path, str]:
+    """The folder from which a file is imported, and its dotted name there; no name if it lies in no package."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    return root, ".".join(parts) if len(parts) > 1 else ""

@@ -1,0 +1,68 @@
+"""The words of `unisono data`, `unisono export` and `unisono import` that are not settings of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from unisono.config.schema.base import Positive, Settings
+
+
+class Prepare(Settings):
+    """Of `unisono data prepare`."""
+
+    out: Path | None = Field(None, description="folder for the shards; null: the recipe's cache")
+    shard: str = Field("1/1", description="make only part i of n of the shards, as i/n")
+    workers: PositiveInt | Literal["auto"] = Field(
+        "auto", description="shards to make at a time; auto: the number of cores"
+    )
+    worker_kind: Literal["threads", "processes"] = Field(
+        "threads", description="processes are faster where Python code takes the time"
+    )
+    shard_mb: Positive | None = Field(None, description="MB of the source per shard; null: 64")
+
+
+class Reshard(Settings):
+    """Of `unisono data reshard`."""
+
+    shards: PositiveInt = Field(description="number of new shards")
+    out: Path = Field(description="folder for the new shards")
+
+
+class Preview(Settings):
+    """Of `unisono data preview`."""
+
+    position: NonNegativeInt = Field(
+        0, description="position of the first row to show, counted from the start of the run"
+    )
+    count: PositiveInt = Field(8, description="number of rows to show")
+    world_size: PositiveInt | None = Field(None, description="number of processes; null: layout.world_size")
+
+
+class Export(Settings):
+    """Of `unisono export`."""
+
+    to: Literal["hf", "safetensors"] = Field(
+        "hf", description="hf: what transformers loads, or PEFT for adapters; safetensors: the arrays under their names"
+    )
+    step: NonNegativeInt | None = Field(None, description="step of the checkpoint to export; null: the newest")
+    out: Path | None = Field(None, description="folder to create; null: RUN/exports/step-…-hf")
+    shard_mb: Positive = Field(5000.0, description="maximum MB per file, unless a single tensor is larger")
+    processes: PositiveInt | Literal["auto"] = Field(
+        "auto", description="processes that write, each its own files; auto: one per core, file and GiB at most"
+    )
+    ema: bool = Field(False, description="export the moving average of the weights (ema.decay)")
+    dtype: Literal["kept", "fp64", "fp32", "bf16", "fp16"] = Field(
+        "kept", description="dtype of floating-point tensors; kept: as in the run"
+    )
+    merge: bool = Field(False, description="merge adapters into the weights, instead of exporting adapters alone")
+
+
+class Import(Settings):
+    """Of `unisono import`."""
+
+    out: Path = Field(description="NAME.safetensors for one file, else a folder to create")
+    key: str | None = Field(None, description="where in a .pt file the weights are, e.g. state_dict, or a/b for a in b")
+    shard_mb: Positive = Field(5000.0, description="MB per file of a folder")

@@ -1,0 +1,8 @@
+"""Next-token prediction with causal language models."""
+
+from unisono import Recipe
+
+RECIPE = Recipe(
+    tasks={"torch": "unisono_language.task:Language"},
+    verbs={"generate": ("unisono_language.generate:generate", "continue a prompt with a trained model")},
+)

@@ -1,0 +1,222 @@
+"""The documents of a run: one corpus or several, tokenised ahead, before, or on the fly.
+
+A source has rows to train on and rows held out, of documents kept apart. Tokenised ahead, a document becomes rows of up
+to `sequence` targets; on the fly, where nobody knows lengths before, a row is a document. Where rows are packed,
+training rows are whole documents either way: the plan cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
+from unisono_language import tokens
+from unisono_language.settings import Corpus, Documents, PreparedDocuments
+from unisono_language.texts import Texts, digest
+from unisono_language.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from unisono_language.tokens import TokenisePreparation, TokenStore
+
+Tokens = NDArray[np.int64]
+SINGLE_SOURCE = ""  # the name of the only source
+_HINT = "or cut text files into documents by data.separator"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A row that is a document.
+
+    Attributes:
+        text: of it; None, as an empty one, has no tokens.
+        whole: whether it may be longer than a row.
+    """
+
+    text: str | None
+    whole: bool
+
+
+@dataclass(frozen=True)
+class OnTheFlyTexts:
+    """Documents that are tokenised as they are asked for.
+
+    Attributes:
+        texts: the documents.
+        tokenizer: of the samples made of them.
+    """
+
+    texts: Texts
+    tokenizer: Tokenizer
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Sizes; tokens are not counted before the start."""
+        texts = self.texts
+        return {"files": len(texts.found.files), "documents": len(texts), "ignored": list(texts.rows.ignored)}
+
+    def part(self, chosen: Tokens, sequence: int | None) -> Subset:
+        """Some documents as rows; `sequence` None for ones that may be longer than a row."""
+        part = Subset(Mapped(self.texts.rows, partial(Document, whole=sequence is None), "documents"), chosen)
+        part.fingerprint = digest([self.texts.fingerprint, self.tokenizer.digest, digest(chosen.tolist())])
+        return part
+
+
+@dataclass(frozen=True, eq=False)
+class Library:
+    """The documents of a run.
+
+    Attributes:
+        corpora: by source, whose only one is called ''; all of one tokenizer.
+        fraction: of each source's documents that is held out.
+        sequence: targets per row.
+        verify: what `check` holds against the manifests: `content`, or `sizes`, which were when they were opened.
+    """
+
+    corpora: Mapping[str, TokenStore | OnTheFlyTexts]
+    fraction: float
+    sequence: int
+    verify: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of all documents."""
+        return next(iter(self.corpora.values())).tokenizer
+
+    @cached_property
+    def split(self) -> dict[str, tuple[Tokens, Tokens]]:
+        """Documents to train on and documents held out, by source."""
+        parts = {}
+        for name, corpus in self.corpora.items():
+            held_out = hold_out(len(corpus), self.fraction, what="document", hint=_HINT)
+            parts[name] = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        return parts
+
+    def training(self, whole: bool) -> dict[str, Source]:
+        """The rows to train on, by source: `whole` documents, or rows of a length."""
+        length = None if whole else self.sequence
+        return {name: corpus.part(self.split[name][0], length) for name, corpus in self.corpora.items()}
+
+    def held_out(self) -> dict[str, Source]:
+        """The rows kept apart, by source; none where nothing is kept."""
+        parts = {name: held for name, (_, held) in self.split.items() if len(held)}
+        return {name: self.corpora[name].part(held, self.sequence) for name, held in parts.items()}
+
+    def check(self) -> None:
+        """Refuse shards whose bytes are not those that were written."""
+        for corpus in self.corpora.values():
+            if isinstance(corpus, TokenStore) and self.verify == "content":
+                corpus.shards.verify()
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes and, of documents tokenised ahead, the loss of a model that knows only how frequent tokens are.
+
+        That loss is of the held-out documents; where there are none, it is left out.
+        """
+        sizes = {name: corpus.facts for name, corpus in self.corpora.items()}
+        stores = {name: corpus for name, corpus in self.corpora.items() if isinstance(corpus, TokenStore)}
+        entropy = {}
+        if stores:
+            counts = sum(tokens.unigram_counts(store, self.split[name][1]) for name, store in stores.items())
+            assert isinstance(counts, np.ndarray)
+            entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
+        return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), "vocabulary": self.tokenizer.size, **entropy}
+
+
+def open_library(
+    config: Documents | PreparedDocuments, sequence: int, of_model: Path | None, of_run: Tokenizer | None = None
+) -> Library:
+    """The documents that the settings name.
+
+    Args:
+        config: the group `data`.
+        sequence: targets per row.
+        of_model: directory of a pretrained model, whose tokenizer is taken where no other is given.
+        of_run: tokenizer of a trained run that is to read these documents; no other can be taken then.
+    """
+    corpora: Mapping[str, TokenStore | OnTheFlyTexts]
+    if isinstance(config, PreparedDocuments):
+        stores = {name: TokenStore(path) for name, path in config.folders.items()}
+        if of_run is not None:
+            _check_tokenizers(stores, of_run, "the run")
+        elif of_model is not None:
+            _check_tokenizers(stores, load_tokenizer(of_model), f"{of_model} (model.path)")
+        else:
+            _check_tokenizers(stores)
+        corpora = stores
+    else:
+        texts, tokenizer = _texts(config, of_model, of_run)
+        if config.tokenise == "on_the_fly":
+            corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
+        else:
+            corpora = {name: tokens.load_tokens(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
+    return Library(corpora, config.held_out, sequence, config.verify)
+
+
+def preparations(
+    config: Documents | PreparedDocuments, of_model: Path | None
+) -> dict[str, tuple[TokenisePreparation, Path]]:
+    """What can be tokenised ahead, by source, and its place in the cache.
+
+    Raises:
+        ConfigError: for documents that are already prepared.
+    """
+    if isinstance(config, PreparedDocuments):
+        raise ConfigError("data=prepared is already prepared; give the documents, e.g. data=corpus data.path=DIR")
+    texts, tokenizer = _texts(config, of_model)
+    return {
+        name: (TokenisePreparation(corpus, tokenizer), tokens.cache_entry(corpus, tokenizer, config.cache))
+        for name, corpus in texts.items()
+    }
+
+
+def tokenise_document(record: Document, library: Library, too_long: str) -> Tokens:
+    """The tokens of a document tokenised on the fly; an empty one gives a single token, which is no target.
+
+    `too_long` is `stop` or `cut`, for a document with more targets than a row has.
+    """
+    ids, _ = library.tokenizer.encode([record.text] if record.text else [])
+    if len(ids) > library.sequence + 1 and not record.whole:
+        if too_long == "stop":
+            raise DataError(
+                f"a document has {len(ids) - 1} targets, more than task.sequence={library.sequence}: split it into "
+                "rows with data.tokenise=ahead, use only its beginning with data.too_long=cut, or raise task.sequence "
+                f"(it begins with {(record.text or '')[:40]!r})"
+            )
+        ids = ids[: library.sequence + 1]
+    return ids.astype(np.int64) if len(ids) else np.zeros(1, dtype=np.int64)
+
+
+def _texts(
+    config: Documents, of_model: Path | None, of_run: Tokenizer | None = None
+) -> tuple[dict[str, Texts], Tokenizer]:
+    """The documents by source, and their tokenizer, which may have to be trained on them."""
+    where = config.files if isinstance(config, Corpus) else {SINGLE_SOURCE: None}
+    texts = {name: Texts.from_files(files) for name, files in where.items()}
+    if of_run is not None:
+        return texts, of_run
+    given = config.tokenizer or of_model
+    return texts, train_tokenizer(texts, config.vocab_size, config.cache) if given is None else load_tokenizer(given)
+
+
+def _check_tokenizers(stores: Mapping[str, TokenStore], needed: Tokenizer | None = None, whose: str = "") -> None:
+    """Refuse tokens of different tokenizers, or of another one than the model needs."""
+    first, *others = stores
+    for name in others:
+        if stores[name].tokenizer.digest != stores[first].tokenizer.digest:
+            raise DataError(
+                f"data.sources: '{first}' and '{name}' were prepared with different tokenizers; prepare both with one "
+                "(data.tokenizer=…)"
+            )
+    if needed is not None and needed.digest != stores[first].tokenizer.digest:
+        raise DataError(
+            f"{stores[first].folder} was prepared with a different tokenizer than {whose}: prepare the documents "
+            f"with data.tokenizer={needed.path}"
+        )

@@ -1,0 +1,344 @@
+"""Next-token prediction on documents, with any causal language model of the transformers library."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task
+from unisono_language import library, settings
+from unisono_language.library import Library
+from unisono_language.tokenizer import FILE, Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unisono_language.kernels import Kernels
+    from unisono_language.packed import PackedRow
+    from unisono_language.tokens import TokenisePreparation
+
+IGNORED = -100
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+class Language(Task):
+    """A causal language model and its documents.
+
+    The loss has the term `next_token`: summed cross-entropy in nats over all targets that are not padding. Mixtures of
+    experts can have two more, which guide their routers and count the same tokens: `balance` and `router_z`.
+    """
+
+    Config = settings.LanguageConfig
+    Model = settings.Model
+    Data = settings.LanguageData
+
+    config: settings.LanguageConfig
+    model_config: settings.FromConfig | settings.Pretrained
+    data_config: settings.Documents | settings.PreparedDocuments
+    _assets: Path | None = None  # of the run that is used
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Count FLOPs now, since torch's default dtype differs while a model is built."""
+        _ = self._flops
+
+    def data(self) -> Source | Mapping[str, Source]:
+        """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
+        rows: dict[str, Source] = self.library.training(whole=self._is_packed)
+        return rows.get(library.SINGLE_SOURCE, rows)
+
+    def held_out(self) -> Source | None:
+        """Rows of the held-out documents, one corpus after the other."""
+        parts = self.library.held_out()
+        return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
+
+    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64]:
+        """The tokens of a row; tokenises it if documents are tokenised on the fly."""
+        if isinstance(record, library.Document):
+            assert isinstance(self.data_config, settings.Documents)
+            return library.tokenise_document(record, self.library, self.data_config.too_long)
+        return np.asarray(record)
+
+    def preparation(self) -> dict[str, tuple[TokenisePreparation, Path]]:
+        """The corpora to tokenise ahead."""
+        return library.preparations(self.data_config, self._tokenizer_of_model)
+
+    @property
+    def capacity(self) -> int:
+        """Targets of a packed row."""
+        return self.config.sequence
+
+    def length(self, sample: NDArray[np.int64]) -> int:
+        """Targets of a document."""
+        return max(0, len(sample) - 1)
+
+    def cut(self, sample: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+        """A document's targets `first..last-1` and the token before them, so that no target is lost at a cut."""
+        return sample[first : last + 1]
+
+    def pack(self, samples: Sequence[NDArray[np.int64]]) -> PackedRow:
+        """Documents in one row."""
+        from unisono_language import packed
+
+        return packed.pack_row(samples)
+
+    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
+        """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
+
+        Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own.
+        """
+        rows = [self.pack([sample]) if isinstance(sample, np.ndarray) else sample for sample in samples]
+        multiple = self.config.pad_to_multiple
+        length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
+        inputs = np.zeros((len(rows), length), dtype=np.int64)
+        targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
+        positions = np.zeros((len(rows), length), dtype=np.int64)
+        for number, row in enumerate(rows):
+            end = len(row.inputs)
+            inputs[number, :end], targets[number, :end] = row.inputs, row.targets
+            positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
+        batch = {"inputs": inputs, "targets": targets}
+        return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """Targets that are not padding, for every term."""
+        return dict.fromkeys(["next_token", *self._router_weights], float((batch["targets"] != IGNORED).sum()))
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
+        real = batch["targets"] != IGNORED
+        positions = batch.get("positions", np.arange(real.shape[1])[None])
+        constant, per_length = self._flops
+        squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
+        return {"tokens": float(real.sum()), "flops": float(constant * real.sum() + per_length * squares)}
+
+    # model and loss ---------------------------------------------------------------------------------------------
+
+    def build(self) -> nn.Module:
+        """The model with the chosen kernels; also checks whether its head can be applied in chunks."""
+        from unisono_language import model as models
+        from unisono_language import packed
+
+        model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
+        if self._is_packed:
+            packed.check_isolation(model, flash=self._kernels.attention == "flash")
+        self._uses_chunks = models.head_is_linear(model)
+        self._kernels.use(model)
+        return model
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Any]:
+        """Hidden states (rows, length, width) and the head; or logits, from models that do more than multiply.
+
+        Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
+        Positions keep the documents of a packed row apart.
+        """
+        head = model.get_output_embeddings()
+        # A head with an adapter is more than one matrix product, too.
+        whole = not self._uses_chunks or hasattr(head, "base_layer")
+        inputs = {"input_ids": batch["inputs"], "use_cache": False}
+        if "positions" in batch:
+            from unisono_language import packed
+
+            inputs["position_ids"] = batch["positions"]
+            if self._kernels.attention == "flash":
+                inputs |= packed.flash_borders(batch["positions"])
+        guided = bool(self._router_weights) and context.training
+        if guided:
+            inputs["output_router_logits"] = True
+        made = (model if whole else model.base_model)(**inputs)
+        router = {}
+        if guided:
+            import torch
+
+            rows, length = batch["inputs"].shape
+            router["router"] = torch.stack([logits.view(rows, length, -1) for logits in made.router_logits], dim=2)
+        if whole:
+            return {"logits": made.logits, **router}
+        return {"hidden": made.last_hidden_state, "weight": head.weight, "bias": head.bias, **router}
+
+    def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
+        """Summed cross-entropy; in evaluation also the share of correctly predicted tokens."""
+        targets = batch["targets"].reshape(-1)
+        total, right = self._sum_cross_entropy(outputs, targets)
+        if not context.training:
+            return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
+        if not self._router_weights:
+            return Loss({"next_token": total})
+        return self._add_router_losses(total, outputs["router"], batch["targets"] != IGNORED, context)
+
+    def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
+        """For each row: number of targets, nats per target, and accuracy."""
+        import torch
+
+        columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
+        made = next(name for name in ("hidden", "logits") if name in outputs)
+        for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
+            total, right = self._sum_cross_entropy({**outputs, made: outputs[made][row : row + 1]}, targets)
+            count = int((targets != IGNORED).sum())
+            columns["targets"].append(count)
+            columns["nats_per_target"].append(float(total) / max(1, count))
+            columns["accuracy"].append(float(right) / max(1, count))
+        return columns
+
+    def _sum_cross_entropy(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy in nats over targets (tokens,), and the number of correct predictions."""
+        from unisono import linear_cross_entropy, logits_cross_entropy
+
+        if "logits" in outputs:
+            return logits_cross_entropy(outputs["logits"], targets)
+        hidden = outputs["hidden"].reshape(len(targets), -1)
+        return linear_cross_entropy(hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk)
+
+    @property
+    def needs_totals(self) -> bool:
+        """Whether experts are balanced over the global batch."""
+        return self.model_config.balance_weight > 0 and self.model_config.balance_over == "global_batch"
+
+    def totals(self, outputs: dict[str, Any], batch: Batch, context: Context) -> dict[str, Tensor]:
+        """Number of tokens of these rows routed to each expert, (layers, experts)."""
+        from unisono_language import experts
+
+        routed = experts.count_routed(outputs["router"], batch["targets"] != IGNORED, self._experts_per_token)
+        return {"routed": routed.sum(0)}
+
+    def _add_router_losses(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
+        """The loss with the routers' terms, and a metric of the experts' imbalance."""
+        from unisono_language import experts
+
+        if self.needs_totals:
+            counts = context.totals["routed"][None]  # of the global batch
+        else:
+            counts = experts.count_routed(logits, real, self._experts_per_token)
+        sums = {"next_token": total}
+        if "balance" in self._router_weights:
+            sums["balance"] = experts.balance_loss(logits, real, counts, self._experts_per_token)
+        if "router_z" in self._router_weights:
+            sums["router_z"] = experts.z_loss(logits, real)
+        tokens = real.sum(1)
+        load = (experts.expert_load(counts) * tokens).sum(), tokens.sum()
+        return Loss(sums, self._router_weights, metrics={"expert_load": load})
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether documents share rows in training."""
+        return self.data_config.packing is not None
+
+    @cached_property
+    def _router_weights(self) -> dict[str, float]:
+        """Weights of the router losses; empty if there are none."""
+        weights = {"balance": self.model_config.balance_weight, "router_z": self.model_config.router_z_weight}
+        return {name: weight for name, weight in weights.items() if weight}
+
+    @cached_property
+    def _experts_per_token(self) -> int:
+        """Experts per token."""
+        return int(getattr(self._skeleton.config.get_text_config(), "num_experts_per_tok", 0))
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The model's settings or directory, against the tokenizer."""
+        from unisono_language import experts, packed
+        from unisono_language import model as models
+
+        models.check_model(self.model_config, self.tokenizer.size)
+        self.library.check()
+        if self._is_packed:
+            packed.check_positions(self._skeleton)
+        if self._router_weights:
+            experts.check_router(self._skeleton)
+
+    def kernels(self, device: str, precision: str) -> dict[str, str]:
+        """The kernels of attention and experts; `build` uses them."""
+        from unisono_language import kernels
+
+        self._kernels = kernels.select_kernels(self.model_config, self._skeleton, device, precision)
+        return self._kernels.describe
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
+        return self.library.facts()
+
+    def save_assets(self, directory: Path) -> None:
+        """The tokenizer and the model's configuration, so that the run can be used without its corpus."""
+        from unisono_language import model as models
+
+        self.tokenizer.save(directory)
+        given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
+        beside = [] if given is None else [(given if given.is_dir() else given.parent) / name for name in BESIDE]
+        beside.append(self.tokenizer.path)  # as it is written, where `save` writes its rules
+        if isinstance(self.model_config, settings.Pretrained):
+            beside.append(self.model_config.path / "generation_config.json")
+        for path in beside:  # for those who export the run
+            if path.is_file():
+                shutil.copyfile(path, directory / (FILE if path == self.tokenizer.path else path.name))
+        models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
+
+    def load_assets(self, directory: Path) -> None:
+        """The tokenizer, and the configuration of a model whose directory may no longer exist."""
+        self.tokenizer, self._assets = Tokenizer.load(directory), directory
+
+    def shrunk(self, limit: int) -> Language | None:
+        """The same documents, read by the same tokenizer, and a small model of the same architecture."""
+        from unisono_language.shrink import shrunk
+
+        model = shrunk(self.model_config, self.tokenizer.size, limit)
+        if model is None:
+            return None
+        data = self.data_config
+        if isinstance(data, settings.Documents):
+            data = data.model_copy(update={"tokenizer": data.tokenizer or self._tokenizer_of_model})
+        return Language(self.config, model=model, data=data)
+
+    @cached_property
+    def library(self) -> Library:
+        """The documents; a trained run reads them with its own tokenizer."""
+        of_run = None if self._assets is None else self.tokenizer
+        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model, of_run)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the documents; for a run, the one among its assets."""
+        return self.library.tokenizer
+
+    @cached_property
+    def _flops(self) -> tuple[float, float]:
+        """FLOPs per token."""
+        from unisono_language import model as models
+
+        return models.flops_per_token(self._skeleton)
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """A copy of the model that has shapes but no numbers."""
+        import torch
+
+        from unisono_language import model as models
+
+        with torch.device("meta"):
+            return models.build_untrained(self.model_config, self.tokenizer.size, self._assets)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        """The chosen kernels; by default for a CPU in fp32."""
+        from unisono_language import kernels
+
+        return kernels.select_kernels(self.model_config, self._skeleton, "cpu", "fp32")
+
+    @cached_property
+    def _uses_chunks(self) -> bool:
+        """Whether the head can be applied in chunks; `build` has already checked it."""
+        from unisono_language import model as models
+
+        return models.head_is_linear(models.build_untrained(self.model_config, self.tokenizer.size, self._assets))
+
+    @property
+    def _tokenizer_of_model(self) -> Path | None:
+        return self.model_config.path if isinstance(self.model_config, settings.Pretrained) else None

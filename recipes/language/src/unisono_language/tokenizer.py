@@ -1,0 +1,195 @@
+"""Tokenizers: given as a file, or trained on the documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import DataError, compute_once, safe_paths, write_whole
+from unisono_language.texts import Texts, digest
+
+END = "<|endoftext|>"
+FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
+_BATCH = 256  # documents per call of the tokenizer
+_CHARACTERS = 1 << 22  # per call of the tokenizer
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer file and its special tokens.
+
+    Attributes:
+        path: of `tokenizer.json`.
+        first: id put before every document, or None.
+        last: id put after every document, or None.
+        size: ids are below this.
+    """
+
+    path: Path
+    first: int | None
+    last: int | None
+    size: int
+
+    @property
+    def dtype(self) -> str:
+        """The smallest dtype that holds its ids."""
+        return "<u2" if self.size <= 1 << 16 else "<u4"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of its rules and special tokens, independent of how its file is formatted."""
+        return digest([_engine(self.path).to_str(), self.first, self.last])
+
+    @property
+    def describe(self) -> dict[str, Any]:
+        """As JSON, for a manifest."""
+        return {"digest": self.digest, "first": self.first, "last": self.last, "size": self.size}
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
+        try:
+            encodings = _engine(self.path).encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{self.path} cannot tokenise the documents: {error}") from error
+        before, after = int(self.first is not None), int(self.last is not None)
+        lengths = np.fromiter(map(len, encodings), dtype=np.int64, count=len(encodings)) + before + after
+        ids = np.empty(int(lengths.sum()), dtype=self.dtype)
+        begin = 0
+        for encoding, length in zip(encodings, lengths.tolist(), strict=True):
+            ids[begin + before : begin + length - after] = encoding.ids
+            if before:
+                ids[begin] = self.first
+            if after:
+                ids[begin + length - 1] = self.last
+            begin += length
+        return ids, lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(_engine(self.path).decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, from which `load` reads it on any machine."""
+        write_whole(folder / FILE, _engine(self.path).to_str())
+        write_whole(folder / SPECIAL, json.dumps({"first": self.first, "last": self.last}))
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Load what `save` has written; the folder need not be trusted, and links are refused."""
+        try:
+            special = safe_paths.read_json(folder, SPECIAL)
+            safe_paths.open_inside(folder, FILE).close()
+            return cls(folder / FILE, special["first"], special["last"], vocabulary_size(_engine(folder / FILE)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{folder}: its tokenizer ({FILE}, {SPECIAL}) cannot be read: {error}; copy both from where the data "
+                "were prepared"
+            ) from error
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer from a directory of the Hugging Face kind, or from a `tokenizer.json`."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
+    engine = _engine(file)
+    beside = file.with_name("tokenizer_config.json")
+    try:
+        named = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{beside} cannot be read as JSON: {error}") from error
+    if not isinstance(named, dict):
+        raise DataError(f"{beside} is a JSON {type(named).__name__}, not an object with bos_token and eos_token")
+    first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
+    if last is None:
+        last = _special_id(engine, END)
+    return Tokenizer(file, first if first is not None else last, last, vocabulary_size(engine))
+
+
+def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path | None) -> Tokenizer:
+    """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache."""
+
+    def train(folder: Path) -> None:
+        engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.iterate()), vocab_size)
+        engine.save(str(folder / FILE))
+        end = engine.token_to_id(END)
+        (folder / SPECIAL).write_text(json.dumps({"first": end, "last": end}), encoding="utf-8")
+
+    stamps = [[name, texts.stamp] for name, texts in sorted(corpora.items())]
+    return compute_once("tokenizers", [vocab_size, stamps], train, Tokenizer.load, cache=cache)
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents for one call of the tokenizer each."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == _BATCH or characters >= _CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def vocabulary_size(engine: Any) -> int:
+    """The largest id plus one, which exceeds the number of tokens if ids have gaps."""
+    return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _engine(path: Path) -> Any:
+    """The tokenizer of a file, read once, without the truncation and padding that the file may ask for."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+    return _load(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, size: int, written: int) -> Any:
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        engine = Engine.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+    if getattr(engine.model, "dropout", None):
+        raise DataError(
+            f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "
+            "set its dropout to null"
+        )
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _train(texts: Iterable[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    engine.train_from_iterator(batches(texts), trainer=trainer)
+    return engine
+
+
+def _special_id(engine: Any, token: Any) -> int | None:
+    """The id of a special token; configurations give it as text or as a dictionary with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return None if text is None else engine.token_to_id(text)

@@ -1,0 +1,127 @@
+"""The language recipe with adapters and an average: trained, written with, and taken out for transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import unisono
+from recipes.language.tests import corpora
+from recipes.language.tests.corpora import BY_HEART, KNOWN, TEXTS, trained, write_jsonl
+from unisono.checkpoint.exchange.export import read_adapter_settings
+from unisono.cli import main
+from unisono.config.schema.run import Lora
+from unisono.engines.torch.lora import Adapter
+from unisono.runtime.errors import RunError
+from unisono.task import Context
+from unisono_language.generate import generate
+from unisono_language.model import build_model
+from unisono_language.settings import FromConfig
+
+TOKENS = torch.arange(3, 35).reshape(2, 16)
+
+
+def train(folder: Path, name: str, **settings: Any) -> Any:
+    write_jsonl(folder / "corpus" / "a.jsonl", TEXTS)
+    untied = {"model.settings": {**corpora.GROUPED, "tie_word_embeddings": False}}
+    return trained(folder, name, **{**BY_HEART, **untied, **settings})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model that knows nothing, and a run of adapters on it that learned three sentences by heart."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = train(folder, "base", **{"train.steps": 1, "optim.lr": 1e-9})
+    pretrained = unisono.load_model(base.folder)
+    pretrained.save_pretrained(folder / "pretrained")
+    shutil.copyfile(base.folder / "assets" / "tokenizer.json", folder / "pretrained" / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    rank = {"adapter.rank": 16, "adapter.alpha": 64.0, "adapter.targets": ["*_proj", "lm_head"]}
+    result = train(folder, "lora", adapter="lora", **rank, **{"ema.decay": 0.8, "run.seed": 3})
+    assert result.loss < 0.2
+    return result.folder
+
+
+def test_a_run_with_adapters_writes_what_it_has_learned(run: Path, folder: Path) -> None:
+    assert generate(unisono.open_run(run), "the quick") == KNOWN
+    assert generate(unisono.open_run(run), "the quick", ema=True) == KNOWN
+    with pytest.raises(RunError, match=r"keeps no moving average of its weights; it was trained without ema\.decay"):
+        generate(unisono.open_run(folder / "runs" / "base"), "the quick", ema=True)
+
+
+def test_the_average_writes_from_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["generate", str(run), "the quick", "ema=true"]) == 0
+    assert capsys.readouterr().out == KNOWN + "\n"
+
+
+def test_a_merged_model_is_one_of_transformers(run: Path, tmp_path: Path) -> None:
+    merged: Any = unisono.load_model(run)
+    merged.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, merged(TOKENS).logits)
+    averaged: Any = unisono.load_model(run, ema=True)
+    assert not torch.equal(averaged(TOKENS).logits, merged(TOKENS).logits)
+
+
+def test_adapters_on_a_pretrained_model_need_its_directory_and_no_corpus(folder: Path, tmp_path: Path) -> None:
+    own = {"model": "pretrained", "model.path": str(folder / "pretrained"), "adapter": "lora", "train.steps": 2}
+    result = train(tmp_path, "on", **own)
+    shutil.rmtree(tmp_path / "corpus")
+    shutil.rmtree(tmp_path / "cache")
+    assert generate(unisono.open_run(result.folder), "the", tokens=3).startswith("the")
+    assert read_adapter_settings(result.folder) is not None
+
+
+SMALL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+LLAMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "targets", "count"),
+    [("gpt2", SMALL, [], 8), ("llama", LLAMA, [], 7), ("llama", LLAMA, ["lm_head", "*.q_proj"], 2)],
+)
+def test_a_merged_model_says_what_the_adapted_one_did(
+    architecture: str, settings: Any, targets: list[str], count: int
+) -> None:
+    torch.manual_seed(0)
+    model: Any = build_model(FromConfig(kind="config", architecture=architecture, settings=settings), 60)
+    adapters = Adapter(Lora(kind="lora", rank=3, targets=targets), model, seed=1)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert len(trained) == 2 * count
+    model.eval()
+    with torch.no_grad():
+        before = model(TOKENS).logits
+        for value in trained.values():
+            value.normal_(0.0, 0.3)
+        after = model(TOKENS).logits
+        assert not torch.allclose(before, after, atol=1e-2)
+        adapters.merge()
+        torch.testing.assert_close(model(TOKENS).logits, after, rtol=1e-5, atol=1e-5)
+    assert not any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def test_a_head_with_an_adapter_is_not_passed_by(tmp_path: Path) -> None:
+    task = corpora.task(corpora.corpus(write_jsonl(tmp_path / "a.jsonl", TEXTS), cache=tmp_path), "qwen3, untied")
+    model: Any = task.build()
+    rows = task.data()
+    arrays = task.collate([rows[0], rows[1]])
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    context = Context(0, training=True)
+    assert "hidden" in task.outputs(model, batch, context), "by itself the head is applied chunk by chunk"
+    Adapter(Lora(kind="lora", targets=["lm_head"]), model, seed=0)
+    task.loss(task.outputs(model, batch, context), batch, context).sums["next_token"].backward()
+    assert float(model.lm_head.lora_B.default.weight.grad.abs().max()) > 0

@@ -1,0 +1,11 @@
+"""Microbial communities: distances, diversity and targets of samples, from the sequences in them."""
+
+from unisono import Recipe
+
+RECIPE = Recipe(
+    tasks={"torch": "unisono_microbiome.task:Microbiome"},
+    verbs={
+        "predict": ("unisono_microbiome.predict:predict", "predict samples, as a table with intervals"),
+        "look": ("unisono_microbiome.plots:look", "plot a run and rank the taxa that matter to it"),
+    },
+)

@@ -1,0 +1,77 @@
+"""Scores of predictions, compared with predicting the training samples' mean or most frequent class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono_microbiome.study.library import Library
+
+Array = NDArray[np.float64]
+
+
+def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
+    """Scores of predicted numbers, (n,), each called `name/…`; `mean` is that of the training samples."""
+    spread = float(true.std())
+    return {
+        f"{name}/mae": float(np.abs(made - true).mean()),
+        f"{name}/mae of the mean": float(np.abs(mean - true).mean()),
+        f"{name}/r2": 1 - float(np.square(made - true).mean()) / spread**2 if spread else 0.0,
+        f"{name}/correlation": float(np.corrcoef(made, true)[0, 1]) if spread and made.std() else 0.0,
+        f"{name}/sd_ratio": float(made.std()) / spread if spread else 0.0,
+    }
+
+
+def score_classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
+    """Scores of probabilities, (n, classes), each called `name/…`, with the area under the curve of two classes.
+
+    `training` are the classes of the training samples.
+    """
+    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
+    often = np.bincount(training).argmax()
+    scores = {
+        f"{name}/accuracy": float((made.argmax(1) == true).mean()),
+        f"{name}/accuracy of the most frequent": float((true == often).mean()),
+        f"{name}/balanced accuracy": float(balanced_accuracy_score(true, made.argmax(1))),
+    }
+    if made.shape[1] == 2 and len(np.unique(true)) == 2:
+        scores[f"{name}/auc"] = float(roc_auc_score(true, made[:, 1]))
+    return scores
+
+
+def read_shares(library: Library) -> Array:
+    """A forest's inputs, (samples, taxa): shares of the reads, of `data.rarefy` reads as for the model.
+
+    The number of reads depends on the sequencing, and affects the shares of all rare taxa.
+    """
+    counts = library.rarefied_table.counts.toarray()
+    return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
+
+
+def read_depths(library: Library) -> Array:
+    """The number of reads per sample, (samples, 1): predictions from it reflect only the sequencing."""
+    return np.asarray(library.counts.sum(1), dtype=np.float64).reshape(-1, 1)
+
+
+def predict_with_forest(
+    library: Library, seen: Array, numbers: NDArray[np.int64], seed: int, trees: int = 500
+) -> Array:
+    """Predictions of a random forest trained on the training samples of a library with a target.
+
+    `seen` are its inputs of every sample, (samples, any); it predicts (n,) numbers, or (n, classes) probabilities.
+    """
+    from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
+
+    training, target = library.training().rows, library.target
+    assert target is not None
+    if target.classes is None:
+        made = RandomForestRegressor(trees, random_state=seed, max_features="sqrt")
+        return np.asarray(made.fit(seen[training], target.values[training]).predict(seen[numbers]), dtype=np.float64)
+    chosen = RandomForestClassifier(trees, random_state=seed)
+    chosen.fit(seen[training], target.values[training])
+    result = np.zeros((len(numbers), len(target.classes)))
+    result[:, chosen.classes_] = chosen.predict_proba(seen[numbers])
+    return result

@@ -1,0 +1,432 @@
+"""The task for microbial communities: distances, diversity, nucleotides, counts, and a target of your own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono import (
+    Batch,
+    ConfigError,
+    Context,
+    DataError,
+    Loss,
+    SampleContext,
+    Scaling,
+    Source,
+    Subset,
+    Task,
+    count_parameters,
+    moments,
+    open_run,
+    read_asset,
+    summarise_moments,
+)
+from unisono_microbiome import nucleotides, rarefy, settings
+from unisono_microbiome.study.library import Library, open_library
+from unisono_microbiome.study.library import SampleRecord as Record
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unisono_microbiome.model import ModelShape, Network
+
+log = logging.getLogger(__name__)
+ASSETS = "microbiome.json"
+TaxaAndReads = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
+_LEAST_WIDTH = 8  # features of a head in a model that is made smaller
+
+
+@dataclass(frozen=True)
+class DrawnSample:
+    """The part of a record that a model sees.
+
+    Attributes:
+        record: it.
+        taxa: numbers of the taxa that were drawn, (taxa,).
+        counts: reads of each, (taxa,).
+        masked_taxa: those whose nucleotides are masked, (sequences,).
+        masked: which of them, (sequences, length).
+    """
+
+    record: Record
+    taxa: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    masked_taxa: NDArray[np.int64]
+    masked: NDArray[np.bool_]
+
+
+class Microbiome(Task):
+    """Encodes samples as vectors that predict the distances between them, and everything else with a weight.
+
+    The loss has a term for each of `task.weights` that is not 0, with its own count: `nucleotides` (masked ones, in
+    nats), `counts` (taxa), `distance` (rows, the sum of each being the mean over its pairs), `faith_pd` and `target`
+    (rows).
+    """
+
+    Config = settings.MicrobiomeConfig
+    Model = settings.ModelSettings
+    Data = settings.MicrobiomeData
+
+    config: settings.MicrobiomeConfig
+    model_config: settings.ModelSettings
+    data_config: settings.Samples
+
+    draws_in_evaluation = True  # reads and masks are drawn of every sample
+
+    # data -------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Read and compute what samples share."""
+        _ = self._tokens, self._faith, self._targets
+
+    def data(self) -> Subset:
+        """The samples to train on."""
+        return self.library.training()
+
+    def held_out(self) -> Source | None:
+        """The samples kept apart."""
+        rows = self.library.held_out()
+        return rows if len(rows) else None
+
+    def sample(self, record: Record, context: SampleContext) -> DrawnSample:
+        """Reads, taxa and masked nucleotides of a record, drawn."""
+        rng = context.rng
+        taxa, counts = self.draw_taxa(record, rng)
+        if "nucleotides" not in self._weights:
+            return DrawnSample(record, taxa, counts, taxa[:0], np.zeros((0, 0), dtype=bool))
+        few = self.config.masking.sequences
+        chosen = taxa if few is None or few >= len(taxa) else rng.choice(taxa, few, replace=False)
+        assert self._tokens is not None
+        masked = nucleotides.choose_masked(self._tokens[chosen], self.config.masking, rng)
+        return DrawnSample(record, taxa, counts, chosen, masked)
+
+    def draw_taxa(self, record: Record, rng: np.random.Generator) -> TaxaAndReads:
+        """The taxa and reads of a record, drawn."""
+        config, counts = self.data_config, record.counts
+        if config.rarefy is not None:
+            counts = rarefy.rarefy(counts, config.rarefy, rng)
+        return rarefy.choose_taxa(record.taxa, counts, config.max_taxa, config.keep, rng)
+
+    def collate(self, samples: Sequence[DrawnSample]) -> Batch:
+        """A micro-batch: `taxa` and `counts`, both (rows, taxa), the numbers of the samples, and what is learnt."""
+        numbers = np.array([sample.record.number for sample in samples], dtype=np.int64)
+        batch: Batch = {"sample": numbers, **collate_taxa([(sample.taxa, sample.counts) for sample in samples])}
+        if "faith_pd" in self._weights:
+            batch["faith_pd"] = self._faith[0][numbers].astype(np.float32)
+        if "target" in self._weights:
+            batch["target"] = self._targets[0][numbers]
+        if "nucleotides" in self._weights:
+            most = max(1, max(len(sample.masked_taxa) for sample in samples))
+            length = self.shape.length
+            batch["masked_taxa"] = np.full((len(samples), most), -1, dtype=np.int64)
+            batch["masked"] = np.zeros((len(samples), most, length), dtype=bool)
+            for row, sample in enumerate(samples):
+                batch["masked_taxa"][row, : len(sample.masked_taxa)] = sample.masked_taxa
+                batch["masked"][row, : len(sample.masked)] = sample.masked
+        return batch
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """What each term counts."""
+        rows = float(len(batch["sample"]))
+        counted = {"distance": rows, "faith_pd": rows, "counts": float((batch["counts"] > 0).sum())}
+        if "nucleotides" in self._weights:
+            counted["nucleotides"] = float(batch["masked"].sum())
+        if "target" in self._weights:
+            target = batch["target"]
+            counted["target"] = float((~np.isnan(target) if target.dtype.kind == "f" else target >= 0).sum())
+        return {name: counted[name] for name in self._weights}
+
+    def work(self, batch: Batch) -> dict[str, float]:
+        """Taxa of samples."""
+        return {"taxa": float((batch["taxa"] >= 0).sum())}
+
+    # model and loss ---------------------------------------------------------------------------------------------
+
+    def build(self) -> Network:
+        """The model, with the encoder of another run where one is named."""
+        network = self._network(self.model_config)
+        if self.model_config.from_run is not None:
+            self._take_over(network, self.model_config.from_run)
+        return network
+
+    def _network(self, config: settings.ModelSettings) -> Network:
+        """A model with random weights."""
+        import torch
+
+        from unisono_microbiome.model import Network
+
+        tokens = None if self._tokens is None else torch.tensor(self._tokens, device=torch.get_default_device())
+        return Network(config, self.weighted_losses, self.shape, tokens)
+
+    def _take_over(self, network: Network, folder: Path) -> None:
+        """Load the body of a run that fits, as far as it exists there: heads, and layers that it lacks, stay new."""
+        run, config, shape = open_run(folder), self.model_config, self.shape
+        other = run.task
+        if not isinstance(other, Microbiome):
+            raise ConfigError(f"model.from_run={folder} is a run of another recipe, {run.config.recipe}")
+        for name, value in config.body.items():
+            theirs = other.model_config.body[name]
+            if theirs != value:
+                raise ConfigError(
+                    f"model.from_run={folder}: its model.{name} is {theirs}, but here model.{name}={value}; set "
+                    f"model.{name}={theirs}"
+                )
+        if config.encoder == "taxon" and other.assets["taxa"] != self.library.taxa:
+            raise ConfigError(
+                f"model.from_run={folder}: it has learnt a vector for each of its {other.shape.taxa} taxa, but these "
+                f"data have different ones ({len(self.library.taxa)}); use the same table, or encoders of DNA"
+            )
+        if config.positions == "learned" and other.shape.longest != shape.longest:
+            raise ConfigError(
+                f"model.from_run={folder}: its samples have up to {other.shape.longest} taxa, these up to "
+                f"{shape.longest}, and each position has a learnt vector; set data.max_taxa={other.shape.longest}"
+            )
+        if config.encoder != "taxon":
+            other._tokens = np.zeros((1, other.shape.length), dtype=np.uint8)  # those of its data are not needed
+        theirs_ = run.load_model().get_submodule("body").state_dict()
+        mine = network.body.state_dict()
+        new = sorted({name.split(".")[0] for name in mine.keys() - theirs_.keys()})
+        if new and config.freeze:
+            raise ConfigError(
+                f"model.freeze=true: {folder} has not learnt {', '.join(new)}, so they would stay random; set "
+                "model.freeze=false, or train that run with task.weights.distance above 0"
+            )
+        taken = {name: value for name, value in theirs_.items() if name in mine}
+        network.body.load_state_dict(taken, strict=False)
+        log.info("%d tensors were taken from %s; new: %s", len(taken), folder, ", ".join(new) or "none")
+
+    @property
+    def cross_sample(self) -> Literal["rows"] | None:
+        """Distances are of all pairs of samples of a global batch."""
+        return "rows" if "distance" in self._weights else None
+
+    def shared(self, batch: Batch) -> dict[str, Any]:
+        """The numbers of the samples, by which their true distances are looked up."""
+        return {"sample": batch["sample"]}
+
+    def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """What each row comes to, by name, (rows, …): embeddings and predictions, and sums over its taxa."""
+        from unisono_microbiome import losses
+
+        made = model(batch)
+        if "shares" in made:
+            made["counts"] = losses.count_loss(made.pop("shares"), batch["counts"])
+        if "distance" not in self._weights:
+            made.pop("embedding", None)
+        return dict(made)
+
+    def loss(self, outputs: dict[str, Tensor], batch: Batch, context: Context) -> Loss:
+        """Sums over the rows, and over the pairs of one of them and any row of the global batch."""
+        from unisono_microbiome import losses
+
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, tuple[Any, Any]] = {}
+        if "nucleotides" in self._weights:
+            sums["nucleotides"], right = outputs["masked"].sum(0).unbind()
+            metrics["nucleotides/accuracy"] = (right, batch["masked"].sum())
+        if "counts" in self._weights:
+            sums["counts"] = outputs["counts"].sum()
+        if "distance" in self._weights:
+            whole = context.global_batch
+            assert whole is not None
+            truth = self._truth(batch["sample"].device)[batch["sample"][:, None], whole.batch["sample"]]
+            sums["distance"], found = losses.pair_loss(
+                outputs["embedding"], whole.outputs["embedding"], truth, whole.first
+            )
+            metrics |= found
+        if "faith_pd" in self._weights:
+            made = outputs["faith_pd"][:, 0]
+            sums["faith_pd"] = (made - batch["faith_pd"].to(made.dtype)).square().sum()
+            transform = self._faith[1]
+            metrics |= _moments("faith_pd", transform.inverse(made.detach()), transform.inverse(batch["faith_pd"]))
+        if "target" in self._weights:
+            made, truth = outputs["target"], batch["target"]
+            sums["target"] = losses.target_loss(made, truth, self.config.target)
+            if not truth.is_floating_point():
+                metrics["target/accuracy"] = ((made.argmax(1) == truth).sum(), (truth >= 0).sum())
+            else:
+                assert self._targets[1] is not None
+                middle = self.shape.outputs // 2
+                back = self._targets[1].inverse
+                metrics |= _moments("target", back(made.detach()[:, middle]), back(truth))
+        if context.training:  # the moments are for the summary of held-out rows
+            metrics = {name: pair for name, pair in metrics.items() if name.endswith(("error", "accuracy"))}
+        return Loss(sums, self._weights, metrics=metrics)
+
+    def summary(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Correlations, ratios of standard deviations and R², in place of the moments they are made of."""
+        return summarise_moments(values)
+
+    # around the run ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Settings against each other and the data."""
+        weights, data = self._weights, self.data_config
+        if weights.keys() & {"target"} and data.target is None:
+            raise ConfigError("task.weights.target needs a column of the metadata: set data.target")
+        if self.model_config.encoder == "taxon" and "nucleotides" in weights:
+            raise ConfigError(
+                "task.weights.nucleotides needs an encoder that reads DNA, and model.encoder=taxon does not: set it to "
+                "0, or model.encoder=transformer"
+            )
+        if "distance" in weights and data.metric == "faith_pd":
+            raise ConfigError(
+                "task.weights.distance needs distances of pairs, and data.metric=faith_pd is of single samples: choose "
+                "another metric, or task.weights.faith_pd"
+            )
+        self.library.check()
+        if "distance" in weights:
+            self.library.distances()
+        _ = self._tokens, self._faith, self._targets
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes, and how targets are transformed."""
+        facts = self.library.facts()
+        if "target" in self._weights and self._targets[1] is not None:
+            facts["target_transform"] = asdict(self._targets[1])
+        return facts
+
+    def save_assets(self, directory: Path) -> None:
+        """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
+        target, transform = self.library.target, self._targets[1]
+        assets = {
+            "shape": asdict(self.shape),
+            "taxa": self.library.taxa,
+            "faith_pd": asdict(self._faith[1]) if "faith_pd" in self._weights else None,
+            "target": None,
+        }
+        if "target" in self._weights and target is not None:
+            assets["target"] = {
+                "column": self.data_config.target,
+                "classes": target.classes,
+                "transform": None if transform is None else asdict(transform),
+            }
+        (directory / ASSETS).write_text(json.dumps(assets), encoding="utf-8")
+
+    def load_assets(self, directory: Path) -> None:
+        """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
+        from unisono_microbiome.model import ModelShape
+
+        self.assets: dict[str, Any] = read_asset(directory, ASSETS)
+        self.shape = ModelShape(**self.assets["shape"])
+        self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
+        target = self.assets["target"]
+        if target is not None and target["classes"] is not None and self.data_config.target == target["column"]:
+            known = {"classes": target["classes"], "target_kind": "classification"}
+            self.data_config = self.data_config.model_copy(update=known)
+
+    def shrunk(self, limit: int) -> Microbiome | None:
+        """The same data and losses, and a model of fewer layers and features, with random weights."""
+        config = self.model_config
+        layers = ("sequence_layers", "taxon_layers", "sample_layers")
+        fewer: dict[str, Any] = {name: min(2, getattr(config, name)) for name in layers}
+        fewer |= {"features": min(config.features, _LEAST_WIDTH * config.heads), "from_run": None, "freeze": False}
+        small = config.model_copy(update=fewer)
+        if small.body == config.body or count_parameters(lambda: self._network(config)) <= limit:
+            return None
+        return Microbiome(self.config, model=small, data=self.data_config)
+
+    @cached_property
+    def library(self) -> Library:
+        """The samples."""
+        return open_library(self.data_config)  # type: ignore[arg-type]
+
+    @cached_property
+    def weighted_losses(self) -> frozenset[str]:
+        """The losses that have a weight."""
+        return frozenset(self._weights)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """What the data say of the model's sizes."""
+        from unisono_microbiome.model import ModelShape
+
+        library, encoder = self.library, self.model_config.encoder
+        longest = int(np.diff(library.counts.indptr).max())
+        length = 0 if encoder == "taxon" else 1 + max(map(len, library.dna()))
+        if self.model_config.from_run is not None:
+            length = read_asset(self.model_config.from_run / "assets", ASSETS)["shape"]["length"]
+        outputs = 0
+        if "target" in self._weights:
+            assert library.target is not None
+            few = len(self.config.target.quantiles) if self.config.target.loss == "quantile" else 1
+            outputs = few if library.target.classes is None else len(library.target.classes)
+        return ModelShape(len(library.taxa), min(longest, self.data_config.max_taxa or longest), length, outputs)
+
+    @cached_property
+    def _weights(self) -> dict[str, float]:
+        """Of the losses that have one."""
+        return {name: weight for name, weight in self.config.weights.model_dump().items() if weight}
+
+    @cached_property
+    def _tokens(self) -> NDArray[np.uint8] | None:
+        """The DNA of every taxon, (taxa, length)."""
+        if self.model_config.encoder == "taxon":
+            return None
+        return nucleotides.encode(self.library.dna(), self.shape.length)
+
+    @cached_property
+    def _faith(self) -> tuple[NDArray[np.float64], Scaling]:
+        """Faith's diversity of every sample, standardised, (samples,), and how."""
+        if "faith_pd" not in self._weights:
+            return np.zeros(0), Scaling("none")
+        values = self.library.faith_pd()
+        transform = Scaling.fit("zscore", values[self.library.training().rows], "Faith's PD")
+        return transform(values), transform
+
+    @cached_property
+    def _targets(self) -> tuple[NDArray[Any], Scaling | None]:
+        """The target of every sample, (samples,): transformed, NaN for none, or a class, -1 for none; and how."""
+        target = self.library.target
+        if target is None or "target" not in self._weights:
+            return np.zeros(0), None
+        if target.classes is not None:
+            return np.asarray(target.values, dtype=np.int64), None
+        values, name = np.asarray(target.values, dtype=np.float64), f"'{self.data_config.target}'"
+        hint = "; set task.target.transform=zscore"
+        transform = Scaling.fit(self.config.target.transform, values[self.library.training().rows], name, hint)
+        made = transform(values)
+        if (bad := np.flatnonzero(~np.isfinite(made) & ~np.isnan(values))).size:
+            sample = self.library.samples[bad[0]]
+            raise DataError(
+                f"{name} of the held-out sample '{sample}' is {values[bad[0]]:g}, which has no logarithm of 1 + it; "
+                "set task.target.transform=zscore"
+            )
+        return made, transform
+
+    def _truth(self, device: torch.device) -> Tensor:
+        """True distances on a device, (samples, samples)."""
+        if self._distances is None or self._distances.device != device:
+            import torch
+
+            found = torch.from_numpy(self.library.distances())
+            self._distances = found.to(device, torch.float32 if device.type == "mps" else None)
+        return self._distances
+
+    _distances: Tensor | None = None
+
+
+def collate_taxa(rows: Sequence[TaxaAndReads]) -> Batch:
+    """Padded samples: `taxa`, -1 where there is none, and `counts`, both (rows, taxa)."""
+    width = max(1, max(len(taxa) for taxa, _ in rows))
+    taxa = np.full((len(rows), width), -1, dtype=np.int64)
+    counts = np.zeros((len(rows), width), dtype=np.float32)
+    for row, (own, reads) in enumerate(rows):
+        taxa[row, : len(own)], counts[row, : len(own)] = own, reads
+    return {"taxa": taxa, "counts": counts}
+
+
+def _moments(name: str, predicted: Tensor, truth: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Metrics over the rows that have a true value."""
+    known = ~truth.isnan()
+    return moments(name, predicted * known, truth.nan_to_num().to(predicted.dtype), known)

@@ -1,1 +1,0 @@
-"""Packaged recipes: each a task, its YAML groups, and a page with measured results. They use only the public face."""

@@ -1,5 +1,0 @@
-"""The few faults that every test run injects."""
-
-from __future__ import annotations
-
-from tests.faults.promises import test_promises_are_kept  # noqa: F401
