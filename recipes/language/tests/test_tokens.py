@@ -22,13 +22,13 @@ from recipes.language.tests.corpora import (
     DIFFICULT,
     corpus,
     decoded,
-    real,
     sentences,
     store_of,
     tokenised,
     word_level,
     write_jsonl,
 )
+from tests.real_data import real
 from unisono.data.holding_out import hold_out
 from unisono.data.prepare import Windows
 from unisono.data.prepare.manifest import build_manifest
