@@ -192,7 +192,7 @@ def steps(process: ProcessInfo, group: Communicator, strategy: str, rounds: int)
 
 
 def measure(process: ProcessInfo, group: Communicator, rounds: int) -> dict[str, Any]:
-    os.environ.pop("UNISONO_PULSE", None)
+    os.environ.pop("UNISONO_HEARTBEAT", None)
     return {
         "noted": noted(process, rounds),
         **{strategy: steps(process, group, strategy, rounds) for strategy in ("ddp", "fsdp")},

@@ -21,7 +21,7 @@ SUM = Collective("0", "0-1", "all_reduce", "SUM", -1, "float32", "[4]", "task.py
 def noting(log: CollectiveLog, members: GroupState, *whats: Collective) -> None:
     log.groups[members.name] = members
     for what in whats:
-        log.add(members, what.fingerprint, collective_log.encode_call(what), what.aside)
+        log.add(members, what.fingerprint, collective_log.encode_call(what), what.unordered)
 
 
 def pair(folder: Path | None = None, world: int = 2) -> list[tuple[CollectiveLog, GroupState]]:
@@ -52,11 +52,11 @@ def test_a_ring_of_an_earlier_attempt_is_begun_anew(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_a_ring_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNISONO_PULSE", raising=False)
+    monkeypatch.delenv("UNISONO_HEARTBEAT", raising=False)
     assert collective_log.ring_dir() is None
-    monkeypatch.setenv("UNISONO_PULSE", str(tmp_path / "gone"))
+    monkeypatch.setenv("UNISONO_HEARTBEAT", str(tmp_path / "gone"))
     assert collective_log.ring_dir() is None
-    monkeypatch.setenv("UNISONO_PULSE", str(tmp_path))
+    monkeypatch.setenv("UNISONO_HEARTBEAT", str(tmp_path))
     assert collective_log.ring_dir() == tmp_path
     log = CollectiveLog(0)
     noting(log, GroupState("0", range(2), 0), SUM)
@@ -210,7 +210,7 @@ def test_groups_of_which_only_other_threads_make_calls_are_no_difference() -> No
     for rank in range(2):
         log = CollectiveLog(rank)
         noting(log, GroupState("0", range(2), rank), SUM)
-        noting(log, GroupState("1", range(2), rank), *[replace(SUM, group="1", aside=True)] * (1 + rank))
+        noting(log, GroupState("1", range(2), rank), *[replace(SUM, group="1", unordered=True)] * (1 + rank))
         rings[rank] = log.calls()
     assert all(len(ring) == 2 + rank for rank, ring in rings.items())
     assert collective_log.explain_hang(rings) is None
@@ -218,7 +218,7 @@ def test_groups_of_which_only_other_threads_make_calls_are_no_difference() -> No
 
 def test_calls_that_stand_aside_are_kept_and_not_compared() -> None:
     (one, mine), (other, theirs) = pair()
-    noting(one, mine, SUM, replace(SUM, operation="send", aside=True))
+    noting(one, mine, SUM, replace(SUM, operation="send", unordered=True))
     noting(other, theirs, SUM)
     assert (one.check() + other.check()) % 2**64 == 0
     assert [(call.number, call.turn) for call in one.calls()] == [(1, 1), (2, 0)]

@@ -1,10 +1,10 @@
 """A plain torch script: DistributedDataParallel and gradient accumulation, with a cross-entropy over real targets.
 
 `train` is how it is often written: every micro-batch is divided by its own number of targets, and DDP averages what
-comes out, so the words of a process with short sentences count for more. `train_mended` counts first.
+comes out, so the words of a process with short sentences count for more. `train_fixed` counts first.
 
     python examples/foreign/plain_torch.py
-    python examples/foreign/plain_torch.py mended
+    python examples/foreign/plain_torch.py fixed
 """
 
 import sys
@@ -64,9 +64,9 @@ def train(world: World, loss_of=mean_loss):
     return records
 
 
-def train_mended(world: World):
+def train_fixed(world: World):
     return train(world, summed_loss)
 
 
 if __name__ == "__main__":
-    raise SystemExit(compare(train_mended if "mended" in sys.argv else train).exit_code)
+    raise SystemExit(compare(train_fixed if "fixed" in sys.argv else train).exit_code)

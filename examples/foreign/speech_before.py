@@ -1,8 +1,8 @@
-"""A small reconstruction of a LoRA trainer for Higgs Audio, with its silent faults; and its mended twin.
+"""A small reconstruction of a LoRA trainer for Higgs Audio, with its silent faults; and its corrected twin.
 
     python examples/foreign/speech_before.py            # all faults at once
     python examples/foreign/speech_before.py wrapper    # one of them: see FAULTS
-    python examples/foreign/speech_before.py mended
+    python examples/foreign/speech_before.py fixed
     unisono prove examples/foreign/speech_before.py worlds=[1,2] -- plain wrapper   # the script as it is
 
 Text and codes are random, so that nothing but arithmetic is compared. Three of the faults are the same on one process
@@ -162,7 +162,7 @@ def train(world: World, faults=frozenset(FAULTS)):
     return records
 
 
-def train_mended(world: World):
+def train_fixed(world: World):
     return train(world, frozenset())
 
 

@@ -3,10 +3,10 @@
 `train` hands its scheduler to `accelerator.prepare`, as the guides show. A prepared scheduler makes as many steps per
 update as there are processes, because by default it takes the batch size for that of one process and the schedule for
 that of a run on one. Here the schedule counts updates, so two processes run through it twice as fast.
-`train_mended` says by `split_batches` that the batch size is that of all processes; then it is stepped once.
+`train_fixed` says by `split_batches` that the batch size is that of all processes; then it is stepped once.
 
     python examples/foreign/with_accelerate.py
-    python examples/foreign/with_accelerate.py mended
+    python examples/foreign/with_accelerate.py fixed
 """
 
 import sys
@@ -53,9 +53,9 @@ def train(world: World, split_batches=False):
     return records
 
 
-def train_mended(world: World):
+def train_fixed(world: World):
     return train(world, split_batches=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(compare(train_mended if "mended" in sys.argv else train).exit_code)
+    raise SystemExit(compare(train_fixed if "fixed" in sys.argv else train).exit_code)

@@ -1,11 +1,11 @@
 """A script of Lightning Fabric, on a data set whose size the number of processes does not divide.
 
 `train` leaves it to `fabric.setup_dataloaders` to deal out the rows. The DistributedSampler that it puts in gives every
-process equally many, and repeats rows at the end of every epoch to do so. `train_mended` brings a sampler of its own,
+process equally many, and repeats rows at the end of every epoch to do so. `train_fixed` brings a sampler of its own,
 which deals out every row once.
 
     python examples/foreign/with_fabric.py
-    python examples/foreign/with_fabric.py mended
+    python examples/foreign/with_fabric.py fixed
 """
 
 import sys
@@ -65,9 +65,9 @@ def train(world: World, own_sampler=False):
     return records
 
 
-def train_mended(world: World):
+def train_fixed(world: World):
     return train(world, own_sampler=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(compare(train_mended if "mended" in sys.argv else train).exit_code)
+    raise SystemExit(compare(train_fixed if "fixed" in sys.argv else train).exit_code)

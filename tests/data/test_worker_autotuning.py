@@ -114,7 +114,7 @@ def test_storage_decides_how_many_workers_there_are_by_default(
         next(loader.steps())
         assert loader.facts().startswith(says)
         assert ("from remote storage" in loader.facts()) is remote
-        assert not any("more than its" in line for line in loader.news()), "workers that wait need no core"
+        assert not any("more than its" in line for line in loader.messages()), "workers that wait need no core"
 
 
 @pytest.mark.parametrize(("given", "ahead"), [({}, 4), ({"workers": 3}, 6), ({"prefetch": 2, "workers": 3}, 2)])

@@ -409,7 +409,7 @@ def test_what_is_left_out_is_told_at_first_one_by_one_then_counted() -> None:
     with made.loader(Half(), of=made.plan(2.0), on_error="mask") as loader:
         masked = sum(len(batch.info.masked) for step in loader.steps() for batch in step if batch.info)
     assert masked == 30
-    told = list(loader.news())
+    told = list(loader.messages())
     assert ["odd" in line for line in told] == [True, True, True, False]
     assert told[-1].endswith("10 samples left out so far; the ledger has them all")
 

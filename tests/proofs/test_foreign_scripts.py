@@ -1,4 +1,4 @@
-"""The scripts of other libraries: the proof finds the fault of each, and finds none once it is mended."""
+"""The scripts of other libraries: the proof finds the fault of each, and finds none once it is corrected."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_fault_is_found_and_named(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
-def test_the_mended_script_passes_to_rounding(name: str) -> None:
-    report = compare(script(name).train_mended, quiet=True)
+def test_the_corrected_script_passes_to_rounding(name: str) -> None:
+    report = compare(script(name).train_fixed, quiet=True)
     assert report.exit_code == 0, report.lines
     (verdict,) = report.verdicts
     sizes = {c.quantity: c.worst.size for c in verdict.compared if c.mark == "PASS"}
@@ -66,7 +66,7 @@ def test_each_fault_of_the_speech_trainer_that_depends_on_processes_is_named(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_mended", "train_shift", "train_last", "train_saves"])
+@pytest.mark.parametrize("name", ["train_fixed", "train_shift", "train_last", "train_saves"])
 def test_what_is_the_same_on_one_process_passes(name: str) -> None:
     """A missing shift, a dropped window and a file that all write are faults all the same; no comparison shows them."""
     report = compare(getattr(script("speech_before"), name), quiet=True)

@@ -22,7 +22,7 @@ from unisono.task import Context
 from unisono_language import experts
 from unisono_language import model as models
 from unisono_language.settings import Corpus, FromConfig, LanguageConfig
-from unisono_language.shrink import shrunk
+from unisono_language.shrink import shrink_config
 from unisono_language.task import Language
 
 TRAINING, EVALUATION = Context(0, training=True), Context(0, training=False)
@@ -285,7 +285,7 @@ def test_matrices_of_experts_decay_and_their_biases_do_not(data: Corpus, name: s
 
 def test_a_smaller_copy_keeps_losses_kernels_and_experts_enough_for_a_token() -> None:
     large = {"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
-    small = shrunk(config("qwen3_moe", balance_weight=0.3, experts="loop", settings=large), 300, 10_000)
+    small = shrink_config(config("qwen3_moe", balance_weight=0.3, experts="loop", settings=large), 300, 10_000)
     assert small is not None
     assert (small.balance_weight, small.experts) == (0.3, "loop")
     assert models.check_model(small, 300).num_experts == 10

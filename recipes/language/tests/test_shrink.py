@@ -9,7 +9,7 @@ import pytest
 
 from unisono_language import model as models
 from unisono_language.settings import FromConfig, Pretrained
-from unisono_language.shrink import shrunk
+from unisono_language.shrink import shrink_config
 
 VOCABULARY = 512
 LIMIT = 2_000_000
@@ -41,7 +41,7 @@ def size(config: FromConfig) -> int:
 )
 def test_a_large_model_becomes_small_and_stays_of_its_kind(architecture: str, settings: dict[str, Any]) -> None:
     before = large(architecture, **settings)
-    after = shrunk(before, VOCABULARY, LIMIT)
+    after = shrink_config(before, VOCABULARY, LIMIT)
     assert after is not None
     assert size(before) > LIMIT
     assert size(after) < size(before) / 3
@@ -56,16 +56,19 @@ def test_a_large_model_becomes_small_and_stays_of_its_kind(architecture: str, se
 
 
 def test_a_small_model_stays_as_it_is() -> None:
-    assert shrunk(large("llama", **{**LLAMA, "hidden_size": 64}), VOCABULARY, 10**9) is None
+    assert shrink_config(large("llama", **{**LLAMA, "hidden_size": 64}), VOCABULARY, 10**9) is None
 
 
 def test_a_model_from_a_directory_is_made_small_with_random_weights(tmp_path: Path) -> None:
     models.build_untrained(large("llama", **LLAMA), VOCABULARY).save_pretrained(tmp_path)
-    after = shrunk(Pretrained(kind="pretrained", path=tmp_path), VOCABULARY, LIMIT)
+    after = shrink_config(Pretrained(kind="pretrained", path=tmp_path), VOCABULARY, LIMIT)
     assert isinstance(after, FromConfig)
     assert after.settings["num_hidden_layers"] == 2
     assert models.build_untrained(after, VOCABULARY).config.tie_word_embeddings
 
 
 def test_what_cannot_be_made_smaller_stays_as_it_is() -> None:
-    assert shrunk(large("llama", **LLAMA, rope_parameters={"rope_type": "none of these"}), VOCABULARY, LIMIT) is None
+    assert (
+        shrink_config(large("llama", **LLAMA, rope_parameters={"rope_type": "none of these"}), VOCABULARY, LIMIT)
+        is None
+    )

@@ -170,11 +170,11 @@ def test_half_precision_trains_all_losses(cache: Path) -> None:
 def test_a_task_made_smaller_has_the_same_code_and_data(cache: Path) -> None:
     large = {"features": 64, "heads": 4, "sequence_layers": 3, "taxon_layers": 3, "sample_layers": 3}
     made = task(cache, model=large)
-    small = made.shrunk(1000)
+    small = made.shrink(1000)
     assert small is not None
     assert small.data_config == made.data_config
     assert small.model_config.features == 32
     parameters = [sum(p.numel() for p in one.build().parameters()) for one in (made, small)]
     assert parameters[1] < parameters[0] / 4
-    assert made.shrunk(10_000_000) is None
-    assert task(cache, model={"taxon_layers": 1, "features": 4, "heads": 1}).shrunk(10) is None
+    assert made.shrink(10_000_000) is None
+    assert task(cache, model={"taxon_layers": 1, "features": 4, "heads": 1}).shrink(10) is None

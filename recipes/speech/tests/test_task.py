@@ -121,10 +121,10 @@ def test_an_unknown_setting_of_the_model_is_refused(task: Speech) -> None:
 
 
 def test_a_shrunk_task_has_the_same_data_and_fewer_parameters(task: Speech) -> None:
-    assert task.shrunk(10**9) is None
+    assert task.shrink(10**9) is None
     wide = task.model_config.model_copy(update={"settings": {**made.SMALL, "hidden_size": 64}})
     large = Speech(SpeechConfig(), model=wide, data=task.data_config)
-    small = large.shrunk(10_000)
+    small = large.shrink(10_000)
     assert small is not None
     assert count_parameters(small.build) < count_parameters(large.build)
     assert np.array_equal(made.rows(small, 1)[0].ids, made.rows(large, 1)[0].ids)

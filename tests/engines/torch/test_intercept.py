@@ -33,7 +33,8 @@ def seen(place: ProcessInfo, group: Communicator) -> dict[str, list[str]]:
 
     def note(name: str) -> None:
         nonlocal at
-        found[name] = [f"{call.what}{' aside' if call.what.aside else ''}" for call in log.calls() if call.number > at]
+        calls = [call.what for call in log.calls() if call.number > at]
+        found[name] = [f"{what}{' unordered' if what.unordered else ''}" for what in calls]
         at = log.calls()[-1].number if log.calls() else 0
 
     dist.all_reduce(ones, dist.ReduceOp.MIN)
@@ -151,7 +152,7 @@ def test_threads_of_the_user_have_no_place_in_the_order_and_nothing_is_seen_afte
     found: dict[str, list[str]],
 ) -> None:
     (call,) = found["thread"]
-    assert call.endswith(" aside")
+    assert call.endswith(" unordered")
     assert found["turns in order"] == ["True"]
     assert found["closed"] == []
 

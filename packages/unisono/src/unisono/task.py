@@ -278,7 +278,7 @@ class Task(ABC):
         """Facts about the data, as JSON; printed by `unisono check` and recorded with the run."""
         return {}
 
-    def shrunk(self, limit: int) -> Task | None:
+    def shrink(self, limit: int) -> Task | None:
         """The same task with a smaller model of the same architecture (fewer layers or features), for `unisono prove`.
 
         Args:

@@ -276,7 +276,7 @@ class Birdsong(Task):
         self.config = self.config.model_copy(update={"weights": None})
         vars(self)["classes"] = tuple(read_asset(directory, _ASSET)["classes"])
 
-    def shrunk(self, limit: int) -> Birdsong | None:
+    def shrink(self, limit: int) -> Birdsong | None:
         """The same recordings and objective, and a narrower encoder of fewer blocks."""
         model, task = self.model_config, self.config
         if 12 * model.depth * model.width**2 <= limit:

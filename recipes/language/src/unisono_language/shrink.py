@@ -15,7 +15,7 @@ _EXPERTS = 8
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
 
 
-def shrunk(config: ModelGroup, vocab_size: int, limit: int) -> FromConfig | None:
+def shrink_config(config: ModelGroup, vocab_size: int, limit: int) -> FromConfig | None:
     """Settings of a model with random weights and fewer parameters.
 
     Whatever determines which code runs is unchanged: the architecture, the head size, whether query heads share

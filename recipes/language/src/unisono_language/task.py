@@ -285,11 +285,11 @@ class Language(Task):
         """The tokenizer, and the configuration of a model whose directory may no longer exist."""
         self.tokenizer, self._assets = Tokenizer.load(directory), directory
 
-    def shrunk(self, limit: int) -> Language | None:
+    def shrink(self, limit: int) -> Language | None:
         """The same documents, read by the same tokenizer, and a small model of the same architecture."""
-        from unisono_language.shrink import shrunk
+        from unisono_language.shrink import shrink_config
 
-        model = shrunk(self.model_config, self.tokenizer.size, limit)
+        model = shrink_config(self.model_config, self.tokenizer.size, limit)
         if model is None:
             return None
         data = self.data_config

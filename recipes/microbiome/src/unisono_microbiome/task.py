@@ -325,7 +325,7 @@ class Microbiome(Task):
             known = {"classes": target["classes"], "target_kind": "classification"}
             self.data_config = self.data_config.model_copy(update=known)
 
-    def shrunk(self, limit: int) -> Microbiome | None:
+    def shrink(self, limit: int) -> Microbiome | None:
         """The same data and losses, and a model of fewer layers and features, with random weights."""
         config = self.model_config
         layers = ("sequence_layers", "taxon_layers", "sample_layers")

@@ -225,7 +225,7 @@ class PuzzlesBase(Task):
         self._run_tasks = {name: one.get("tasks", []) for name, one in described["kinds"].items()}
         self._predict_only = described["data"] != self.data_config.model_dump(mode="json")
 
-    def shrunk(self, limit: int) -> PuzzlesBase | None:
+    def shrink(self, limit: int) -> PuzzlesBase | None:
         """The same puzzles with a narrower model and fewer cycles."""
         config = self.model_config
         size = config.width * config.layers * config.nets * (4 * config.width + 3 * inner_width(config.width, config))

@@ -111,7 +111,7 @@ class Library:
             in_turn = (*others[place:], *others[:place])
             other = next((one for one in in_turn if not samples.same_recording(one.clip, sample.clip)), None)
             if other is None:
-                raise DataError(_lonely(sample))
+                raise DataError(_describe_unpaired(sample))
             references = ((other.text, other.clip),)
         return sample.conversation(references)
 
@@ -159,7 +159,7 @@ class Library:
             others = self._candidates(sample, training=not held_out)
             few = len(others) < _FEW and all(samples.same_recording(one.clip, sample.clip) for one in others)
             if few:  # of many, not all are the same
-                faults.append(_lonely(sample))
+                faults.append(_describe_unpaired(sample))
         samples.refuse("data", faults, len(self.source.rows))
 
 
@@ -204,7 +204,7 @@ class CodeStore:
         return made
 
 
-def _lonely(sample: Utterance) -> str:
+def _describe_unpaired(sample: Utterance) -> str:
     return (
         f"{sample.name}: speaker '{sample.speaker}' has no other recording to train on; name one in ref_audio_file, or "
         "set data.task=single_speaker_smart_voice"

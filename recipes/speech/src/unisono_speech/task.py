@@ -207,7 +207,7 @@ class Speech(Task):
         """Take tokenizer, codec and configuration from a run."""
         self._assets = directory
 
-    def shrunk(self, limit: int) -> Speech | None:
+    def shrink(self, limit: int) -> Speech | None:
         """The same conversations and codec, and a model of two narrow layers."""
         from unisono import count_parameters
         from unisono_speech import model

@@ -42,7 +42,7 @@ def _unused_parameter(sandbox: Sandbox) -> Outcome:
 
 
 @scenario("B19", "a collective in code that only rank 0 runs: evaluation, logging")
-def _lonely(sandbox: Sandbox) -> Outcome:
+def _one_rank_collective(sandbox: Sandbox) -> Outcome:
     return sandbox.run_with_fault(
         "lonely@evaluate:0:12", code=DESYNC, says=("faulty.py:", "rank 0"), within=30.0, resumes=False
     )

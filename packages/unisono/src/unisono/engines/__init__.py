@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def create_engine(job: EngineJob) -> Engine:
     """The engine that the layout names; for `auto`, that of the task's framework."""
-    asked = job.config.layout.engine
-    name = job.task.engine if asked == "auto" else asked
+    configured = job.config.layout.engine
+    name = job.task.engine if configured == "auto" else configured
     engine: Engine = import_module(f"unisono.engines.{name}.engine").create(job)
     return engine

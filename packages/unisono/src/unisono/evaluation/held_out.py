@@ -68,7 +68,7 @@ class HeldOut:
         try:
             yield from self._loader.steps()
         finally:
-            self._loader.rest()
+            self._loader.stop_threads()
 
     def close(self) -> None:
         """Stop the workers."""

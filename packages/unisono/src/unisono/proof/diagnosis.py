@@ -45,7 +45,7 @@ def diagnose(
     if first is None:
         return None
     pattern = Pattern(mine, reference, compared, first, world_size, starts, root)
-    if seen := _find_seen_alone(pattern):
+    if seen := _diagnose_by_facts(pattern):
         return seen
     if first.quantity in _INVARIANTS:
         return build_diagnosis(_INVARIANTS[first.quantity], first.worst.name)
@@ -56,7 +56,7 @@ def diagnose(
     return _consider_second_start(pattern, _consider_states(pattern, _RULES[first.quantity](pattern)))
 
 
-def _find_seen_alone(pattern: Pattern) -> Diagnosis | None:
+def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
     """What was seen of the task by itself, or of its run, and explains that this quantity differs."""
     quantity = pattern.first.quantity
     for fact, (fault, quantities) in _SEEN_ALONE.items():

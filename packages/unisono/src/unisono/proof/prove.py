@@ -310,7 +310,7 @@ def _shrink_model(config: RunConfig, proof: ProofSettings) -> tuple[RunConfig, s
     """The configuration with a smaller model, if one is wanted and to be had, and what was made smaller."""
     if proof.shrink == "never":
         return config, ""
-    smaller = build_task(config).shrunk(MAX_PARAMETERS if proof.shrink == "auto" else 0)
+    smaller = build_task(config).shrink(MAX_PARAMETERS if proof.shrink == "auto" else 0)
     if smaller is None:
         return config, ""
     made = config.model_copy(
@@ -322,7 +322,7 @@ def _shrink_model(config: RunConfig, proof: ProofSettings) -> tuple[RunConfig, s
         for key in after
         if key.startswith("model.") and key in before and after[key] != before[key]
     ]
-    return made, ", ".join(changed) or f"{type(smaller).__name__}.shrunk"
+    return made, ", ".join(changed) or f"{type(smaller).__name__}.shrink"
 
 
 def describe_proof(config: RunConfig, proof: ProofSettings, facts: dict[str, Any]) -> dict[str, Any]:

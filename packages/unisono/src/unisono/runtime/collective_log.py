@@ -2,8 +2,8 @@
 
 Every collective has a fingerprint: operation, ReduceOp, dtype, shape, root, and calling line. All members of a process
 group issue the same calls in the same order, so their digests are equal; if they are not, the rings show the first call
-at which two ranks differ. If `$UNISONO_PULSE` names a directory, the ring is a file in shared memory: it can be read
-while its process hangs and after it has died. This module does not import torch.
+at which two ranks differ. If `$UNISONO_HEARTBEAT` names a directory, the ring is a file in shared memory: it can be
+read while its process hangs and after it has died. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Collective:
         shape: The part of the shape that must be the same on all members, as text.
         site: `path:line` of the caller, for messages.
         key: The part of the call site that must be the same on all members and hosts; empty if it may differ.
-        aside: Whether the call's position in the order is irrelevant: point-to-point, or from another thread.
+        unordered: Whether the call's position in the order is irrelevant: point-to-point, or from another thread.
     """
 
     group: str
@@ -67,7 +67,7 @@ class Collective:
     shape: str = ""
     site: str = ""
     key: str = ""
-    aside: bool = False
+    unordered: bool = False
 
     @property
     def fingerprint(self) -> int:
@@ -86,7 +86,7 @@ class Call:
 
     Attributes:
         number: Position among all calls of this process, from 1.
-        turn: Position among the calls of its group, from 1; 0 for calls that are `aside`.
+        turn: Position among the calls of its group, from 1; 0 for calls that are `unordered`.
         fingerprint: See `Collective`.
         digest: Of the group's calls up to and including this one.
         what: The call.
@@ -151,11 +151,11 @@ class CollectiveLog:
         self._lock = threading.Lock()
         self.groups: dict[str, GroupState] = {}
 
-    def add(self, members: GroupState, fingerprint: int, text: bytes, aside: bool = False) -> None:
+    def add(self, members: GroupState, fingerprint: int, text: bytes, unordered: bool = False) -> None:
         """Record a call, encoded by `encode_call`, just before it is issued."""
         with self._lock:
             made = self._call_count = self._call_count + 1
-            if aside:
+            if unordered:
                 turn = 0
             else:
                 turn = members.turn = members.turn + 1
@@ -210,7 +210,16 @@ def ring_dir() -> Path | None:
 def encode_call(what: Collective) -> bytes:
     """Encode a call for the ring; a long path loses its beginning, a long shape its end."""
     shape = what.shape if len(what.shape) <= 80 else what.shape[:79] + "…"
-    about = [what.group[:64], what.ranks, what.operation[:40], what.reduce, what.root, what.dtype, shape, what.aside]
+    about = [
+        what.group[:64],
+        what.ranks,
+        what.operation[:40],
+        what.reduce,
+        what.root,
+        what.dtype,
+        shape,
+        what.unordered,
+    ]
     site = what.site
     while len(text := json.dumps([*about, site], ensure_ascii=False).encode()) > _SLOT - _CALL.size - _CHECKSUM:
         site = "…" + site[len(site) // 4 + 1 :]
@@ -261,8 +270,8 @@ def _parse_ring(content: bytes) -> list[Call]:
         checksum = int.from_bytes(content[end : end + _CHECKSUM], "little")
         if number and zlib.crc32(content[at:end]) == checksum:
             text = content[at + _CALL.size : end]
-            group, ranks, operation, reduce, root, dtype, shape, aside, site = json.loads(text)
-            what = Collective(group, ranks, operation, reduce, root, dtype, shape, site, aside=aside)
+            group, ranks, operation, reduce, root, dtype, shape, unordered, site = json.loads(text)
+            what = Collective(group, ranks, operation, reduce, root, dtype, shape, site, unordered=unordered)
             found.append(Call(number, turn, fingerprint, digest, what))
     return sorted(found, key=lambda call: call.number)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
-DIRECTORY_VARIABLE = "UNISONO_PULSE"  # names the directory; without it nothing is reported
+DIRECTORY_VARIABLE = "UNISONO_HEARTBEAT"  # names the directory; without it nothing is reported
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
 NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused by torch, Slurm and glibc
@@ -162,24 +162,24 @@ class HeartbeatWriter:
 
 _NUMBER = {name: number for number, name in enumerate(PHASES)}
 _WAIT = _NUMBER["wait"]
-_pulse: HeartbeatWriter | None = None
+_writer: HeartbeatWriter | None = None
 
 
 def start(directory: Path | str, rank: int) -> None:
     """Begin to report into a file in a directory, and dump all stacks on request from now on."""
-    global _pulse
+    global _writer
     stop()
-    _pulse = HeartbeatWriter(Path(directory), rank)
+    _writer = HeartbeatWriter(Path(directory), rank)
 
 
 def stop(code: int | None = None) -> None:
     """Report that this process leaves the run, with its exit code (0 if it lives on), and stop reporting."""
-    global _pulse
-    if _pulse is not None:
-        last, _, detail = _pulse.current_phase()
-        _pulse.set_phase(_NUMBER["left"], last, f"{code or 0} {detail}")
-        _pulse.close()
-        _pulse = None
+    global _writer
+    if _writer is not None:
+        last, _, detail = _writer.current_phase()
+        _writer.set_phase(_NUMBER["left"], last, f"{code or 0} {detail}")
+        _writer.close()
+        _writer = None
 
 
 @contextmanager
@@ -190,63 +190,63 @@ def phase(name: str, detail: str = "") -> Iterator[None]:
         name: One of `PHASES`.
         detail: For people, e.g. what is waited for.
     """
-    pulse = _own_pulse()
-    if pulse is None:
+    writer = _own_writer()
+    if writer is None:
         yield
         return
-    before = pulse.current_phase()
+    before = writer.current_phase()
     # A wait is part of the enclosing phase; any other phase stands for itself.
-    pulse.set_phase(_NUMBER[name], before[0] if before[0] != _WAIT else before[1], detail)
+    writer.set_phase(_NUMBER[name], before[0] if before[0] != _WAIT else before[1], detail)
     if phase_hook is not None:
         phase_hook(name, detail, current_step())
     # After an error the phase stays where it failed, for the report once this process is gone.
     yield
-    if pulse is _pulse:  # `stop` may have been called inside
-        pulse.set_phase(*before)
+    if writer is _writer:  # `stop` may have been called inside
+        writer.set_phase(*before)
 
 
 @contextmanager
 def restore_phase() -> Iterator[None]:
     """A context that restores the current phase when it ends, even after `mark_waiting`."""
-    pulse = _own_pulse()
-    if pulse is None:
+    writer = _own_writer()
+    if writer is None:
         yield
         return
-    before = pulse.current_phase()
+    before = writer.current_phase()
     yield
-    if pulse is _pulse and pulse.current_phase() != before:
-        pulse.set_phase(*before)
+    if writer is _writer and writer.current_phase() != before:
+        writer.set_phase(*before)
 
 
 def record_step(steps_done: int, seconds: float | None = None) -> None:
     """Report how many steps are done, and how long the last one took, if this process ran it."""
-    if (pulse := _own_pulse()) is not None:
-        pulse.step(steps_done, seconds)
+    if (writer := _own_writer()) is not None:
+        writer.step(steps_done, seconds)
 
 
 def mark_waiting(detail: str) -> None:
     """Report that from here to the end of the enclosing context this process waits for others."""
-    pulse = _own_pulse()
-    if pulse is not None and pulse.current_phase()[0] != _WAIT:
-        pulse.set_phase(_WAIT, pulse.current_phase()[0], detail)
+    writer = _own_writer()
+    if writer is not None and writer.current_phase()[0] != _WAIT:
+        writer.set_phase(_WAIT, writer.current_phase()[0], detail)
 
 
 def is_active() -> bool:
     """Whether this process reports."""
-    return _pulse is not None
+    return _writer is not None
 
 
 def current_step() -> int:
     """Return the current step, from 1; 0 before the first, and if nothing is reported."""
-    if _pulse is None:
+    if _writer is None:
         return 0
-    now, outer, _ = _pulse.current_phase()
-    return _step_at(_pulse.steps_done, PHASES[now], PHASES[outer])
+    now, outer, _ = _writer.current_phase()
+    return _step_at(_writer.steps_done, PHASES[now], PHASES[outer])
 
 
-def _own_pulse() -> HeartbeatWriter | None:
+def _own_writer() -> HeartbeatWriter | None:
     """The writer, if this is the thread that reports."""
-    return _pulse if _pulse is not None and threading.get_ident() == _pulse.thread else None
+    return _writer if _writer is not None and threading.get_ident() == _writer.thread else None
 
 
 def _step_at(steps_done: int, phase: str, outer: str) -> int:

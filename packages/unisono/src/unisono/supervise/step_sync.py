@@ -112,27 +112,27 @@ class StepSync:
         local = [process for process in self._processes if process["machine"] == identity.machine_id()]
         preemption.defer_signals(self._deadline, local)
 
-    def decide(self, wishes: RankRequests | None = None, saving: float = 0.0) -> Decision:
+    def decide(self, requests: RankRequests | None = None, saving: float = 0.0) -> Decision:
         """Decide what all ranks do now; every rank calls this after every step, and again after any long operation.
 
         Args:
-            wishes: Requests of this rank.
+            requests: Requests of this rank.
             saving: Estimated duration of a save in seconds, as far as this rank knows.
 
         Raises:
             RunError: On every rank, if another start has taken over the run.
             Exception: On every rank, the error of a callback that failed on one of them.
         """
-        wishes = wishes or RankRequests()
+        requests = requests or RankRequests()
         seconds = preemption.seconds_since_signal()
         first = self._communicator.rank == 0
-        requests = self._take_requests() if first else set()
+        from_files = self._take_requests() if first else set()
         takeover = self._check_takeover() if first else None
         since = 0 if seconds is None else int(seconds * 1000) + 1  # milliseconds
         local = [
-            STOP in requests or wishes.stop, SAVE in requests or wishes.save, since, int(saving * 1000),
+            STOP in from_files or requests.stop, SAVE in from_files or requests.save, since, int(saving * 1000),
             takeover is not None,
-            wishes.evaluate, bool(wishes.reasons), wishes.error is not None,
+            requests.evaluate, bool(requests.reasons), requests.error is not None,
         ]  # fmt: skip
         numbers = self._communicator.reduce_max([*map(int, local)], "the decision of all ranks after this step")
         stop, save, since, cost, taken_over, evaluate, has_reasons, has_error = numbers
@@ -142,11 +142,13 @@ class StepSync:
         if has_error:
 
             def fail() -> None:
-                assert wishes.error is not None
-                raise wishes.error
+                assert requests.error is not None
+                raise requests.error
 
-            raise_everywhere(self._communicator, fail if wishes.error is not None else None, "the error of a callback")
-        reasons = self._gather_reasons(wishes.reasons) if has_reasons else ()
+            raise_everywhere(
+                self._communicator, fail if requests.error is not None else None, "the error of a callback"
+            )
+        reasons = self._gather_reasons(requests.reasons) if has_reasons else ()
         if not since:
             return Decision(bool(stop or save), bool(stop), bool(evaluate), reasons=reasons)
         save_seconds, remaining = cost / 1000, self._deadline - (since - 1) / 1000

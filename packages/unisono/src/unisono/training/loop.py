@@ -157,7 +157,7 @@ class Training:
             place = (process.rank, process.world_size)
             info = RunInfo(run.directory, run.config, self.first, self._total, *place, record.publish)
             self._callbacks = Callbacks(self._user_callbacks, process.rank)
-            self._initial_wishes = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {}, due)
+            self._initial_requests = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {}, due)
             self._telemetry.introduce(resumption, self.first)
             self._exit_stack = opened.pop_all()
         return self
@@ -171,7 +171,7 @@ class Training:
         """Run all remaining steps, each with whatever is due or requested after it."""
         parts, total = self._parts, self._total
         self._sync.take_over_signals()
-        decision = self._act_on(self.first, self._initial_wishes)
+        decision = self._act_on(self.first, self._initial_requests)
         heartbeat.record_step(self.first)
         batches = parts.engine.incoming(self._micro_batches())
         shapes = ShapeTracker(watching=self._run.layout.compile or self._run.layout.engine == "jax")
@@ -203,9 +203,9 @@ class Training:
         """Loss and metrics of the newest evaluation."""
         return self._evaluation.values
 
-    def _act_on(self, step: int, wishes: RankRequests) -> Decision:
+    def _act_on(self, step: int, requests: RankRequests) -> Decision:
         """Do what is due or requested after a step, all ranks together; returns the decision."""
-        decision = self._decide(wishes)
+        decision = self._decide(requests)
         if decision.evaluate and self._evaluation.evaluate(step, self._telemetry.record):
             decision |= self._decide(self._callbacks.on_evaluation(step, self._evaluation.values))
         if decision.save and step:
@@ -213,8 +213,8 @@ class Training:
             decision |= self._decide(self._callbacks.take_pending())
         return decision
 
-    def _decide(self, wishes: RankRequests | None = None) -> Decision:
-        decision = self._sync.decide(wishes, self._saving.saver.seconds)
+    def _decide(self, requests: RankRequests | None = None) -> Decision:
+        decision = self._sync.decide(requests, self._saving.saver.seconds)
         for reason in decision.reasons:
             self.say(f"step {self.step}: {reason}")
         if decision.stop and not self.stopped:

@@ -79,14 +79,14 @@ class Resumption:
         """Lines for the console."""
         found = [
             f"WARNING: {one.why} Falling back to {self.checkpoint.path.name}; the damaged checkpoint is kept as "
-            f"{one.aside}"
+            f"{one.kept_as}"
             for one in self.rejected
             if self.checkpoint is not None
         ]
         if self.refetched is not None:
             found.append(
                 f"WARNING: {self.refetched.why} It was fetched again from the store; the damaged copy is kept as "
-                f"{self.refetched.aside}"
+                f"{self.refetched.kept_as}"
             )
         if self.missing_files:
             found.append(
@@ -101,13 +101,13 @@ class Resumption:
     def build_events(self, steps: int) -> list[dict[str, Json]]:
         """The entries of `events.jsonl` about the resume; includes changes only if steps remain out of `steps`."""
         found: list[dict[str, Json]] = [
-            {"fallback": {"from": f.name, "to": self.checkpoint.path.name, "why": f.why, "kept_as": f.aside}}
+            {"fallback": {"from": f.name, "to": self.checkpoint.path.name, "why": f.why, "kept_as": f.kept_as}}
             for f in self.rejected
             if self.checkpoint is not None
         ]
         if self.refetched is not None:
             one = self.refetched
-            found.append({"brought_again": {"name": one.name, "why": one.why, "kept_as": one.aside}})
+            found.append({"brought_again": {"name": one.name, "why": one.why, "kept_as": one.kept_as}})
         return found + ([{"changed": dict(self.changes)}] if self.changes and self.step < steps else [])
 
 
@@ -179,10 +179,10 @@ def open_newest(
 
 def _refetch(path: Path, refetch: Refetch, communicator: Communicator) -> tuple[str | None, str]:
     """Have rank 0 fetch a checkpoint again, without a deadline."""
-    aside, why = share_first(
+    kept_as, why = share_first(
         communicator, lambda: list(refetch_checkpoint(path, refetch)), "a damaged checkpoint to be fetched again"
     )
-    return aside, why
+    return kept_as, why
 
 
 def _compare_host(
@@ -242,5 +242,5 @@ def _set_aside(
     names = raise_everywhere(communicator, rename if communicator.rank == 0 else None, what)[0]
     named = [RejectedCheckpoint(one.name, one.why, name) for one, name in zip(rejected, names, strict=True)]
     for one in named:
-        log.warning("%s Falling back; the damaged checkpoint is kept as %s", one.why, one.aside)
+        log.warning("%s Falling back; the damaged checkpoint is kept as %s", one.why, one.kept_as)
     return named

@@ -38,12 +38,12 @@ class RejectedCheckpoint:
     Attributes:
         name: original name of its folder.
         why: reason why it cannot be used, with file and tensor.
-        aside: its name now.
+        kept_as: its name now.
     """
 
     name: str
     why: str
-    aside: str = ""
+    kept_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def decide_resume_point(
     paths = commit.find_checkpoints(folder / "checkpoints")
     candidate = _check_candidate(folder, config, here, first, steps, paths)
     if newest.refetched is not None:
-        candidate = replace(candidate, refetched=(newest.refetched.why, newest.refetched.aside))
+        candidate = replace(candidate, refetched=(newest.refetched.why, newest.refetched.kept_as))
     candidates = [*(damaged(one.name, one.why) for one in newest.rejected), candidate]
     for path in reversed(paths if not exact else []):
         if parse_step(path.name) < first.step:
@@ -171,10 +171,10 @@ def open_or_refetch(
     checkpoint, why = _try_open(open_checkpoint)
     if checkpoint is not None or refetch is None:
         return checkpoint, why, None
-    aside, failed = refetch()
-    if aside is None:
+    kept_as, failed = refetch()
+    if kept_as is None:
         return None, f"{why} It could not be fetched again: {failed}.", None
-    return *_try_open(open_checkpoint), RejectedCheckpoint(name, why, aside)
+    return *_try_open(open_checkpoint), RejectedCheckpoint(name, why, kept_as)
 
 
 def _try_open(open_checkpoint: Callable[[], Checkpoint]) -> tuple[Checkpoint | None, str]:
@@ -190,12 +190,12 @@ def _try_open(open_checkpoint: Callable[[], Checkpoint]) -> tuple[Checkpoint | N
 def refetch_checkpoint(path: Path, refetch: Refetch) -> tuple[str | None, str]:
     """Fetch a checkpoint again; returns the damaged copy's new name, or None and why that failed."""
     try:
-        aside, why = refetch(path)
+        kept_as, why = refetch(path)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
-    if aside is not None:
-        log.warning("%s was damaged and was fetched again; the damaged copy is kept as %s", path, aside.name)
-    return aside.name if aside else None, why
+    if kept_as is not None:
+        log.warning("%s was damaged and was fetched again; the damaged copy is kept as %s", path, kept_as.name)
+    return kept_as.name if kept_as else None, why
 
 
 def _check_known_parts(checkpoint: Checkpoint) -> None:

@@ -241,7 +241,7 @@ class BatchBuilder:
                     raise
                 good[number] = False
                 masked.append(MaskedSample(slot, row, epoch, first, str(error)))
-        self.rest()
+        self.mark_idle()
         return (taken if not masked else taken[good]), made, masked
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
@@ -262,7 +262,7 @@ class BatchBuilder:
             except Exception as error:
                 raise DataError(f"row {row} of the source: length() failed: {describe_error(error)}") from error
             self._kept.get((row, epoch), lambda sample=sample: sample)  # type: ignore[misc]
-        self.rest()
+        self.mark_idle()
         return found
 
     def _piece(self, row: int, epoch: int, first: int, last: int, watch: _StageTimer) -> Any:
@@ -332,7 +332,7 @@ class BatchBuilder:
     def _note_row(self, row: int) -> None:
         self._now[threading.get_ident()] = row
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Mark this thread as not building any row."""
         self.note_row(-1)
         self._now.pop(threading.get_ident(), None)

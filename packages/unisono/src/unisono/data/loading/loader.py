@@ -106,10 +106,15 @@ class Loader:
             measured.measure = self.lengths
         self._largest = 0  # bytes of the largest micro-batch so far
         self._built, self._seconds = 0, np.zeros(3)
-        self._masked, self._reported, self._news = 0, -1, deque[str]()
+        self._masked, self._reported, self._messages = 0, -1, deque[str]()
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
-        self._asked, self._asked_ahead, self._processes, self._remote = workers, prefetch, processes, remote
+        self._configured_count, self._configured_ahead, self._processes, self._remote = (
+            workers,
+            prefetch,
+            processes,
+            remote,
+        )
 
     @classmethod
     def from_config(
@@ -149,7 +154,7 @@ class Loader:
                     with heartbeat.phase("data"):
                         batches.append(self._wait(feed.next))
                     self._largest = max(self._largest, checksum.byte_size(batches[-1].arrays))
-                self._tell(step, batches)
+                self._note_built(step, batches)
                 yield batches
         finally:
             feed.close()
@@ -163,18 +168,18 @@ class Loader:
         if (workers := vars(self).get("_workers")) is None:
             return self._maker.lengths(rows, epochs)
         parts = range(0, len(rows), _LENGTHS_PER_REQUEST)
-        asked = [
+        futures = [
             workers.ask("lengths", rows[n : n + _LENGTHS_PER_REQUEST], epochs[n : n + _LENGTHS_PER_REQUEST])
             for n in parts
         ]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._wait(future.result) for future in asked)])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(self._wait(future.result) for future in futures)])
 
     def counters(self) -> dict[str, float]:
         """Micro-batches ready and requested, samples built and masked, seconds of reading, sampling and collating."""
-        ready, asked = self._feed.queue_state if self._feed is not None else (0, 0)
+        ready, requested = self._feed.queue_state if self._feed is not None else (0, 0)
         names = ("read_seconds", "sample_seconds", "collate_seconds")
         seconds = dict(zip(names, self._seconds.tolist(), strict=True))
-        return {"ready": ready, "asked": asked, "built": self._built, "masked": self._masked, **seconds}
+        return {"ready": ready, "asked": requested, "built": self._built, "masked": self._masked, **seconds}
 
     def facts(self) -> str:
         """A line that describes how micro-batches are loaded."""
@@ -184,18 +189,18 @@ class Loader:
         kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
         return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
 
-    def news(self, wait: float = 0.0) -> Iterator[str]:
+    def messages(self, wait: float = 0.0) -> Iterator[str]:
         """Lines to show on the console since the last call.
 
         Args:
             wait: fraction of the last step's time spent waiting for data.
         """
-        while self._news:
-            yield self._news.popleft()
+        while self._messages:
+            yield self._messages.popleft()
         if line := self._waits.step(wait, lambda: self._stages):
             yield line
 
-    def rest(self) -> None:
+    def stop_threads(self) -> None:
         """Stop threads, which are quick to restart; worker processes keep running."""
         if self._kind == "threads":
             self.close()
@@ -212,9 +217,9 @@ class Loader:
     @cached_property
     def _count(self) -> int:
         """Number of workers."""
-        if isinstance(self._asked, int):
-            return self._asked
-        if self._asked is None:
+        if isinstance(self._configured_count, int):
+            return self._configured_count
+        if self._configured_count is None:
             return worker_autotuning.REMOTE_WORKERS if self._remote else 1
         seconds = self._stages.total * self._split.passes
         return worker_autotuning.choose_count(usable_cores(), self._processes, seconds, self._remote)
@@ -235,7 +240,7 @@ class Loader:
     def _workers(self) -> workers.Workers:
         waiting = self._remote and self._kind == "threads"  # for answers, without a core
         if self._count * self._processes > usable_cores() and not waiting:
-            self._news.append(
+            self._messages.append(
                 f"data.workers={self._count} with {self._processes} "
                 f"{'process' if self._processes == 1 else 'processes'} on this host is more than its {usable_cores()} "
                 "cores, which slows down loading and training; set fewer, or auto"
@@ -250,8 +255,8 @@ class Loader:
     @property
     def _ahead(self) -> int:
         """Micro-batches to prefetch besides the one being waited for; one until their size is known."""
-        asked = self._asked_ahead or max(_LEAST_AHEAD, 2 * self._count)
-        return max(1, min(asked, int(self._max_bytes / self._largest) if self._largest else 1))
+        configured = self._configured_ahead or max(_LEAST_AHEAD, 2 * self._count)
+        return max(1, min(configured, int(self._max_bytes / self._largest) if self._largest else 1))
 
     def _wait(self, wait: Callable[[float], Any]) -> Any:
         try:
@@ -275,7 +280,7 @@ class Loader:
                 self._first_request = self._first_request or request
                 yield request
 
-    def _tell(self, step: int, batches: list[MicroBatch]) -> None:
+    def _note_built(self, step: int, batches: list[MicroBatch]) -> None:
         if step <= self._reported:  # built again, like the first step
             return
         self._reported = step
@@ -287,9 +292,11 @@ class Loader:
             log.warning("step %d: left out: %s", step + 1, sample.reason)
             if self._masked <= _MAX_REPORTED:
                 reason = sample.reason if len(sample.reason) < 300 else f"{sample.reason[:300]} …"
-                self._news.append(f"step {step + 1}: left out: {reason}")
+                self._messages.append(f"step {step + 1}: left out: {reason}")
             elif str(self._masked).strip("0") == "1":
-                self._news.append(f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all")
+                self._messages.append(
+                    f"step {step + 1}: {self._masked} samples left out so far; the ledger has them all"
+                )
 
 
 class MeasuredLengths:

@@ -56,15 +56,15 @@ def main(channel: int, page: int) -> NoReturn:
     maker.note_row = lambda row: _ROW.pack_into(here, 0, row)
     maker.note_row(-1)
     _send(sock, (True, os.getpid()))
-    asked: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_receive_requests, args=(sock, asked), daemon=True).start()
+    requests: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_receive_requests, args=(sock, requests), daemon=True).start()
     while True:
-        act, arguments = asked.get()
+        act, arguments = requests.get()
         try:
             answer = True, getattr(maker, act)(*arguments)
         except BaseException as error:
             answer = False, _portable_error(error, "a worker process failed")
-        maker.rest()
+        maker.mark_idle()
         _send(sock, answer)
         del answer
 
@@ -88,11 +88,11 @@ def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> 
             references.load_module(f"{file}:{place}", file)
 
 
-def _receive_requests(sock: socket.socket, asked: SimpleQueue[Any]) -> None:
+def _receive_requests(sock: socket.socket, requests: SimpleQueue[Any]) -> None:
     """Receive requests; exit with the parent."""
     try:
         while True:
-            asked.put(ipc.receive(sock))
+            requests.put(ipc.receive(sock))
     except (EOFError, OSError):
         os._exit(0)
 

@@ -44,7 +44,7 @@ class ThreadWorkers:
 
     def __init__(self, maker: BatchBuilder, count: int, name: str) -> None:
         self._maker = maker
-        self._asked: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         self._waiting: deque[Future[Any]] = deque()
         # Daemons, so that a thread stuck in a read does not keep the process from exiting.
         self._threads = [
@@ -67,7 +67,7 @@ class ThreadWorkers:
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         self._waiting.append(future)
-        self._asked.put((future, act, arguments))
+        self._requests.put((future, act, arguments))
         return future
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ class ThreadWorkers:
         for future in self._waiting:
             future.cancel()
         for _ in self._threads:
-            self._asked.put(None)
+            self._requests.put(None)
         for thread in self._threads if self._started else ():
             thread.join(_EXIT_TIMEOUT)
 
     def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            future, act, arguments = asked
+        while (request := self._requests.get()) is not None:
+            future, act, arguments = request
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -91,8 +91,8 @@ class ThreadWorkers:
             else:
                 future.set_result(result)
                 del result
-            self._maker.rest()
-            del future, asked, arguments
+            self._maker.mark_idle()
+            del future, request, arguments
 
 
 class ProcessWorkers:
@@ -109,7 +109,7 @@ class ProcessWorkers:
                 "that starts a run under `if __name__ == '__main__':`"
             )
         self._lock = threading.Lock()
-        self._asked: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
+        self._requests: deque[tuple[Future[Any], str, tuple[Any, ...]]] = deque()
         self._fault: DataError | None = None
         self.closed = False
         # Sending wakes a process, which may preempt the sender; so the training thread must not send.
@@ -142,23 +142,23 @@ class ProcessWorkers:
     def ask(self, act: str, *arguments: Any) -> Future[Any]:
         """Submit a call of the builder's method with this name."""
         future: Future[Any] = Future()
-        self._asked.append((future, act, arguments))
+        self._requests.append((future, act, arguments))
         self._more.put(True)
         return future
 
     def dispatch(self) -> None:
         """Pass queued requests on to the processes with the fewest pending ones."""
         with self._lock:
-            while self._asked:
+            while self._requests:
                 if self._fault is not None:
-                    future, *_ = self._asked.popleft()
+                    future, *_ = self._requests.popleft()
                     if future.set_running_or_notify_cancel():
                         future.set_exception(self._fault)
                     continue
                 process = min(self._processes, key=lambda p: len(p.pending))
                 if len(process.pending) >= _MAX_PENDING:
                     return
-                future, act, arguments = self._asked.popleft()
+                future, act, arguments = self._requests.popleft()
                 if future.set_running_or_notify_cancel():
                     process.submit(future, act, arguments)
 
@@ -172,9 +172,9 @@ class ProcessWorkers:
         """Stop all processes, even if they are busy."""
         with self._lock:
             self.closed = True
-            for future, *_ in self._asked:
+            for future, *_ in self._requests:
                 future.cancel()
-            self._asked.clear()
+            self._requests.clear()
         self._more.put(False)
         for process in self._processes:
             process.leave()

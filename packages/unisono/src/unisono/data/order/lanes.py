@@ -51,11 +51,11 @@ class Lanes:
 SINGLE_LANE = Lanes()
 
 
-def resolve_lane_count(asked: int | None, global_batch: int, world_size: int, blocks: int | None = None) -> int:
+def resolve_lane_count(configured: int | None, global_batch: int, world_size: int, blocks: int | None = None) -> int:
     """The number of lanes.
 
     Args:
-        asked: `data.lanes`.
+        configured: `data.lanes`.
         global_batch: number of rows, of which each lane has an equal share.
         world_size: number of processes, each of which has whole lanes.
         blocks: number of blocks of the largest source; None if lanes do not read blocks.
@@ -64,7 +64,7 @@ def resolve_lane_count(asked: int | None, global_batch: int, world_size: int, bl
         ConfigError: with the possible numbers.
     """
     most = min(_MAX_LANES, blocks or _MAX_LANES)
-    lanes = asked or next(number for number in range(most, 0, -1) if global_batch % number == 0)
+    lanes = configured or next(number for number in range(most, 0, -1) if global_batch % number == 0)
     if global_batch % lanes:
         raise ConfigError(
             f"data.lanes={lanes} does not divide train.global_batch={global_batch}, and each lane has an equal share "

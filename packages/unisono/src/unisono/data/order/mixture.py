@@ -118,7 +118,7 @@ class MixtureOrder:
     @classmethod
     def from_config(
         cls,
-        asked: settings.Mixture,
+        configured: settings.Mixture,
         joined: Joined,
         streams: Sequence[Stream],
         seed: int,
@@ -129,7 +129,7 @@ class MixtureOrder:
         """The mixture for the settings.
 
         Args:
-            asked: `data.mixture`.
+            configured: `data.mixture`.
             joined: the sources.
             streams: of each source.
             seed: of the run.
@@ -138,15 +138,15 @@ class MixtureOrder:
             units: units in a step of packed rows; None if rows are samples. The number of samples in a step is unknown
                 before packing, so the position of a change of weights is then estimated from mean lengths.
         """
-        weights = whole_weights(asked, joined.sources)
+        weights = whole_weights(configured, joined.sources)
         begins, step = [Fraction(0)], 0
-        for change, before in zip(asked.changes, weights[:-1], strict=True):
+        for change, before in zip(configured.changes, weights[:-1], strict=True):
             samples = batch if units is None else units / _mean_mixed_length(before, joined.sources)
             begins.append(begins[-1] + (change.step - step) * samples)
             step = change.step
         phases = tuple(_Phase(int(begin / lanes.count), its) for begin, its in zip(begins, weights, strict=True))
         names, starts = tuple(joined.sources), tuple(joined.starts)
-        return cls(names, tuple(streams), starts, phases, seed, asked.block, asked.until, lanes)
+        return cls(names, tuple(streams), starts, phases, seed, configured.block, configured.until, lanes)
 
     def __call__(self, positions: Indices) -> Indices:  # (n,) -> (n,)
         """Rows at these positions."""
@@ -163,8 +163,8 @@ class MixtureOrder:
         Raises:
             ConfigError: if a source is never exhausted.
         """
-        asked = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
-        ends = {number: self._exhausted_after(number) for number in asked}
+        configured = [n for n in range(len(self.names)) if any(phase.weights[n] for phase in self.phases)]
+        ends = {number: self._exhausted_after(number) for number in configured}
         never = [self.names[number] for number, end in ends.items() if end is None]
         known = [end for end in ends.values() if end is not None]
         if not known or (never and self.until == "all"):
@@ -251,22 +251,22 @@ def locate_rows(
     return rows, epochs
 
 
-def whole_weights(asked: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:
+def whole_weights(configured: settings.Mixture, sources: Mapping[str, Source]) -> list[tuple[int, ...]]:
     """The weights, and those of each change, as integers.
 
     Raises:
         ConfigError: if weights do not match the sources, or are by tokens although lengths are unknown.
     """
-    for name in asked.weights:
+    for name in configured.weights:
         if name not in sources:
             raise ConfigError(f"data.mixture.weights: there is no source '{name}', {nearest(name, sources)}")
     for name in sources:
-        if name not in asked.weights:
+        if name not in configured.weights:
             raise ConfigError(f"data.mixture.weights has no weight for '{name}'; give it one (0 to leave it out)")
     result = []
-    for weights in (asked.weights, *(change.weights for change in asked.changes)):
+    for weights in (configured.weights, *(change.weights for change in configured.changes)):
         exact = [Fraction(str(weights[name])) for name in sources]  # exactly as written: 0.1 is a tenth
-        if asked.by == "tokens":
+        if configured.by == "tokens":
             exact = [w / _mean_length(name, sources[name]) if w else w for name, w in zip(sources, exact, strict=True)]
         common = math.lcm(*(weight.denominator for weight in exact))
         result.append(tuple(int(weight * common) for weight in exact))

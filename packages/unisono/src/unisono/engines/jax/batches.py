@@ -199,7 +199,7 @@ class Batches:
 
     def spread(self, local: Any) -> Any:
         """Global arrays of this process's parts (passes, its devices, …)."""
-        first, sharding = self._grid.first_own_place, self._grid.batch
+        first, sharding = self._grid.first_local_index, self._grid.batch
 
         def place(part: HostArray) -> jax.Array:
             def piece(index: Any) -> HostArray:

@@ -160,11 +160,11 @@ class Passes:
 
     def outputs(self, micro: MicroBatch, context: Context) -> Any:
         """The task's outputs for a micro-batch, computed with the unwrapped model."""
-        return self._look(micro, context)[0]
+        return self._compute_outputs(micro, context)[0]
 
     def loss(self, micro: MicroBatch, context: Context) -> Loss:
         """The task's loss for a micro-batch, from the same outputs."""
-        outputs, batch, context = self._look(micro, context)
+        outputs, batch, context = self._compute_outputs(micro, context)
         with precision.autocast(self._precision, self._parts.device):
             return self._task.loss(outputs, batch, context)
 
@@ -173,7 +173,7 @@ class Passes:
         state = self._parts.random_state
         return state.was_used(state.seed_of("look", micro.number))
 
-    def _look(self, micro: MicroBatch, context: Context) -> tuple[Any, Batch, Context]:
+    def _compute_outputs(self, micro: MicroBatch, context: Context) -> tuple[Any, Batch, Context]:
         self._seed("look", micro.number)
         batch, context = self._prepare_micro_batch(micro, context)
         with precision.autocast(self._precision, self._parts.device):

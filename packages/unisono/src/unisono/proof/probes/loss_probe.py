@@ -75,7 +75,7 @@ def _kind(sums: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...]
         return "averaged"
     if _is_scaled_by_number(sums, floor):
         return "number"
-    return "largest" if is_additive_beside_one(sums, floor) else "statistic"
+    return "largest" if is_additive_but_for_one(sums, floor) else "statistic"
 
 
 def _is_scaled_by_number(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
@@ -87,7 +87,7 @@ def _is_scaled_by_number(values: Mapping[tuple[int, ...], float], limit: float) 
     return all(is_equal(factor, each[0], 1e3 * limit) for each in factors.values() for factor in each)
 
 
-def is_additive_beside_one(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
+def is_additive_but_for_one(values: Mapping[tuple[int, ...], float], limit: float) -> bool:
     """Whether, beside some one row, all others add up: what they are given depends on that row alone.
 
     So it is where rows are cut or padded to the longest, or divided by the largest. Where no two others add something,

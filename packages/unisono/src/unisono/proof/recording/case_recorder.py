@@ -276,14 +276,14 @@ class _CaseRun:
         if alone and self.proof.shrink == "auto" and count > MAX_PARAMETERS:
             say(
                 f"a model with {count:,} parameters is proved as it is, slowly and on {needed / 1e9:.0f} GB of disk: "
-                "with Task.shrunk a smaller copy would be (docs/tasks.md)",
+                "with Task.shrink a smaller copy would be (docs/tasks.md)",
                 error=True,
             )
         if any(self.communicator.gather(needed > free, "whether there is room for the traces")):
             raise ConfigError(
                 f"proving a model with {count:,} parameters needs about {needed / 1e9:.1f} GB in {self.root} for "
                 f"{self.cases_left} cases, which has {free / 1e9:.1f} GB free; prove a smaller model "
-                "(overrides, or Task.shrunk), or set TMPDIR"
+                "(overrides, or Task.shrink), or set TMPDIR"
             )
 
     def _load(self, case: str, updates: int) -> None:

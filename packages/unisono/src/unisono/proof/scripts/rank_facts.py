@@ -81,12 +81,12 @@ def fill_reports(everyone: Sequence[Mapping[str, float]]) -> list[dict[str, floa
     return [{**known, **values} for values in everyone if values]
 
 
-def all_given_the_same(seen: Sequence[RankFacts]) -> bool:
+def have_same_inputs(seen: Sequence[RankFacts]) -> bool:
     """Whether the model was given the same inputs on every rank of a step."""
     return all(rank.inputs == seen[0].inputs for rank in seen[1:])
 
 
-def find_telling_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
+def find_conclusive_steps(ranks: Sequence[Sequence[RankFacts]]) -> list[int]:
     """The steps in which ranks might have been given other rows: not where all inputs are constants."""
     if len(ranks) > 1 and len({tuple(seen[0].inputs) for seen in ranks}) == 1:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, all_given_the_same, find_telling_steps
+from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, find_conclusive_steps, have_same_inputs
 from unisono.proof.scripts.self_check import computes_in_parts
 
 OWN_NUMBERS = "every rank numbers the rows of a data set of its own, so sample ids were not compared"
@@ -23,7 +23,7 @@ def drop_own_numbers(mine: ScriptTrace, reference: ScriptTrace) -> bool:
         return False
     pairs = list(zip(mine.ranks, reference.ranks, mine.facts.steps, strict=False))
     given = any(rank.inputs for seen, _, _ in pairs for rank in seen)
-    shared = given and all(all_given_the_same(seen) for seen, _, _ in pairs)
+    shared = given and all(have_same_inputs(seen) for seen, _, _ in pairs)
     parts = any(_are_parts([rank.sources for rank in seen], one[0].sources, given) for seen, one, _ in pairs)
     whole = given and all(_inputs_of(seen) == _inputs_of(one) for seen, one, _ in pairs)
     same = all(rows == step.by_rank[0] for _, _, step in pairs for rows in step.by_rank)
@@ -111,11 +111,11 @@ def _explain_inputs(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str
         return None
     if not (a and b):
         return _UNSEEN
-    if len(ours) > 1 and all_given_the_same(ours):
+    if len(ours) > 1 and have_same_inputs(ours):
         own = ours[0].inputs
         if sorted(own) == b:  # each computes a part of the model, or the same as the others
             return None
-        if step in find_telling_steps(mine.ranks):
+        if step in find_conclusive_steps(mine.ranks):
             return ""
         return f"{at}: all ranks are given the same {len(own)} inputs in every step, one process others"
     if step == 0 and len(a) != len(b):

@@ -30,9 +30,9 @@ from unisono.proof.scripts.gradient_sums import (
 from unisono.proof.scripts.rank_facts import (
     RankFacts,
     ScriptTrace,
-    all_given_the_same,
     buffers_moment,
-    find_telling_steps,
+    find_conclusive_steps,
+    have_same_inputs,
     reduced_moment,
 )
 from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
@@ -175,8 +175,8 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
         if first := next(((step.number, told) for step in steps if (told := describe(step))), None):
             failures[check] = _fail(check, *first)
     left = {}  # what is neither right nor wrong
-    telling = [] if parted else find_telling_steps(trace.ranks)
-    alike = [step for step in telling if all_given_the_same(trace.ranks[step])]
+    telling = [] if parted else find_conclusive_steps(trace.ranks)
+    alike = [step for step in telling if have_same_inputs(trace.ranks[step])]
     if alike and alike == telling:
         told = f"all ranks computed the same {len(trace.ranks[alike[0]][0].inputs)} inputs"
         failures[DIFFERENT] = _fail(DIFFERENT, alike[0], told)
@@ -218,7 +218,7 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
 def computes_in_parts(trace: ScriptTrace) -> bool:
     """Whether ranks that begin alike compute other gradients from the same inputs, without a draw: each its part."""
     seen = trace.ranks[0]
-    if len(seen) == 1 or trace.facts.random or not seen[0].inputs or not all_given_the_same(seen):
+    if len(seen) == 1 or trace.facts.random or not seen[0].inputs or not have_same_inputs(seen):
         return False
     if any(rank.initial != seen[0].initial for rank in seen):
         return False

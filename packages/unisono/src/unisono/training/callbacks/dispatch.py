@@ -43,21 +43,21 @@ class Callbacks:
                 one.load_state(state[name])
             return one.on_start(run)
 
-        return self._add_wishes(due, "on_start", run.first, start)
+        return self._collect(due, "on_start", run.first, start)
 
     def on_step(self, step: int, values: Mapping[str, float], due: RankRequests) -> RankRequests:
         """See `Callback.on_step`; includes requests of the loop itself (`due`), and those of `on_save` since."""
-        wishes = _combine_wishes(self.take_pending(), due)
-        return self._add_wishes(wishes, "on_step", step, lambda _, one: one.on_step(step, values))
+        requests = _combine(self.take_pending(), due)
+        return self._collect(requests, "on_step", step, lambda _, one: one.on_step(step, values))
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> RankRequests:
         """See `Callback.on_evaluation`."""
-        return self._add_wishes(RankRequests(), "on_evaluation", step, lambda _, one: one.on_evaluation(step, values))
+        return self._collect(RankRequests(), "on_evaluation", step, lambda _, one: one.on_evaluation(step, values))
 
     def on_save(self, step: int, checkpoint: Path) -> None:
         """See `Callback.on_save`; requests are handled at the next hook."""
-        wishes = self._add_wishes(RankRequests(), "on_save", step, lambda _, one: one.on_save(step, checkpoint))
-        self._pending = _combine_wishes(self._pending, wishes)
+        requests = self._collect(RankRequests(), "on_save", step, lambda _, one: one.on_save(step, checkpoint))
+        self._pending = _combine(self._pending, requests)
 
     def take_pending(self) -> RankRequests:
         """Requests or errors of `on_save` since the last hook."""
@@ -66,30 +66,29 @@ class Callbacks:
 
     def on_end(self, step: int, reason: str) -> RankRequests:
         """See `Callback.on_end`; the result holds at most an error."""
-        return self._add_wishes(self.take_pending(), "on_end", step, lambda _, one: one.on_end(step, reason))
+        return self._collect(self.take_pending(), "on_end", step, lambda _, one: one.on_end(step, reason))
 
     def state(self) -> dict[str, Json]:
         """The state that the user's callbacks need on resume, by name."""
         found = {name: one.state() for name, one in self._callbacks.items()}
         return {name: state for name, state in found.items() if state is not None}
 
-    def _add_wishes(
-        self, wishes: RankRequests, point: str, step: int, call: Callable[[str, Callback], CallbackResult | None]
+    def _collect(
+        self, requests: RankRequests, point: str, step: int, call: Callable[[str, Callback], CallbackResult | None]
     ) -> RankRequests:
         """The given requests combined with those of the callbacks."""
-        for name, one in self._callbacks.items():
+        for name, callback in self._callbacks.items():
             with heartbeat.phase("record", f"{name}.{point}"):
                 try:
-                    asked = _list_wishes(call(name, one))
+                    own = _list_requests(call(name, callback))
                 except Exception as error:
-                    return _combine_wishes(wishes, RankRequests(error=self._build_error(error, name, point, step)))
+                    return _combine(requests, RankRequests(error=self._build_error(error, name, point, step)))
             reasons = tuple(
-                f"{name} asks to {_VERBS[type(wish)]}{f': {wish.reason}' if wish.reason else ''}" for wish in asked
+                f"{name} asks to {_VERBS[type(one)]}{f': {one.reason}' if one.reason else ''}" for one in own
             )
-            kinds = {type(wish) for wish in asked}
-            own = RankRequests(Stop in kinds, Save in kinds, Evaluate in kinds, reasons)
-            wishes = _combine_wishes(wishes, own)
-        return wishes
+            kinds = {type(one) for one in own}
+            requests = _combine(requests, RankRequests(Stop in kinds, Save in kinds, Evaluate in kinds, reasons))
+        return requests
 
     def _build_error(self, error: Exception, name: str, point: str, step: int) -> UnisonoError:
         """A user callback's error as raised on all ranks; unexpected exceptions include their traceback."""
@@ -114,17 +113,17 @@ def _name_callbacks(users: Sequence[Callback]) -> dict[str, Callback]:
     return found
 
 
-def _list_wishes(asked: Any) -> list[CallbackRequest]:
-    wishes = [] if asked is None else list(asked) if isinstance(asked, list | tuple) else [asked]
-    for wish in wishes:
-        if not isinstance(wish, CallbackRequest):
+def _list_requests(returned: Any) -> list[CallbackRequest]:
+    requests = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
+    for one in requests:
+        if not isinstance(one, CallbackRequest):
             raise TypeError(
-                f"returned {wish!r}; a callback returns None, Stop(…), Save(…), Evaluate(…), or a list of them"
+                f"returned {one!r}; a callback returns None, Stop(…), Save(…), Evaluate(…), or a list of them"
             )
-    return wishes
+    return requests
 
 
-def _combine_wishes(first: RankRequests, second: RankRequests) -> RankRequests:
+def _combine(first: RankRequests, second: RankRequests) -> RankRequests:
     return RankRequests(
         first.stop or second.stop,
         first.save or second.save,

@@ -78,10 +78,10 @@ class Grid:
         return self.replicas * self.shards
 
     @cached_property
-    def first_own_place(self) -> int:
-        """The place in the grid of this process's first device; its others follow."""
+    def first_local_index(self) -> int:
+        """The index in the grid of this process's first device; its others follow."""
         here = jax.process_index()
-        return next(place for place, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
+        return next(index for index, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
 
     def spec(self, shape: Sequence[int]) -> PartitionSpec:
         """How an array of the state is cut: its longest axis that the shards divide evenly, or not at all."""
