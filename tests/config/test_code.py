@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests import tasks
+from tests.runtime.test_source_files import plug_in
 from unisono.config import code_digest
+from unisono.runtime import source_files
 from unisono.task_config import find_task
 
 TASK = """
@@ -121,6 +123,18 @@ def test_a_task_that_is_installed_counts_with_its_own_package(tmp_path: Path, mo
     (place / "whole" / "mine.py").write_text(TASK.replace("import near", "from . import near"))
     monkeypatch.syspath_prepend(str(place))
     assert of_project("whole.mine:Mine").keys() == {"whole/mine.py", "whole/near.py"}
+
+
+def test_an_installed_plug_in_that_the_task_imports_counts(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What `unisono_audio` computes is part of a run, as it was when it lay in the core."""
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    plug_in(place, monkeypatch, "unisono.data_verbs")
+    monkeypatch.setattr(code_digest, "installed_packages", source_files.installed_packages)
+    (tmp_path / "near.py").write_text("import sounds.codec\n")
+    assert {"sounds/__init__.py", "sounds/codec.py"} <= of_project(recipe).keys()
 
 
 def test_a_task_of_a_package_counts_with_the_packages_above_it():

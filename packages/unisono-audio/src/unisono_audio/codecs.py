@@ -342,7 +342,7 @@ def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
             return decoder(data)
         except (ImportError, OSError):
             continue
-    raise BadRecording(f"is {what}, which FFmpeg decodes: pip install 'unisono[ffmpeg]'")
+    raise BadRecording(f"is {what}, which FFmpeg decodes: pip install 'unisono-audio[ffmpeg]'")
 
 
 def _torchcodec(data: memoryview) -> tuple[Samples, int]:

@@ -12,13 +12,13 @@ import hashlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from unisono.config import recipes, references
-from unisono.runtime.source_files import is_library_file
+from unisono.runtime.source_files import PLUGIN_GROUPS, installed_packages, is_library_file
 
 
 def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
@@ -63,7 +63,7 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 def _project_files(task: str, path: Path | None) -> dict[str, Path]:
     """Return the files of a task's module and of all user modules that it imports, directly or indirectly."""
-    own = task.partition(".")[0]  # counts even if it is installed
+    own = {task.partition(".")[0], *installed_packages(*PLUGIN_GROUPS)}  # count even if they are installed
     found: dict[str, Path] = {}
     waiting = list(_modules_run_by(task, own))
     if path is not None:  # a given file takes precedence over any other module of that name
@@ -103,7 +103,7 @@ def _imported_names(name: str, path: Path, packaged: bool) -> Iterator[str]:
                 yield literal
 
 
-def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
+def _modules_run_by(dotted: str, own: Set[str]) -> Iterator[tuple[str, Path]]:
     """Return the user's modules that importing a dotted name runs: parent packages first, then the module itself."""
     parts, search = dotted.split("."), None
     if parts[0] == "unisono":
@@ -115,7 +115,7 @@ def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
             return
         if spec.has_location and spec.origin:
             path = Path(spec.origin).resolve()
-            if not path.is_file() or (parts[0] != own and is_library_file(str(path))):
+            if not path.is_file() or (parts[0] not in own and is_library_file(str(path))):
                 return
             yield name, path
         if spec.submodule_search_locations is None:
@@ -126,11 +126,11 @@ def _modules_run_by(dotted: str, own: str) -> Iterator[tuple[str, Path]]:
 def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
     """Find a module on `sys.path`, or inside a package that need not have been imported."""
     if search is None:
-        asked = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        return next(filter(None, asked), None)
+        specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        return next(filter(None, specs), None)
     inside = (importer.find_spec(name) for place in search if (importer := pkgutil.get_importer(place)) is not None)
-    specs = [spec for spec in inside if spec is not None]
-    return next((spec for spec in specs if spec.loader), next(iter(specs), None))  # namespace packages come last
+    found = [spec for spec in inside if spec is not None]
+    return next((spec for spec in found if spec.loader), next(iter(found), None))  # namespace packages come last
 
 
 def _unisono_digests() -> dict[str, str]:

@@ -73,8 +73,9 @@ def _import_package(module: str, reference: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (module + ".").startswith(error.name + "."):
             raise ConfigError(f"{reference}: there is no module '{module}'") from error
-        extra = module.removeprefix("unisono_").split(".")[0]
-        raise ConfigError(f"{reference} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
+        package = module.partition(".")[0]
+        wanted = f"'unisono[{package.removeprefix('unisono_')}]'" if package.startswith("unisono_") else error.name
+        raise ConfigError(f"{reference} needs the package '{error.name}': pip install {wanted}") from error
 
 
 def _import_file(path: Path) -> types.ModuleType:

@@ -9,7 +9,7 @@ from unisono.runtime.errors import ConfigError
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import a module that `pip install unisono[extra]` installs, for what needs it, e.g. a setting.
+    """Import a module that an extra of `unisono` installs, for what needs it, e.g. a setting.
 
     Raises:
         ConfigError: If it is not installed.

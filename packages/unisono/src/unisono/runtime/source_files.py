@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sysconfig
 from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
+PLUGIN_GROUPS = ("unisono.verbs", "unisono.data_verbs", "unisono.fault_injection")  # of packages that are no recipes
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(
     {
@@ -25,16 +28,25 @@ def is_library_file(file: str) -> bool:
 
 def is_user_file(file: str) -> bool:
     """Whether a file is user code, not Python's, a library's or ours; installed recipes count as user code."""
-    if file.startswith((_OURS, "<")):
+    if file.startswith((_OURS, "<", *_package_folders(*PLUGIN_GROUPS))):
         return False
-    return not is_library_file(file) or any(f"{os.sep}{name}{os.sep}" in file for name in _recipe_packages())
+    recipes = installed_packages("unisono.recipes")
+    return not is_library_file(file) or any(
+        f"{folder}{name}{os.sep}" in file for folder in _PACKAGES for name in recipes
+    )
 
 
 @cache
-def _recipe_packages() -> frozenset[str]:
-    from importlib.metadata import entry_points
+def installed_packages(*groups: str) -> frozenset[str]:
+    """Names of the packages that the entry points of these groups lie in."""
+    found = (entry for group in groups for entry in entry_points(group=group))
+    return frozenset(entry.module.partition(".")[0] for entry in found)
 
-    return frozenset(entry.module.partition(".")[0] for entry in entry_points(group="unisono.recipes"))
+
+@cache
+def _package_folders(*groups: str) -> tuple[str, ...]:
+    specs = (find_spec(name) for name in sorted(installed_packages(*groups)))
+    return tuple(folder + os.sep for spec in specs if spec for folder in spec.submodule_search_locations or ())
 
 
 def shorten_library_path(file: str) -> str:
