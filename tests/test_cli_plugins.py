@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,11 @@ def broken() -> Any:
 def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = [
-        SimpleNamespace(name="b", value="b:add", load=broken),
-        SimpleNamespace(name="c", value="c:add", load=lambda: lambda verbs: verbs.add_parser("greet")),
-    ]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries if group == "unisono.verbs" else [])
+    entries = {
+        "b": SimpleNamespace(name="b", value="b:add", load=broken),
+        "c": SimpleNamespace(name="c", value="c:add", load=lambda: lambda verbs: verbs.add_parser("greet")),
+    }
+    monkeypatch.setattr(plugins, "find_entry_points", {"unisono.verbs": entries}.__getitem__)
     parser = argparse.ArgumentParser()
     verbs = parser.add_subparsers()
     plugins.add_verbs("unisono.verbs", verbs)

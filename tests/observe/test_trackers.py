@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,6 +159,30 @@ def test_a_missing_tracker_is_refused_with_the_extra_to_install(name: str, monke
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"observe\.trackers={name} needs {name}: pip install 'unisono\[{name}\]'"):
         trackers.check_trackers([name])
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        ConfigError, match=r"observe\.trackers=wandbb: no such tracker is installed, did you mean 'wandb'"
+    ):
+        trackers.check_trackers(["wandbb"])
+
+
+def test_a_tracker_of_another_distribution_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `check` is called before the start, and it is told what those of the core are told."""
+    module = types.ModuleType("elsewhere")
+    Fake.made, checked = [], []
+    module.Tracker, module.check = Fake, lambda: checked.append(True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    entry = EntryPoint("elsewhere", "elsewhere", "unisono.trackers")
+    monkeypatch.setattr(trackers, "find_entry_points", {"unisono.trackers": {"elsewhere": entry}}.__getitem__)
+    one = trackers.open_trackers(["elsewhere"], tmp_path, "project", 0, {}, {}, 20.0)
+    one.write(1, {"loss": 2.0})
+    one.close()
+    assert checked
+    assert Fake.made[0].calls == [(1, {"loss": 2.0}), ("close", {"loss": 2.0}, False)]
 
 
 def test_wandb_without_a_key_is_refused_before_it_asks_on_the_terminal(

@@ -52,6 +52,5 @@ def plug_in(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     (about / "METADATA").write_text("Name: sounds\nVersion: 1\n")
     (about / "entry_points.txt").write_text(f"[{group}]\nsound = sounds.codec:verb\n")
     monkeypatch.syspath_prepend(str(folder))
-    for cached in (source_files.installed_packages, source_files._package_folders):
-        cached.cache_clear()
+    for cached in (source_files.installed_packages, source_files._package_folders, source_files.find_entry_points):
         monkeypatch.setattr(source_files, cached.__name__, cached.__wrapped__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ SPEC = "rank=0,step=2,phase=compute,act=raise"
 
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **group: ())
+    monkeypatch.setattr(fault_hook, "find_entry_points", lambda group: {})
 
 
 def test_a_fault_is_refused_by_name_where_nothing_is_installed_that_injects_it(without_plugins: None) -> None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.runtime.console import say
+from unisono.runtime.entry_points import find_entry_points
 
 
 def add_verbs(group: str, verbs: Any) -> None:
     """Add the verbs of all plug-ins of a group; one that cannot be imported is left out, and named."""
-    from importlib.metadata import entry_points
-
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+    for entry in find_entry_points(group).values():
         try:
             entry.load()(verbs)
         except Exception as error:  # whatever a package raises while it is imported

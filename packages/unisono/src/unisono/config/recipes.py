@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -54,11 +55,8 @@ class Recipe:
         return next(iter(self.tasks))
 
 
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry for entry in sorted(entry_points(group=ENTRY_POINT_GROUP))}
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return find_entry_points(ENTRY_POINT_GROUP)
 
 
 def recipe_names() -> list[str]:

@@ -23,13 +23,15 @@ from typing import Any, Protocol
 from unisono.config import safe_yaml
 from unisono.observe import events
 from unisono.runtime import secrets
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.entry_points import find_entry_points
+from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.files import write_whole
 
 log = logging.getLogger(__name__)
 
 IDS = "trackers.json"  # in the run directory: the id of the tracked run for each tracker
-NAMES = ("tensorboard", "wandb", "trackio")
+NAMES = ("tensorboard", "wandb", "trackio")  # those of the core, each with an extra of its name
+_GROUP = "unisono.trackers"
 _MEDIA = {".png": "picture", ".wav": "sound"}  # what a tracker does with a file, by its suffix
 _MAX_PENDING = 10_000  # queued events per tracker, beyond which new ones are dropped
 
@@ -80,13 +82,16 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot start: not installed, or without login credentials.
+    """Refuse trackers that cannot start: unknown, not installed, or without login credentials.
 
     Raises:
         ConfigError: With the remedy.
     """
     for name in names:
-        if find_spec(name) is None:
+        if name not in NAMES and name not in find_entry_points(_GROUP):
+            known = [*NAMES, *find_entry_points(_GROUP)]
+            raise ConfigError(f"observe.trackers={name}: no such tracker is installed, {nearest(name, known)}")
+        if name in NAMES and find_spec(name) is None:
             raise ConfigError(f"observe.trackers={name} needs {name}: pip install 'unisono[{name}]'")
         own: Callable[[], None] | None = getattr(_tracker_module(name), "check", None)
         if own is not None:
@@ -187,7 +192,7 @@ def open_trackers(
     """Open the trackers of a run, on rank 0.
 
     Args:
-        names: A subset of `NAMES`.
+        names: Of trackers.
         folder: The run's directory.
         project: For trackers that have projects.
         first_step: Steps done before.
@@ -251,5 +256,7 @@ def _ensure_ids(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _tracker_module(name: str) -> Any:
-    assert name in NAMES
-    return import_module(f"unisono.observe.{name}")
+    """The module of a tracker: its class `Tracker`, and a function `check` if something can be missing."""
+    if name in NAMES:
+        return import_module(f"unisono.observe.{name}")
+    return find_entry_points(_GROUP)[name].load()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sysconfig
 from functools import cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+
+from unisono.runtime.entry_points import find_entry_points
 
 PLUGIN_GROUPS = ("unisono.verbs", "unisono.data_verbs", "unisono.fault_injection")  # of packages that are no recipes
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -39,7 +40,7 @@ def is_user_file(file: str) -> bool:
 @cache
 def installed_packages(*groups: str) -> frozenset[str]:
     """Names of the packages that the entry points of these groups lie in."""
-    found = (entry for group in groups for entry in entry_points(group=group))
+    found = (entry for group in groups for entry in find_entry_points(group).values())
     return frozenset(entry.module.partition(".")[0] for entry in found)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
+from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError
 
 VARIABLE = "UNISONO_FAULT"
@@ -38,8 +39,6 @@ def install(rank: int) -> None:
 
 
 def _find_plugin() -> ModuleType | None:
-    from importlib.metadata import entry_points
-
-    found = next(iter(entry_points(group=_GROUP)), None)
+    found = next(iter(find_entry_points(_GROUP).values()), None)
     loaded: ModuleType | None = None if found is None else found.load()
     return loaded

@@ -206,8 +206,10 @@ class Observe(Settings):
 
     log_every: PositiveInt = Field(10, description="steps between progress lines without a terminal")
     progress: bool = Field(True, description="show progress on the console")
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        [], description="where metrics go besides events.jsonl; each needs its extra, e.g. unisono[wandb]"
+    trackers: list[str] = Field(
+        [],
+        description="where metrics go besides events.jsonl: tensorboard, wandb, trackio, each with the extra of its "
+        "name, e.g. unisono[wandb], or those of plug-ins",
     )
     project: str = Field("unisono", min_length=1, description="wandb and trackio: the project of the runs")
     tracker_timeout: Positive = Field(
