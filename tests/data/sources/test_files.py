@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from hypothesis import strategies as st
 
 from tests.data.sources.written import FORMATS, SCHEMA, opened, plain, rows, table, write
 from tests.real_data import real
-from unisono.data.sources import Files, create_cache_folder, find, index, lines, npy, open_source
-from unisono.runtime.errors import DataError
+from unisono.data.sources import Files, create_cache_folder, discovery, files, find, index, lines, npy, open_source
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Source
 
 ROWS = rows(29)
@@ -139,6 +140,21 @@ def write_file(path: Path, rows: Any) -> None:
 
 
 # columns ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_format_of_another_distribution_is_read_by_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its reader is found by an entry point, and its files are a source as all others are."""
+
+    class Records(lines.LineReader):
+        """Lines of JSON under another suffix."""
+
+    entry = SimpleNamespace(load=lambda: Records)
+    for module in (files, discovery):
+        monkeypatch.setattr(module, "find_entry_points", {"unisono.formats": {"records": entry}}.__getitem__)
+    (tmp_path / "a.records").write_text('{"x": 1}\n{"x": 2}\n')
+    assert [*open_source(tmp_path)] == [*open_source(tmp_path / "a.records", format="jsonl")] == [{"x": 1}, {"x": 2}]
+    with pytest.raises(ConfigError, match="did you mean 'records'"):
+        open_source(tmp_path, format="record")
 
 
 def test_one_column_as_text_gives_bare_values(tmp_path: Path) -> None:

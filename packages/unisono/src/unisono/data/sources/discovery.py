@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import TAG, File, wrap_read_errors
 from unisono.runtime import safe_paths
+from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
 from unisono.runtime.shapes import misfit
@@ -24,6 +25,7 @@ FORMAT_BY_SUFFIX = {
     ".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
     ".arrow": "arrow", ".feather": "arrow", ".npy": "npy", ".csv": "csv", ".tsv": "tsv",
 }  # fmt: skip
+FORMATS_GROUP = "unisono.formats"  # entry points of readers of other formats, each named as its suffix
 Place = str | PathLike[str]
 _END_BYTES = 1 << 16  # bytes at either end of a file
 _CHUNK = 1 << 20
@@ -63,13 +65,18 @@ class _Entry:
     stamp: str
 
 
+def format_by_suffix() -> dict[str, str]:
+    """The formats of all readers by the suffix of their files, those of plug-ins too."""
+    return FORMAT_BY_SUFFIX | {f".{name}": name for name in find_entry_points(FORMATS_GROUP)}
+
+
 def find(
     paths: Place | Sequence[Place],
     pattern: str = "*",
     split: str | None = None,
     *,
     format: str | None = None,
-    formats: Sequence[str] = tuple(dict.fromkeys(FORMAT_BY_SUFFIX.values())),
+    formats: Sequence[str] | None = None,
     where: RemoteOptions | None = None,
     duplicates: Literal["refuse", "allow"] = "refuse",
     key: str = "data.path",
@@ -81,7 +88,7 @@ def find(
         pattern: glob that file names must match. If it is not `*`, files with unknown suffixes are read as text.
         split: which split of a saved `DatasetDict`.
         format: of all files, whatever their suffixes.
-        formats: to include; files of other formats are skipped.
+        formats: to include, all by default; files of other formats are skipped.
         where: options for remote paths.
         duplicates: whether to reject files found twice, or with identical content.
         key: the setting that contains the paths, for errors.
@@ -90,6 +97,8 @@ def find(
         DataError: if a path does not exist, a file is a duplicate, or no file is found.
     """
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
+    suffixes = format_by_suffix()
+    wanted = {*suffixes.values()} if formats is None else {*formats}
     files: list[File] = []
     ignored: list[str] = []
     for place in _expand_places(
@@ -98,21 +107,19 @@ def find(
         place = place.choose_split(split)
         for entry in place.entries():
             ending = PurePosixPath(entry.inner.name.removesuffix(".gz")).suffix.lower()
-            kind = (
-                format
-                or FORMAT_BY_SUFFIX.get(ending)
-                or ({".json": "jsonl"}.get(ending, "text") if pattern != "*" else None)
-            )
-            if kind is None or kind not in formats or not entry.inner.match(pattern):
+            kind = format or suffixes.get(ending)
+            if kind is None and pattern != "*":
+                kind = {".json": "jsonl"}.get(ending, "text")
+            if kind is None or kind not in wanted or not entry.inner.match(pattern):
                 ignored.append(str(entry.inner))
             else:
                 name = f"{place.name}/{entry.inner}"
                 files.append(File(entry.path, kind, name, entry.size, entry.stamp, place.where))
     if not files:
-        wanted = ", ".join(sorted(ending for ending, kind in FORMAT_BY_SUFFIX.items() if kind in formats))
+        known = ", ".join(sorted(ending for ending, kind in suffixes.items() if kind in wanted))
         raise DataError(
             f"{key}: no documents in {', '.join(map(str, given))} (pattern '{pattern}'); known suffixes are "
-            f"{wanted}; other files are read as text if data.pattern names them"
+            f"{known}; other files are read as text if data.pattern names them"
             + (f"; ignored: {', '.join(ignored[:5])}" if ignored else "")
         )
     if duplicates == "refuse":

@@ -25,8 +25,9 @@ from unisono.data.sources import arrow, delimited, index, lines, npy, parquet
 from unisono.data.sources.cache import LruCache
 from unisono.data.sources.change_detection import find_change
 from unisono.data.sources.column_schema import ColumnRequest, ColumnType, is_list, is_number, is_same_type, unwrap_type
-from unisono.data.sources.discovery import Found, Place, digest_ends, find
+from unisono.data.sources.discovery import FORMATS_GROUP, Found, Place, digest_ends, find
 from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import DEADLINE, is_remote, remote_options
 
@@ -102,7 +103,8 @@ def open_source(
     Args:
         paths: files, directories, globs and URLs, or a list of them, in order; files in a directory are sorted.
         columns: to read. If it is a string, records are that column's values; None for all columns.
-        format: `arrow`, `parquet`, `jsonl`, `text`, `npy`, `csv` or `tsv`, if suffixes do not determine it.
+        format: `arrow`, `parquet`, `jsonl`, `text`, `npy`, `csv`, `tsv` or that of a plug-in, if suffixes do not
+            determine it.
         expect: types of columns, e.g. `{"audio.bytes": "bytes", "label": "int64?"}`; `?` allows nulls.
         pattern: glob that file names must match.
         split: which split of a saved `DatasetDict`.
@@ -117,8 +119,9 @@ def open_source(
         DataError: if something cannot be found, read or used, with file, column, row and remedy.
         ConfigError: for invalid arguments.
     """
-    if format is not None and format not in _READERS:
-        raise ConfigError(f"format='{format}' is not known, {nearest(format, _READERS)}")
+    known = {*_READERS, *find_entry_points(FORMATS_GROUP)}
+    if format is not None and format not in known:
+        raise ConfigError(f"format='{format}' is not known, {nearest(format, known)}")
     asked = [columns] if isinstance(columns, str) else columns
     wanted = ColumnRequest.parse(asked, expect, separator)
     where = remote_options(storage, deadline)
@@ -136,8 +139,14 @@ def records(file: File, wanted: ColumnRequest) -> Iterator[dict[str, Any]]:
         return lines.read_records(file, wanted)
     if file.format == "parquet":
         return parquet.ParquetReader(file, wanted).records()
-    reader = _READERS[file.format](file, wanted)
+    reader = _open_reader(file, wanted)
     return (record for number in range(len(reader.rows)) for record in reader.block(number))
+
+
+def _open_reader(file: File, wanted: ColumnRequest) -> FileReader:
+    reader = _READERS.get(file.format) or find_entry_points(FORMATS_GROUP)[file.format].load()
+    opened: FileReader = reader(file, wanted)
+    return opened
 
 
 @dataclass(frozen=True)
@@ -319,7 +328,7 @@ class Files:
 
     def _new(self, file: File) -> FileReader:
         with wrap_read_errors(file):
-            return _READERS[file.format](file, self._wanted)
+            return _open_reader(file, self._wanted)
 
     def _describe_file(self, file: File) -> tuple[_SourceFile, Any]:
         reader = self._open_reader(file)
