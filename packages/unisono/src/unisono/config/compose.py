@@ -75,36 +75,61 @@ def compose(
     Raises:
         ConfigError: naming the override, file or key and the nearest valid one.
     """
-    primary, folders = _search_path(recipe, config_dir)
-    for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
-        if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
-            raise ConfigError(f"{_override_key(override)} is not an override: write key=value or group=choice")
-    read = [_parse_override(override, folders) for override in overrides]
-    chosen = {given.key for given in read if given.is_choice}
-    kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
-    values, files = _compose_with_hydra(primary, folders, read, kept)
-    origins: dict[str, str] = {}
-    for path, package in files:
-        for dotted, line in _key_lines(path):
-            full = f"{package}.{dotted}" if package else dotted
-            _drop_origins_below(origins, full)
-            origins[full] = f"{_display_path(path)}:{line}"
-    for group in kept:
-        _drop_origins_below(origins, group)
-        origins[group] = "the task object"
-    for given in read:
-        for dotted in given.replaces:
-            _drop_origins_below(origins, dotted)
-            origins.pop(dotted, None)
-        for dotted in given.sets:
-            _drop_origins_below(origins, dotted)
-            origins[dotted] = f"override '{given.text}'"
-    if ":" in recipe:
-        values["recipe"] = recipe
-        origins["recipe"] = "command line"
-    composed = ComposedConfig(values, origins)
-    _refuse_instantiation(values, composed)
-    return composed
+    return Composer(recipe, config_dir).compose(overrides, settings)
+
+
+class Composer:
+    """Composes one recipe many times, as a sweep does: its files are read once for each choice of groups.
+
+    Args:
+        recipe: as for `compose`.
+        config_dir: as for `compose`.
+
+    Raises:
+        ConfigError: if there is no such recipe or folder.
+    """
+
+    def __init__(self, recipe: str, config_dir: Path | None = None) -> None:
+        self._recipe = recipe
+        self._primary, self._folders = _search_path(recipe, config_dir)
+        self._groups: dict[tuple[str, ...], _Groups] = {}
+
+    def choices(self, group: str) -> list[str]:
+        """The names that `group=…` may choose; empty if it is not a group."""
+        return _group_choices(group, self._folders)
+
+    def compose(
+        self, overrides: Sequence[str] = (), settings: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> ComposedConfig:
+        """Compose it once; see the function `compose`."""
+        for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
+            if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
+                raise ConfigError(f"{_override_key(override)} is not an override: write key=value or group=choice")
+        read = [_parse_override(override, self._folders) for override in overrides]
+        chosen = {given.key for given in read if given.is_choice}
+        kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
+        choices = tuple(given.text for given in read if given.is_choice)
+        if choices not in self._groups:
+            self._groups[choices] = _read_groups(self._primary, self._folders, [g for g in read if g.is_choice])
+        groups = self._groups[choices]
+        values = groups.with_values([given for given in read if not given.is_choice], kept)
+        origins = dict(groups.origins)
+        for group in kept:
+            _drop_origins_below(origins, group)
+            origins[group] = "the task object"
+        for given in read:
+            for dotted in given.replaces:
+                _drop_origins_below(origins, dotted)
+                origins.pop(dotted, None)
+            for dotted in given.sets:
+                _drop_origins_below(origins, dotted)
+                origins[dotted] = f"override '{given.text}'"
+        if ":" in self._recipe:
+            values["recipe"] = self._recipe
+            origins["recipe"] = "command line"
+        composed = ComposedConfig(values, origins)
+        _refuse_instantiation(values, composed)
+        return composed
 
 
 def apply_overrides(composed: ComposedConfig, overrides: Sequence[str], folders: Sequence[Path] = ()) -> ComposedConfig:
@@ -203,16 +228,46 @@ def _walk_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _walk_values(f"{key}.{name}", inner)
 
 
-def _compose_with_hydra(
-    primary: str, folders: list[Path], overrides: list[_Override], settings: dict[str, dict[str, Any]]
-) -> tuple[dict[str, Any], list[tuple[Path, str]]]:
-    """The composed values, and the files they came from with the package each was put under, in order."""
+@dataclass(frozen=True)
+class _Groups:
+    """What the files say, before values are put in.
+
+    Attributes:
+        config: of OmegaConf, whose references are not resolved yet.
+        origins: dotted key of every value in the files -> `file.yaml:line`.
+    """
+
+    config: Any
+    origins: dict[str, str]
+
+    def with_values(self, overrides: list[_Override], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The composed values, with those of overrides and of a task object."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        config = deepcopy(self.config)
+        with interpolation.limit_references():
+            try:
+                for group, given in settings.items():
+                    OmegaConf.update(config, group, _escape_values(given), merge=False, force_add=True)
+                for override in overrides:
+                    for key in override.replaces:
+                        OmegaConf.update(config, key, {}, merge=False, force_add=True)
+                    OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
+                values = OmegaConf.to_container(config, resolve=True)
+            except (OmegaConfBaseException, ValueError, RecursionError) as error:
+                raise ConfigError(_summarise_error(str(error))) from error
+        assert isinstance(values, dict)
+        return {str(name): value for name, value in values.items()}
+
+
+def _read_groups(primary: str, folders: list[Path], choices: list[_Override]) -> _Groups:
+    """Read the files that a recipe and the choices of a command name, in Hydra's order."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     with interpolation.limit_references(), initialize_config_dir(str(folders[0]), version_base="1.3"):
@@ -221,26 +276,22 @@ def _compose_with_hydra(
         try:
             listed = loader.compute_defaults_list(primary, [search], RunMode.RUN)
             known = listed.overrides.known_choices
-            chosen = [f"{'' if o.key in known else '+'}{o.text.lstrip('+')}" for o in overrides if o.is_choice]
+            chosen = [f"{'' if o.key in known else '+'}{o.text.lstrip('+')}" for o in choices]
             config = hydra_compose(primary, overrides=[search, *chosen])
-            for group, given in settings.items():
-                OmegaConf.update(config, group, _escape_values(given), merge=False, force_add=True)
-            for override in (o for o in overrides if not o.is_choice):
-                for key in override.replaces:
-                    OmegaConf.update(config, key, {}, merge=False, force_add=True)
-                OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
-            values = OmegaConf.to_container(config, resolve=True)
             if chosen:
                 listed = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(_summarise_error(str(error))) from error
-    files = []
+    origins: dict[str, str] = {}
     for default in listed.defaults:
         path = next((f for folder in folders if (f := folder / f"{default.config_path}.yaml").is_file()), None)
-        if path is not None and not (default.package or "").startswith("hydra"):
-            files.append((path, default.package or ""))
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}, files
+        if path is None or (default.package or "").startswith("hydra"):
+            continue
+        for dotted, line in _key_lines(path):
+            full = f"{default.package}.{dotted}" if default.package else dotted
+            _drop_origins_below(origins, full)
+            origins[full] = f"{_display_path(path)}:{line}"
+    return _Groups(config, origins)
 
 
 def _escape_values(value: Any) -> Any:
@@ -276,7 +327,7 @@ def _parse_override(override: str, folders: list[Path]) -> _Override:
     name = parsed.key_or_group
     if re.split(r"[./]", name)[0] == "hydra":
         raise ConfigError(f"unknown key '{name}' (override '{override}'): Hydra's own settings have no effect here")
-    choices = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
+    choices = _group_choices(name, folders)
     if choices and (parsed.type == OverrideType.DEL or parsed.value() is None):
         raise ConfigError(f"override '{override}': '{name}' is a group, choose one of {', '.join(choices)}")
     if parsed.type == OverrideType.DEL:
@@ -291,6 +342,11 @@ def _parse_override(override: str, folders: list[Path]) -> _Override:
             f"override '{override}': '{name}' has no choice '{parsed.value()}', {nearest(parsed.value(), choices)}"
         )
     return _Override(override, name, parsed.value(), is_choice)
+
+
+def _group_choices(group: str, folders: Sequence[Path]) -> list[str]:
+    """The files of a group."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def _is_private(key: str) -> bool:
