@@ -100,3 +100,13 @@ def test_names_out_of_files_are_opened_by_one_module() -> None:
     using = {name for name, calls in modules.items() if any(o == "safe_paths" and n in OPENERS for o, n in calls)}
     assert using >= FOREIGN, f"{sorted(FOREIGN - using)} take names from files and do not use safe_paths"
     assert using - FOREIGN - CHOSEN - OWN == set(), "list them as FOREIGN"
+
+
+def test_every_sparse_matrix_of_a_file_goes_through_one_function() -> None:
+    """scipy writes where the index of a matrix says, so only the module that checks it builds one."""
+    kinds = ("csr", "csc", "coo", "bsr", "dia", "lil", "dok")
+    builders = {f"{kind}_{form}" for kind in kinds for form in ("array", "matrix")}
+    builders |= {"load_npz", "mmread", "from_hdf5", "parse_table", "load_table"}
+    building = {name for name, calls in _modules().items() if builders & {called for _, called in calls}}
+    dense = {"unisono_microbiome.study.diversity"}  # counts that it has drawn itself, as a whole array
+    assert building == {"unisono_microbiome.study.sparse"} | dense

@@ -1,4 +1,4 @@
-"""A table of counts, samples by taxa, from a BIOM file: version 2 (HDF5) or version 1 (JSON), read by biom-format."""
+"""A table of counts, samples by taxa, from a BIOM file: version 2 (HDF5) or version 1 (JSON)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, UnisonoError, check_hdf5, find_duplicates, format_examples, format_share, import_extra
+from unisono import (
+    DataError,
+    UnisonoError,
+    check_hdf5,
+    find_duplicates,
+    format_examples,
+    format_share,
+    safe_paths,
+)
+from unisono_microbiome.study.sparse import from_compressed, from_entries
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -61,46 +70,72 @@ def read_table(path: Path) -> CountTable:
     """The table of a BIOM file.
 
     Raises:
-        ConfigError: where biom-format is not installed.
         DataError: for a file that is none, ids that occur twice, and what is no count.
     """
     if not path.is_file():
         raise DataError(f"{path} (data.table) does not exist; give a BIOM table, HDF5 or JSON")
-    biom = import_extra("biom", "microbiome", "data.table")
-    with path.open("rb") as file:
+    with safe_paths.open_regular(path) as file:
         start = file.read(64)
-    try:
-        if start.startswith(_HDF5):
-            import h5py
-
-            check_hdf5(path, f"{path} (data.table)")
-            with h5py.File(path) as hdf5:
-                _check_unique_ids(path, *(_read_ids(hdf5, axis) for axis in ("sample", "observation")))
-                table = biom.Table.from_hdf5(hdf5)
-        elif start.lstrip().startswith(b"{"):
-            described = json.loads(path.read_text(encoding="utf-8"))
-            _check_unique_ids(path, *([str(e["id"]) for e in described[axis]] for axis in ("columns", "rows")))
-            table = biom.Table.from_json(described)
-        else:
+        file.seek(0)
+        try:
+            if start.startswith(_HDF5):
+                check_hdf5(path, f"{path} (data.table)")
+                return _read_hdf5(path, safe_paths.path_of(file))
+            if start.lstrip().startswith(b"{"):
+                return _read_json(path, safe_paths.parse_json(file.read()))
+        except UnisonoError:
+            raise
+        except Exception as error:  # whatever h5py and json raise for a damaged file, and lookups in it
             raise DataError(
-                f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
-                "Convert tab-separated tables with `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
+                f"{path} (data.table) is not a readable BIOM table ({type(error).__name__}: {error}); `biom "
+                "validate-table -i` says what it lacks"
+            ) from error
+    raise DataError(
+        f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
+        "Convert tab-separated tables with `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
+    )
+
+
+def _read_hdf5(path: Path, opened: str) -> CountTable:
+    """A table of version 2: its matrix is stored by samples and by taxa, and the former is read."""
+    import h5py
+
+    with h5py.File(opened) as hdf5:
+        samples, taxa = _read_ids(hdf5, "sample"), _read_ids(hdf5, "observation")
+        _check_ids(path, samples, taxa)
+        stored = (hdf5[f"sample/matrix/{name}"][:] for name in ("indptr", "indices", "data"))
+        matrix = from_compressed(*stored, (len(samples), len(taxa)), f"{path} (data.table)")
+        lineages = hdf5.get("observation/metadata/taxonomy")
+        ranks = None if lineages is None else [_decode(one) for one in lineages[:]]
+    return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
+
+
+def _read_json(path: Path, described: Any) -> CountTable:
+    """A table of version 1: its entries are listed by row (a taxon) and column, or row by row."""
+    samples, taxa = ([str(e["id"]) for e in described[axis]] for axis in ("columns", "rows"))
+    _check_ids(path, samples, taxa)
+    if described.get("matrix_type", "sparse") == "dense":
+        dense = np.asarray(described["data"], dtype=np.float64)  # (taxa, samples)
+        if dense.shape != (len(taxa), len(samples)):
+            raise DataError(
+                f"{path} (data.table) has {dense.shape} numbers for {len(taxa)} taxa, {len(samples)} samples"
             )
-    except UnisonoError:
-        raise
-    except Exception as error:  # whatever h5py, json and biom-format raise for a damaged file
-        raise DataError(
-            f"{path} (data.table) is not a readable BIOM table ({type(error).__name__}: {error}); `biom "
-            "validate-table -i` says what it lacks"
-        ) from error
-    return _validate(path, table)
+        rows, columns = np.nonzero(dense)
+        entries: Any = (columns, rows, dense[rows, columns])
+    else:
+        entries = tuple(zip(*((column, row, value) for row, column, value in described["data"]), strict=True))
+    matrix = from_entries(*(entries or ((), (), ())), (len(samples), len(taxa)), f"{path} (data.table)")
+    ranks = [(one.get("metadata") or {}).get("taxonomy") for one in described["rows"]]
+    return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
 
 
 def _read_ids(hdf5: Any, axis: str) -> list[str]:
     return [str(name) for name in hdf5[f"{axis}/ids"].asstr()[:]] if len(hdf5[f"{axis}/ids"]) else []
 
 
-def _check_unique_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
+def _check_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
+    if not samples or not taxa:
+        raise DataError(f"{path} (data.table) is empty: {len(samples)} samples, {len(taxa)} taxa")
     for what, names in (("samples", samples), ("taxa", taxa)):
         if doubles := find_duplicates(names):
             raise DataError(
@@ -108,21 +143,14 @@ def _check_unique_ids(path: Path, samples: list[str], taxa: list[str]) -> None:
             )
 
 
-def _validate(path: Path, table: Any) -> CountTable:
-    """The counts of a table, as integers."""
-    from scipy.sparse import csr_array
-
-    samples = [str(name) for name in table.ids(axis="sample")]
-    taxa = [str(name) for name in table.ids(axis="observation")]
-    if not samples or not taxa:
-        raise DataError(f"{path} (data.table) is empty: {len(samples)} samples, {len(taxa)} taxa")
-    matrix = csr_array(table.matrix_data.T.tocsr())
-    matrix.sum_duplicates()
+def _counts(path: Path, samples: list[str], matrix: csr_array) -> csr_array:
+    """The counts of a matrix, as integers."""
     matrix.eliminate_zeros()
     for what, wrong in (
         ("not finite", ~np.isfinite(matrix.data)),
         ("below 0", matrix.data < 0),
         ("not whole numbers", matrix.data != np.round(matrix.data)),
+        ("above 2^53", matrix.data > 2**53),
     ):
         if wrong.any():
             rows = np.repeat(np.arange(len(samples)), np.diff(matrix.indptr))[wrong]
@@ -131,13 +159,18 @@ def _validate(path: Path, table: Any) -> CountTable:
                 f"{path} (data.table): {int(wrong.sum())} of {matrix.nnz} entries are {what} "
                 f"({format_examples(shown)}). Give raw read counts, not shares or logarithms"
             )
-    return CountTable(samples, taxa, matrix.astype(np.int64), _read_lineages(table, taxa))
+    return matrix.astype(np.int64)
 
 
-def _read_lineages(table: Any, taxa: list[str]) -> list[str] | None:
-    """The taxonomy that a table has itself: a list of ranks per taxon, or a string."""
-    found = table.metadata(axis="observation")
-    if found is None or not all(one and one.get("taxonomy") for one in found):
+def _decode(value: Any) -> Any:
+    """The text of a value of HDF5, or of a list of such values without those that are empty."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    return value if isinstance(value, str) else [_decode(one) for one in value if one]
+
+
+def _join_lineages(ranks: list[Any] | None, taxa: list[str]) -> list[str] | None:
+    """The taxonomy that a table has itself: a list of ranks per taxon, or a string; None unless every taxon has one."""
+    if ranks is None or len(ranks) != len(taxa) or not all(ranks):
         return None
-    ranks = [one["taxonomy"] for one in found]
     return [rank if isinstance(rank, str) else "; ".join(map(str, rank)) for rank in ranks]
