@@ -45,9 +45,6 @@ class Spirals(unisono.Task):
         layers = [torch.nn.Linear(2, width), torch.nn.GELU(), torch.nn.Linear(width, width), torch.nn.GELU()]
         return torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
 
-    def counts(self, batch):
-        return {"side": len(batch["side"])}
-
     def outputs(self, model, batch, context):
         return model(batch["point"]).squeeze(1)
 

@@ -46,9 +46,6 @@ class Spirals(unisono.Task):
     def build(self, key):
         return eqx.nn.MLP(2, "scalar", self.config.width, depth=2, activation=jax.nn.gelu, key=key)
 
-    def counts(self, batch):
-        return {"side": len(batch["side"])}
-
     def outputs(self, model, batch, context):
         return jax.vmap(model)(batch["point"])
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from unisono.callback import Callback
 
+_Value = TypeVar("_Value")
 Batch = dict[str, Any]
+EVERY_TERM = "*"  # the only key of counts that hold for every term, whatever the loss calls its terms
 
 
 @runtime_checkable
@@ -111,8 +113,8 @@ class Loss:
     averages.
 
     Attributes:
-        sums: a scalar tensor per term, e.g. the summed cross-entropy in nats. The names must match `Task.counts`;
-            in evaluation, auxiliary terms may be omitted.
+        sums: a scalar tensor per term, e.g. the summed cross-entropy in nats. The names are those of `Task.counts`, if
+            the task defines it; in evaluation, auxiliary terms may be omitted.
         weights: weight per term, 1 by default; the same for all rows.
         metrics: `(sum, count)` per metric, each a scalar tensor or a number; reported as `Σ sum / Σ count`.
         carry: the detached state of these rows for the next step; only for recurrent tasks.
@@ -134,7 +136,7 @@ class Loss:
 
 
 class Task(ABC):
-    """One problem: its data, its model and its loss. Define at least `data`, `build`, `counts`, `outputs` and `loss`.
+    """One problem: its data, its model and its loss. Define at least `data`, `build`, `outputs` and `loss`.
 
     `Config`, `Model` and `Data` are the types of the config groups `task`, `model` and `data`: pydantic models, or
     `Annotated` unions of them with a discriminator. Unknown keys are rejected.
@@ -224,9 +226,15 @@ class Task(ABC):
         returns a pytree of arrays and is called under `jit`.
         """
 
-    @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:
-        """The count of each loss term in this micro-batch (targets, pairs, rows), computed from the batch alone."""
+        """The count of each loss term in this micro-batch (targets, pairs, rows), computed from the batch alone.
+
+        By default, every term counts the rows of the batch. Define it to weigh by something else, e.g. tokens.
+
+        Raises:
+            ConfigError: if it is not defined and the arrays of the batch do not agree on the number of rows.
+        """
+        return {EVERY_TERM: float(count_rows(self, batch))}
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch, context: Context) -> Any:
@@ -294,6 +302,31 @@ class Task(ABC):
 
     def load_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
         """Read what `save_assets` wrote, so that `build` can create the model without the training data."""
+
+
+def count_rows(task: Task, batch: Batch) -> int:
+    """The number of rows of a batch: the length that all of its arrays share.
+
+    Raises:
+        ConfigError: if there is no such length; then the task has to define `counts`.
+    """
+    lengths = {name: int(array.shape[0]) for name, array in batch.items() if getattr(array, "shape", ())}
+    if len(set(lengths.values())) == 1:
+        return next(iter(lengths.values()))
+    found = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "it has no arrays"
+    raise ConfigError(
+        f"the rows of the batch cannot be counted ({found}); define counts(batch) in {type(task).__name__}, which "
+        "returns what each term of the loss counts (docs/tasks.md#sums-and-counts)"
+    )
+
+
+def expand_counts(values: Mapping[str, _Value], terms: Iterable[str]) -> dict[str, _Value]:
+    """What each term counts (or its scale), where one value may hold for every term.
+
+    >>> expand_counts({EVERY_TERM: 8.0}, ["label", "penalty"])
+    {'label': 8.0, 'penalty': 8.0}
+    """
+    return {term: values[EVERY_TERM if EVERY_TERM in values else term] for term in terms}
 
 
 def run_setup(task: Task) -> None:

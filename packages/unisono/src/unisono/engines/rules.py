@@ -6,6 +6,7 @@ the engine uses: they are only multiplied and added here.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from unisono.config.batch_split import BatchSplit, divisors
+from unisono.data.loading.batch_builder import describe_error
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
-from unisono.task import Batch, Context, Loss, Task
+from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
 
 ReportNames = list[list[str]]  # of terms, metrics and work
+log = logging.getLogger(__name__)
 OUTPUTS = "outputs"  # a non-finite entry that explains all others: what is computed across samples follows from them
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -84,6 +87,8 @@ def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) 
     name, terms = type(task).__name__, set(counted)
     if not loss.sums:
         raise ConfigError(f"{name}: loss() returned no term, so there is nothing to train on")
+    if counts_by_default(terms):
+        return
     if not (set(loss.sums) == terms if training else set(loss.sums) <= terms):
         raise ConfigError(
             f"{name}: loss() returned the terms {sorted(loss.sums)}, but counts() counted {sorted(terms)}; every term "
@@ -91,9 +96,47 @@ def check_terms(task: Task, loss: Loss, counted: Iterable[str], training: bool) 
         )
 
 
+def counts_by_default(counts: Iterable[str]) -> bool:
+    """Whether a task does not define `counts`, so that every term counts the rows of the batch."""
+    return set(counts) == {EVERY_TERM}
+
+
+def check_sum(task: Task, loss: Loss, twice: tuple[Any, Batch, Context]) -> None:
+    """Refuse a loss that does not double when every row is given twice, which a sum over rows does.
+
+    Args:
+        task: whose terms count rows by default, so that a mean over rows would be divided by them again.
+        loss: of the rows.
+        twice: outputs, batch and context of the same rows, each of them twice.
+
+    Raises:
+        ConfigError: naming the term.
+    """
+    try:
+        doubled = task.loss(*twice)
+    except Exception as error:  # it may rightly insist on a number of rows; a proof looks closer
+        log.info("not checked whether loss() is a sum over rows: %s", describe_error(error))
+        return
+    check_doubled(task, {name: float(value) for name, value in loss.sums.items()}, doubled.sums)
+
+
+def check_doubled(task: Task, once: Mapping[str, float], twice: Mapping[str, Any]) -> None:
+    """Refuse terms that are the same of all rows and of all rows twice; see `check_sum`."""
+    for name, value in once.items():
+        if value and name in twice and math.isclose(float(twice[name]), value, rel_tol=0.01):
+            raise ConfigError(
+                f"{type(task).__name__}.loss: the term '{name}' is {value:.4g} for some rows and the same if every row "
+                "is given twice, so it is a mean, or a constant. Return the sum over rows, e.g. "
+                'F.cross_entropy(logits, labels, reduction="sum"): it is divided once, by the rows of the whole global '
+                "batch, however they are split. For a penalty on weights, multiply by the number of rows",
+                fault="A mean of means",
+            )
+
+
 def scaled_sum(sums: Mapping[str, Any], weights: Mapping[str, Any], scales: Mapping[str, Any]) -> Any:
     """The scalar to differentiate: Σ weight · (sum · scale) over the terms, each scaled once."""
-    return sum(weights.get(term, 1.0) * (value * scales[term]) for term, value in sums.items())
+    by_term = expand_counts(scales, sums)
+    return sum(weights.get(term, 1.0) * (value * by_term[term]) for term, value in sums.items())
 
 
 class MetricSums:

@@ -27,7 +27,7 @@ from unisono.launch.run import Run
 from unisono.optim import schedules
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.task import Batch, Context, Loss, Source, Task, run_setup
+from unisono.task import Batch, Context, Loss, Source, Task, expand_counts, run_setup
 
 RowSelection = Literal["held_out", "training", "all"]
 Forward = Callable[[MicroBatch, Context], tuple[Any, Loss | None]]
@@ -200,7 +200,8 @@ class _Scores:
         if loss is None:
             return
         self._weights |= dict(loss.weights)
-        terms = {name: (total, micro.counts[name]) for name, total in loss.sums.items()}
+        counts = expand_counts(micro.counts, loss.sums)
+        terms = {name: (total, counts[name]) for name, total in loss.sums.items()}
         for sums, added in ((self._terms, terms), (self._metrics, loss.metrics)):
             for name, (total, count) in added.items():
                 sums[name] = sums[name][0] + float(total), sums[name][1] + float(count)

@@ -24,7 +24,7 @@ from unisono.protocols import Recurrent, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, key
 from unisono.runtime.source_files import is_user_file
-from unisono.task import Batch, SampleContext, Source, Task, run_setup
+from unisono.task import EVERY_TERM, Batch, SampleContext, Source, Task, run_setup
 
 _MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad
 
@@ -297,6 +297,7 @@ class BatchBuilder:
                 pieces = [require_packable(self.task).pack(group) for group in _group_by_slot(pieces, slots)]
             arrays = self.task.collate(pieces)
             counts = {name: float(count) for name, count in self.task.counts(arrays).items()}
+            self._check_default_count(counts, len(pieces))
             work = {**self.task.work(arrays), "rows": float(len(pieces))}
         except UnisonoError:
             raise
@@ -306,6 +307,27 @@ class BatchBuilder:
                 f"rows {shown} of the source: building the batch failed: {describe_error(error)}"
             ) from error
         return arrays, counts, work, len(pieces)
+
+    def _check_default_count(self, counts: Mapping[str, float], rows: int) -> None:
+        """Refuse to count rows by default where the first axis of the batch is something else.
+
+        Raises:
+            ConfigError: naming what the batch has instead.
+        """
+        if EVERY_TERM not in counts:
+            return
+        task = type(self.task).__name__
+        if self._capacity is not None:
+            raise ConfigError(
+                f"data.packing puts several samples in a row, so {task} has to say what its loss counts (e.g. tokens): "
+                "define counts(batch) (docs/tasks.md#sums-and-counts)"
+            )
+        if counts[EVERY_TERM] != rows:
+            raise ConfigError(
+                f"{task}.collate made arrays of length {counts[EVERY_TERM]:g} from {rows} samples, so their first axis "
+                "is not the row; define counts(batch), which returns what each term of the loss counts "
+                "(docs/tasks.md#sums-and-counts)"
+            )
 
     def _find_stand_in(self, reason: str) -> tuple[int, Any]:
         """A row of the source that can be built, and its sample; the same in every process."""

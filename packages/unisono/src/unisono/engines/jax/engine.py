@@ -148,6 +148,7 @@ class JaxEngine:
             inputs = self.programs.inputs(0, scalars, False, {} if training else None)
             checks.check_padding(forward, one, inputs)
             if training:
+                checks.check_sum(forward, one, inputs)
                 checks.check_double_precision(forward, one, inputs)
                 self.random = checks.draws_random_numbers(forward, one, inputs)
 
@@ -301,7 +302,7 @@ class JaxEngine:
         found = self.programs.search(given, names, scalars)(*given)
         task = self._job.task
         return faults.not_finite_error(
-            self.communicator, batches, names, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
+            self.communicator, batches, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
             result, step, by_term=protocols.cross_sample_mode(task) is None and not protocols.needs_totals(task),
         )  # fmt: skip
 

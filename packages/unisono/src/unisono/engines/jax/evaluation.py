@@ -73,8 +73,9 @@ class NonFiniteSearchProgram:
         """For every micro-batch of the global batch: which terms, single rows and gradients are finite.
 
         Returns:
-            Whether each term is finite, (micro-batches, terms); whether each row is when it is computed alone,
-            (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches, parameters).
+            Whether each term, by name in order, is finite, (micro-batches, terms); whether each row is when it is
+            computed alone, (micro-batches, rows); and whether the gradient of each parameter is, (micro-batches,
+            parameters).
         """
         return self.forward.on_devices(self._on_device, parameters, constants, batch, inputs, carry)
 
@@ -84,7 +85,6 @@ class NonFiniteSearchProgram:
         # Whole parameters, so that a gradient belongs to one micro-batch only.
         parameters, forward = self.forward.whole(parameters), replace(self.forward, gathers=False)
         batch, carry = jax.tree.map(lambda array: array[:, 0], (batch, carry))
-        terms = forward.names.terms
 
         def compute_values(parameters: Parameters, micro: DeviceBatch, own: Any) -> Any:
             context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
@@ -92,7 +92,7 @@ class NonFiniteSearchProgram:
             if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
                 return _total_magnitude(outputs, micro.valid)
             _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
-            return jnp.stack([sums["sums"][name] for name in terms])
+            return jnp.stack([value for _, value in sorted(sums["sums"].items())])
 
         def alone(micro: DeviceBatch, own: Any) -> jax.Array:
             def row(_: None, number: jax.Array) -> tuple[None, jax.Array]:

@@ -22,7 +22,7 @@ from unisono.engines.jax.parallel.mesh import BATCH, REPLICATED, Grid
 from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
-from unisono.task import Context, Loss, Task
+from unisono.task import Context, Loss, Task, expand_counts
 
 Parameters = Mapping[str, jax.Array]
 Scales = Mapping[str, jax.Array]
@@ -113,7 +113,7 @@ class Columns:
             grad_norm: of the whole gradient.
         """
         parts = self.split(np.concatenate([np.asarray(part, dtype=np.float64) for part in reports]))
-        counts = dict(zip(self.names.terms, parts["counts"].sum(0).tolist(), strict=True))
+        counts = expand_counts(dict(zip(self.names.terms, parts["counts"].sum(0).tolist(), strict=True)), self.terms)
         pairs = parts["metrics"].sum(0).reshape(-1, 2).tolist()
         return rules.build_step_result(
             {n: (total, counts[n]) for n, total in zip(self.terms, parts["sums"].sum(0).tolist(), strict=True)},

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines import rules
+from unisono.engines.nested import map_leaves
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.gradients import local_gradients
@@ -147,6 +149,22 @@ class Passes:
         with self._state.buffers.restore_on_exit():
             self._seed("dropout", self._context.step, row.number)
             return self._scaled_loss(row)[1]
+
+    @torch.no_grad()
+    def check_sum(self, micro: MicroBatch, outputs: Any, loss: Loss) -> None:
+        """Refuse a loss that is not a sum, of a task that leaves the counting of rows to us; see `rules.check_sum`."""
+        if not rules.counts_by_default(micro.counts) or self.cross_sample or protocols.needs_totals(self._task):
+            return
+        batch, context = self._prepare_micro_batch(micro, self._context)
+
+        def double(value: Any) -> Any:
+            by_row = isinstance(value, Tensor) and value.ndim and len(value) == micro.size
+            return torch.cat([value, value]) if by_row else value
+
+        carry = None if context.carry is None else map_leaves(double, context.carry)
+        twice = map_leaves(double, outputs), map_leaves(double, batch), replace(context, carry=carry)
+        with precision.autocast(self._precision, self._parts.device):
+            rules.check_sum(self._task, loss, twice)
 
     # passes outside of steps --------------------------------------------------------------------------------------
 

@@ -114,12 +114,14 @@ class TrainStep:
                 self._parts.reduction.counts(batches), self._parallel.gradient_factor, torch.where
             )
             self._passes.begin(batches, Context(0, training=True, scalars=scalars), scales)
-            with self._parallel.synchronise(last=True):
+            with self._parallel.synchronise(last=True), module.record_outputs() as recorded:
                 total, loss = self._passes.forward(first)
                 if not total.requires_grad:
                     raise ConfigError(f"{name}: the loss does not depend on any trainable parameter")
                 self._parallel.begin(1)
                 total.backward()
+            if len(recorded) == 1:  # more of them if several devices computed a part each
+                self._passes.check_sum(first, recorded[0], loss)
         self._parallel.end_pass()
         self._state.optimizer.zero_grad(set_to_none=True)
         if not used:

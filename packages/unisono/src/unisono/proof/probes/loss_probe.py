@@ -12,6 +12,7 @@ from unisono.proof.predictions import find_constant, is_additive, is_equal, own_
 from unisono.proof.probes.state import describe_state, repeat_call
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
+from unisono.task import expand_counts
 
 _ROWS = 4  # whose subsets are tried: 15 of them
 
@@ -120,4 +121,5 @@ def _find_by_number(trial: Trial, rows: Sequence[int]) -> str:
 def _of_rows(trial: Trial, rows: Sequence[int]) -> tuple[dict[str, float], dict[str, float]]:
     """Sums and counts of some rows."""
     part = trial.take(rows)
-    return trial.sums(part), dict(trial.task.counts(part.arrays))
+    sums = trial.sums(part)
+    return sums, expand_counts(trial.task.counts(part.arrays), sums)

@@ -11,6 +11,7 @@ import numpy as np
 from unisono.proof.predictions import is_equal
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
+from unisono.task import expand_counts
 
 _ROWS = 4  # that are tried alone
 
@@ -67,7 +68,8 @@ def _add_up(trial: Trial, batches: Sequence[dict[str, Any]]) -> dict[str, float]
         sums = trial.sums(replace(trial.micro, arrays=arrays, rows=trial.micro.rows[row : row + 1]))
         found = {f"the sum of '{name}'": value for name, value in sums.items()}
         if sums:
-            found |= {f"the count of '{name}'": float(value) for name, value in trial.task.counts(arrays).items()}
+            counts = expand_counts(trial.task.counts(arrays), sums)
+            found |= {f"the count of '{name}'": float(value) for name, value in counts.items()}
         for name, value in found.items():
             total[name] = total.get(name, 0.0) + value
     return total

@@ -19,7 +19,7 @@ from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.output_digest import Sketch, build_sketches
 from unisono.proof.recording.trace import Array, Part, StepFacts, write_tensors
 from unisono.runtime.communicator import Communicator
-from unisono.task import Loss
+from unisono.task import Loss, expand_counts
 
 
 class Recorder(Observer):
@@ -144,7 +144,7 @@ def _part(micro: MicroBatch, rank: int, loss: Loss | None) -> dict[str, Any]:
     sums = {name: _as_number(value) for name, value in loss.sums.items()}
     weights = {name: float(loss.weights.get(name, 1.0)) for name in sums}
     sums |= {name: _as_number(pair[0]) for name, pair in metrics.items()}
-    counts = {**micro.counts, **{name: _as_number(pair[1]) for name, pair in metrics.items()}}
+    counts = {**expand_counts(micro.counts, loss.sums), **{name: _as_number(pair[1]) for name, pair in metrics.items()}}
     return asdict(Part(micro.number, rank, micro.size, sums, counts, weights))
 
 

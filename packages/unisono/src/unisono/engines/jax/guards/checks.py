@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from unisono import protocols
+from unisono.engines import rules
 from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs
 from unisono.engines.jax.numerics import precision
@@ -72,18 +73,8 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     if rows < 2 or protocols.cross_sample_mode(forward.task) == "whole":
         return
 
-    described = jax.eval_shape(lambda *given: _outputs(forward, *given)[0], *_shapes(forward, one, inputs))
-    leaves = [*jax.tree.leaves(described), *jax.tree.leaves(one.arrays)]
-    if any(not leaf.shape or leaf.shape[0] != rows for leaf in leaves):
+    if (outputs := _synthetic_outputs(forward, one, inputs)) is None:
         return  # nothing here can be cut by row; a short micro-batch is refused when it comes
-    generator = np.random.default_rng(0)
-
-    def draw(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return np.zeros(leaf.shape, leaf.dtype)
-        return generator.uniform(0.1, 0.9, leaf.shape).astype(leaf.dtype)
-
-    outputs = jax.tree.map(draw, described)
 
     def sums(count: int, everything: Any) -> Any:
         """The sums of all rows but the last, of which there are so many."""
@@ -118,6 +109,50 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
                 f"{rows} rows {rows - 1} were real, and it is {np.max(found):.6g} instead of {np.max(expected):.6g}). "
                 "Give one number per row, or leave out rows where context.valid is False"
             )
+
+
+def check_sum(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
+    """Refuse a loss that is not a sum, of a task that leaves the counting of rows to us; see `rules.check_sum`.
+
+    It is computed on the same synthetic outputs, once and with every row twice. Arguments as for `check_padding`.
+    """
+    task = forward.task
+    if (
+        not rules.counts_by_default(forward.names.terms)
+        or protocols.cross_sample_mode(task) is not None
+        or protocols.needs_totals(task)
+        or (outputs := _synthetic_outputs(forward, one, inputs)) is None
+    ):
+        return
+
+    def sums(everything: Any) -> Any:
+        outputs, arrays = jax.tree.map(jnp.asarray, everything)
+        micro = one.with_rows(arrays, jnp.ones(len(jax.tree.leaves(arrays)[0]), bool))
+        context = forward.context(micro, inputs, carry=protocols.initial_carry(task, arrays))
+        return forward.loss(outputs, arrays, micro.valid, context)[1]["sums"]
+
+    whole = outputs, one.arrays
+    program = jax.jit(sums)
+    once = {name: float(value) for name, value in program(whole).items()}
+    twice = program(jax.tree.map(lambda array: np.concatenate([array, array]), whole))
+    rules.check_doubled(task, once, twice)
+
+
+def _synthetic_outputs(forward: Forward, one: DeviceBatch, inputs: Inputs) -> Any:
+    """Numbers in the shape of the task's outputs for a micro-batch; None if not all arrays have a row axis."""
+    rows = len(one.valid)
+    described = jax.eval_shape(lambda *given: _outputs(forward, *given)[0], *_shapes(forward, one, inputs))
+    leaves = [*jax.tree.leaves(described), *jax.tree.leaves(one.arrays)]
+    if any(not leaf.shape or leaf.shape[0] != rows for leaf in leaves):
+        return None
+    generator = np.random.default_rng(0)
+
+    def draw(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return np.zeros(leaf.shape, leaf.dtype)
+        return generator.uniform(0.1, 0.9, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(draw, described)
 
 
 def _outputs(forward: Forward, arrays: Any, one: DeviceBatch, inputs: Inputs, **changes: Any) -> tuple[Any, Context]:

@@ -10,7 +10,6 @@ import jax
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.jax.batches import ColumnNames
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DeadlineError, NonFiniteError
@@ -21,7 +20,6 @@ _PEER_ERRORS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_E
 def not_finite_error(
     group: Communicator,
     batches: Sequence[MicroBatch],
-    names: ColumnNames,
     parameters: Sequence[str],
     found: Sequence[Any],
     result: StepResult,
@@ -34,7 +32,6 @@ def not_finite_error(
     Args:
         group: all processes.
         batches: of this process.
-        names: of terms.
         parameters: names of what is trained.
         found: finite terms, rows and gradients of every micro-batch of the global batch.
         result: of the step.
@@ -44,7 +41,9 @@ def not_finite_error(
     terms, rows, gradients = found
     own = []
     for micro in batches:
-        wrong = [f"term '{name}'" for name, good in zip(names.terms, terms[micro.number], strict=False) if not good]
+        wrong = [
+            f"term '{name}'" for name, good in zip(sorted(result.terms), terms[micro.number], strict=False) if not good
+        ]
         if not by_term:
             wrong = [] if terms[micro.number].all() else [rules.OUTPUTS]
         wrong = wrong or [

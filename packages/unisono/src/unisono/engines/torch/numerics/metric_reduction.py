@@ -12,6 +12,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.protocol import StepResult
 from unisono.engines.rules import MetricSums
+from unisono.task import expand_counts
 
 
 class MetricReduction:
@@ -55,7 +56,7 @@ class MetricReduction:
         vector = torch.cat([*sums.vectors(), *ends])
         if self._world_size > 1:
             dist.all_reduce(vector)
-        known = torch.stack([counts[name].to(self._device) for name in sums.terms])
+        known = torch.stack([count.to(self._device) for count in expand_counts(counts, sums.terms).values()])
         numbers = torch.cat([vector, known]).tolist()
         first, last = len(vector) - sum(map(len, ends)), len(vector)
         result = sums.result(numbers[:first], numbers[last:], numbers[first])

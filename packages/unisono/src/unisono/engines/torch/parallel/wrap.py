@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +61,15 @@ class StepModule(nn.Module):
         if scales is None:
             return compute_totals(self.task, outputs, batch, context)
         return rules.scaled_loss(self.task, outputs, batch, context, scales)
+
+    @contextmanager
+    def record_outputs(self) -> Iterator[list[Any]]:
+        """A context with the outputs of the passes with gradients in it."""
+        before, self.recorded_outputs = self.recorded_outputs, []
+        try:
+            yield self.recorded_outputs
+        finally:
+            self.recorded_outputs = before
 
     def take_outputs(self) -> Any:
         """What the task returned in the last pass; None where nobody wants to see it, or devices made parts of it."""
