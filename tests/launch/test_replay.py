@@ -164,3 +164,18 @@ def test_the_numbers_of_the_tests_are_not_those_of_nothing(made: Path) -> None:
     values = [each.read(name, (0, 0), each.shapes[name]) for each in reader]
     assert not np.array_equal(values[0], values[1])
     assert not np.array_equal(values[1], values[2])
+
+
+def test_a_replay_copies_nothing_through_links_of_a_run_s_folder(run: Path, tmp_path: Path) -> None:
+    """A private file was copied into the folder of the repeated steps, where everybody could read it."""
+    (tmp_path / "private").write_text('{"f1e2d3c4b5": 1}')
+    for name in ("fingerprint.json", "ledger/rank-00009.jsonl", "checkpoints/step-00000004/more"):
+        kept = (run / name).read_bytes() if (run / name).exists() else None
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / "private")
+        with pytest.raises((RunError, CheckpointError), match="is a link"):
+            replay(run, 4, 6)
+        assert not any(b"f1e2d3c4b5" in path.read_bytes() for path in (run / REPLAYS).rglob("*") if path.is_file())
+        (run / name).unlink()
+        if kept is not None:
+            (run / name).write_bytes(kept)

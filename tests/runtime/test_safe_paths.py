@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import UnisonoError
+from unisono.runtime.errors import DataError, UnisonoError
 from unisono.runtime.safe_paths import UnsafePathError
 
 
@@ -173,3 +174,41 @@ def test_a_copy_is_no_more_open_to_others_than_the_umask_says(folder: Path) -> N
     finally:
         os.umask(before)
     assert stat.S_IMODE((folder / "copy").stat().st_mode) == 0o600
+
+
+def test_a_second_name_is_that_of_the_file_and_of_no_link(folder: Path) -> None:
+    """`link_inside` and `copy_folder` are what a run's files are copied by; neither reaches out of the folder."""
+    (folder / "secret").symlink_to("/etc/hostname")
+    (folder / "own").write_text("own")
+    safe_paths.link_inside(folder, "own", folder / "again")
+    assert (folder / "again").stat().st_ino == (folder / "own").stat().st_ino
+    for act in (
+        lambda: safe_paths.link_inside(folder, "secret", folder / "copy"),
+        lambda: safe_paths.copy_folder(folder, folder.parent / "all"),
+    ):
+        with pytest.raises(UnsafePathError, match="is a link to /etc/hostname"):
+            act()
+    assert not (folder / "copy").exists()
+    assert not (folder.parent / "all" / "secret").exists()
+
+
+def test_links_of_a_data_folder_are_followed_inside_of_it_alone(folder: Path) -> None:
+    (folder / "own").write_text("own")
+    (folder / "near").symlink_to("own")
+    (folder / "far").symlink_to("/etc/hostname")
+    with safe_paths.open_inside(folder, "near", follow=True) as file:
+        assert file.read() == b"own"
+    with pytest.raises(UnsafePathError, match="is a link"):
+        safe_paths.open_inside(folder, "far", follow=True)
+    safe_paths.check_link(folder, "near")
+    with pytest.raises(DataError, match=r"far is a link to /etc/hostname, outside of the folder.*copy it into"):
+        safe_paths.check_link(folder, "far")
+
+
+def test_an_array_whose_header_lies_is_not_allocated(folder: Path) -> None:
+    np.save(folder / "a.npy", np.arange(4.0))
+    assert safe_paths.load_array(folder, "a.npy").tolist() == [0, 1, 2, 3]
+    content = (folder / "a.npy").read_bytes()
+    (folder / "a.npy").write_bytes(content.replace(b"(4,), }" + b" " * 12, b"(4" + b"9" * 12 + b",), }"))
+    with pytest.raises((ValueError, OSError)):
+        safe_paths.load_array(folder, "a.npy")

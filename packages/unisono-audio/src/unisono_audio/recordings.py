@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import stat
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -119,14 +121,22 @@ def data_of(recording: Any) -> memoryview:
     given = content(recording)
     if isinstance(given, str):
         try:
-            path = Path(given)
-            if path.stat().st_size < _MAPPED:
-                return memoryview(path.read_bytes())
-            with path.open("rb") as file:
+            with _open(given) as file:
+                if os.fstat(file.fileno()).st_size < _MAPPED:
+                    return memoryview(file.read())
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except OSError as error:
             raise DataError(f"{given} cannot be opened: {error.strerror or error}") from error
     return memoryview(given).cast("B")
+
+
+def _open(path: str) -> BinaryIO:
+    """A regular file; a pipe, on which a reader would wait for ever, is refused at once."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return os.fdopen(descriptor, "rb")
 
 
 def _range(part: ByteRange) -> bytes:
@@ -134,7 +144,7 @@ def _range(part: ByteRange) -> bytes:
         if is_remote(part.url):
             last = remote_size(part.url, part.where) if part.last < 0 else part.last
             return read_remote(part.url, part.first, last, part.where)
-        with Path(part.url).open("rb") as file:
+        with _open(part.url) as file:
             file.seek(part.first)
             return file.read(part.last - part.first)
     except OSError as error:

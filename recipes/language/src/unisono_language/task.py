@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task
+from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task, safe_paths
 from unisono_language import library, settings
 from unisono_language.library import Library
 from unisono_language.tokenizer import FILE, Tokenizer
@@ -278,7 +277,8 @@ class Language(Task):
             beside.append(self.model_config.path / "generation_config.json")
         for path in beside:  # for those who export the run
             if path.is_file():
-                shutil.copyfile(path, directory / (FILE if path == self.tokenizer.path else path.name))
+                target = directory / (FILE if path == self.tokenizer.path else path.name)
+                target.write_bytes(safe_paths.read_regular(path))
         models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
 
     def load_assets(self, directory: Path) -> None:

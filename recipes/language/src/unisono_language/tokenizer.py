@@ -102,7 +102,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     engine = _engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
-        named = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        named = safe_paths.parse_json(safe_paths.read_regular(beside)) if beside.is_file() else {}
     except ValueError as error:
         raise DataError(f"{beside} cannot be read as JSON: {error}") from error
     if not isinstance(named, dict):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, cache_dir, prepare, whole_file
+from unisono import DataError, cache_dir, prepare, safe_paths, whole_file
 from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, batches
 
@@ -133,7 +133,7 @@ class TokenStore:
         path, size = self.folder / _UNIGRAM, self.tokenizer.size
         targets = int(self.manifest["units"]) - int((self.lengths > 0).sum())
         with contextlib.suppress(OSError, ValueError, EOFError):
-            kept: NDArray[np.int64] = np.load(path)
+            kept: NDArray[np.int64] = safe_paths.load_array(self.folder, _UNIGRAM)
             if kept.shape == (size,) and int(kept.sum()) == targets:
                 return kept
         counted, documents = np.zeros(size, dtype=np.int64), 0

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Run, RunError
+from unisono import Run, RunError, safe_paths
 from unisono_speech import labels, samples, tokens
 from unisono_speech.codec import FRAMES
 from unisono_speech.labels import Row
@@ -166,5 +166,5 @@ def _reference(path: Path | None, said: str | None) -> list[tuple[str, Clip]]:
     if said is None:
         if not beside.is_file():
             raise RunError(f"reference={path}: what is said in it? Give reference_text=…, or write it to {beside}")
-        said = beside.read_text(encoding="utf-8")
+        said = safe_paths.read_regular(beside).decode("utf-8")
     return [(said.strip(), Clip(str(path), path))]

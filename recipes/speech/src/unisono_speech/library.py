@@ -28,6 +28,7 @@ from unisono import (
     generator,
     hold_out,
     key,
+    safe_paths,
     whole_file,
 )
 from unisono_speech import codec, folder, manifest, samples, voices
@@ -187,7 +188,7 @@ class CodeStore:
         digest = samples.digest(content)
         file = self._folder / digest[:2] / f"{digest}.npy"
         try:
-            kept: Codes = np.load(file, allow_pickle=False).astype(np.int64)
+            kept: Codes = safe_paths.load_array(file.parent, file.name).astype(np.int64)
             if kept.ndim == 2 and kept.shape[1] == self.codec.codebooks:
                 return kept
         except (OSError, ValueError, EOFError):

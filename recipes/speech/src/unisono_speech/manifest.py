@@ -34,7 +34,7 @@ def read(config: Manifest) -> list[Conversation]:
 def _entries(path: Path) -> list[Any]:
     if not path.is_file():
         raise DataError(f"data.path: {path} is not a file; a manifest in JSON or JSONL is needed")
-    text = path.read_text(encoding="utf-8")
+    text = safe_paths.read_regular(path).decode("utf-8")
     if path.suffix.lower() == ".jsonl":
         found: Any = []
         for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028, too, which JSON may contain

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import unisono_audio as audio
-from unisono import DataError
+from unisono import DataError, safe_paths
 from unisono_speech import voices
 
 INSTRUCTION = "Generate audio following instruction."
@@ -43,7 +43,7 @@ class Clip:
             assert self.voice is not None
             return voices.wav(*self.voice)
         try:
-            return self.path.read_bytes()
+            return safe_paths.read_regular(self.path)
         except OSError as error:
             raise DataError(f"{self.name}: {self.path} cannot be read ({error.strerror})") from error
 
@@ -186,7 +186,7 @@ def same_recording(one: Clip, other: Clip) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _file_digest(path: Path) -> str:
-    return digest(path.read_bytes())
+    return digest(safe_paths.read_regular(path))
 
 
 def digest(content: bytes) -> str:

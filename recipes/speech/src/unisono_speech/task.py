@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
+from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task, safe_paths
 from unisono_speech import labels, library, settings, tokens
 from unisono_speech.codec import Codec, KMeansCodec
 from unisono_speech.labels import IGNORED, Row, Stream
@@ -201,7 +200,7 @@ class Speech(Task):
         if isinstance(self.model_config, settings.Pretrained):
             for name in _BESIDE:
                 if (self.model_config.path / name).is_file():
-                    shutil.copyfile(self.model_config.path / name, directory / name)
+                    (directory / name).write_bytes(safe_paths.read_regular(self.model_config.path / name))
 
     def load_assets(self, directory: Path) -> None:
         """Take tokenizer, codec and configuration from a run."""

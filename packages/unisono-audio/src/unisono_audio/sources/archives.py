@@ -100,7 +100,7 @@ class Archives(RecordingTable):
         rows: dict[str, dict[str, tuple[int, int]]] = {}
         try:
             with (
-                stream_remote(path, self._where) if is_remote(path) else Path(path).open("rb") as file,
+                stream_remote(path, self._where) if is_remote(path) else safe_paths.open_regular(path) as file,
                 tarfile.open(fileobj=file, mode="r:") as archive,
             ):
                 for member in archive:

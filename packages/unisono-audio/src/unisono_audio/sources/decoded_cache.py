@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unisono.data.sources.storage import create_cache_folder
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
 from unisono_audio import CENTRE, FIRST, Pipeline, Window
@@ -128,7 +129,7 @@ class DecodedCache:
     def __init__(self, folder: Path | str, pipeline: Pipeline | None = None) -> None:
         self.folder = Path(folder)
         try:
-            self.metadata: dict[str, Any] = json.loads((self.folder / "cache.json").read_text(encoding="utf-8"))
+            self.metadata: dict[str, Any] = safe_paths.read_json(self.folder, "cache.json")
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{folder} is not a finished cache: {error}; build it with `unisono data audio-cache`"
@@ -146,7 +147,7 @@ class DecodedCache:
     @cached_property
     def _arrays(self) -> tuple[Any, Any, Any]:
         names = ("values", "lengths", "rows")
-        values, lengths, rows = (np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in names)
+        values, lengths, rows = (safe_paths.load_array(self.folder, f"{name}.npy", mapped=True) for name in names)
         return values, lengths, rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,14 +187,14 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
     settings_file = folder / "about.json"
     expected = json.loads(json.dumps(inputs))
     if (folder / "cache.json").exists():
-        stored = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
+        stored = safe_paths.read_json(folder, "cache.json")
         if {key: stored.get(key) for key in expected} == expected:
             return None
         raise ConfigError(
             f"{folder} contains a cache of other data or settings; choose another folder, or remove this one"
         )
     if settings_file.exists():
-        if json.loads(settings_file.read_text(encoding="utf-8")) != expected:
+        if safe_paths.read_json(folder, settings_file.name) != expected:
             raise ConfigError(
                 f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
                 "one"

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime import safe_paths
+
 _CHUNK_ROWS = 64
 
 
@@ -15,7 +17,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
     A last line that an interruption cut off is removed from the file, so that the next entry does not continue it.
     """
-    content = path.read_bytes() if path.exists() else b""
+    content = safe_paths.read_regular(path) if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))

@@ -157,13 +157,13 @@ class MetadataTable(RecordingTable):
             )
 
 
-def _audio_files(folder: Path) -> Any:
-    return (
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in AUDIO_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+def _audio_files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        inner = path.relative_to(folder)
+        if path.suffix.lower() in AUDIO_SUFFIXES and not any(part.startswith(".") for part in inner.parts):
+            if path.is_symlink():
+                safe_paths.check_link(folder, str(inner))
+            yield path
 
 
 def file_status(path: str) -> tuple[int, int] | None:
@@ -185,7 +185,7 @@ def _resolve_path(folder: Path, row: Mapping[str, Any], column: str, place: Path
 
 
 def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
-    with place.open(encoding="utf-8-sig", newline="") as file:
+    with safe_paths.open_text(place, "utf-8-sig", "") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             rows: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
 
 def _read_json(place: Path) -> list[dict[str, Any]]:
     try:
-        found = safe_paths.parse_json(place.read_text(encoding="utf-8"))
+        found = safe_paths.parse_json(safe_paths.read_regular(place).decode("utf-8"))
     except ValueError as error:
         raise DataError(f"{place} is not JSON ({error}); if it was cut off, copy or write it again") from error
     if isinstance(found, dict):  # rows under one of these keys, next to other metadata
@@ -225,7 +225,7 @@ def _read_json(place: Path) -> list[dict[str, Any]]:
 
 def _read_json_lines(place: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(safe_paths.read_regular(place).decode("utf-8").splitlines()):
         if line.strip():
             try:
                 rows.append(safe_paths.parse_json(line))

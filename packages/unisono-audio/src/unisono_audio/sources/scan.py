@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import unisono_audio as audio
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
 from unisono_audio.sources.journal import chunks, read_journal
@@ -118,7 +119,7 @@ def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[set[in
     if journal.exists() or not out.exists():
         bad = {int(row): reason for entry in entries for row, reason in entry["bad"].items()}
         return {entry["first"] for entry in entries}, bad
-    head, *entries = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    head, *entries = [json.loads(line) for line in safe_paths.read_regular(out).decode("utf-8").splitlines()]
     if head.get("fingerprint") != source.fingerprint:
         return set(), {}
     return {part.start for part in chunks(len(source))}, {entry["row"]: entry["reason"] for entry in entries}

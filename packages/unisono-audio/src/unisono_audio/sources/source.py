@@ -21,6 +21,7 @@ from unisono.data.row_numbers import locate_row
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import open_source
 from unisono.data.views import View
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import is_remote, remote_options
 from unisono_audio.recordings import ByteRange
@@ -285,7 +286,7 @@ def _read_left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: 
         return np.zeros(0, dtype=np.int64)
     if isinstance(leave_out, str | PathLike):
         try:
-            with Path(leave_out).open(encoding="utf-8") as file:
+            with safe_paths.open_text(fspath(leave_out)) as file:
                 numbers = [json.loads(line).get("row") for line in file if line.strip()]
         except FileNotFoundError as error:
             raise DataError(

@@ -282,6 +282,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, user_errors, verdict
     from unisono.proof.cases import ProofSettings
+    from unisono.runtime import safe_paths
 
     own, parsed.overrides = prove.split_words(parsed.overrides)
     proof = arguments.validate_words(own, ProofSettings)
@@ -303,7 +304,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     if superseded := certificate.describe_superseded(path, config):
         say(f"unisono: WARNING: {superseded}", error=True)
     file = certificate.write_certificate(path, verdicts, alone, about)
-    say(file.read_text(encoding="utf-8") if parsed.json else shown)
+    say(safe_paths.read_text(file.parent, file.name) if parsed.json else shown)
     say(f"{outcome}; certificate: {file}", error=True)
     return code
 

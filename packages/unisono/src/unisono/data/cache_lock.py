@@ -13,6 +13,7 @@ from socket import gethostname
 
 from filelock import FileLock, Timeout
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
 from unisono.runtime.text import one_line
@@ -56,7 +57,7 @@ def lock_entry(entry: Path, wait: float) -> Iterator[None]:
 
 def _holder(note: Path) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(note.read_text(encoding="utf-8"))
+        found = safe_paths.read_json(note.parent, note.name)
         seconds = time.time() - float(found["since"])
         return f"process {int(found['process'])} on {one_line(found['host'])}, for {seconds:.0f} s"
     return "another process"

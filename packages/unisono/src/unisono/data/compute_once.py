@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from unisono.data.cache_lock import lock_entry
 from unisono.data.sources.storage import create_cache_folder
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_folder, cache_dir
 
@@ -99,7 +100,7 @@ def compute_array_once(
         np.save(folder / "array.npy", make())
 
     def read(folder: Path) -> NDArray[Any]:
-        found: NDArray[Any] = np.load(folder / "array.npy", allow_pickle=False)
+        found: NDArray[Any] = safe_paths.load_array(folder, "array.npy")
         if not is_valid(found):
             raise ValueError(f"{folder} holds another array")
         return found

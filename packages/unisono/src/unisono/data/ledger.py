@@ -22,6 +22,7 @@ import numpy as np
 from unisono.data.loading.batch_builder import MicroBatch
 from unisono.data.order.order import mix_bits
 from unisono.data.order.plan import SampleIndices
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RecordError, RunError
 from unisono.runtime.files import wrap_record_errors
 
@@ -148,7 +149,7 @@ def merge_marks(before: Mapping[str, Any] | None, marks: Sequence[Mapping[str, A
 
 def missing_files(folder: Path, kept: Mapping[str, Any]) -> list[str]:
     """Files recorded in a checkpoint that are missing."""
-    return [name for name in kept["files"] if not (folder / FOLDER / name).is_file()]
+    return [name for name in kept["files"] if not safe_paths.is_inside(folder / FOLDER, name)]
 
 
 def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
@@ -159,7 +160,7 @@ def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
         name: of the file.
         until: the size and digest recorded in the checkpoint.
     """
-    with (folder / FOLDER / name).open("rb") as file:
+    with safe_paths.open_inside(folder / FOLDER, name) as file:
         content = file.read(until["bytes"])
     chain, step = "", "its first line"
     for number, raw in enumerate(content.splitlines(), start=1):
@@ -227,7 +228,8 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
     starts: list[RunStart] = []
     faults: list[str] = []
     chain = ""
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    with safe_paths.open_inside(path.parent, path.name) as file:
+        text = file.read().decode("utf-8", errors="replace")
     lines = text.split("\n")
     for number, line in enumerate(lines[:-1], start=1):
         body, said = _split_chain(line)

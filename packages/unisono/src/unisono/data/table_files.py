@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
 from unisono.runtime.files import atomic_file
 
@@ -47,7 +48,7 @@ def read_table(
     if delimiter is None:
         delimiter = "," if path.name.lower().endswith(".csv") else "\t"
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with safe_paths.open_text(path, "utf-8-sig", "") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)  # or an open quote would swallow lines
             lines = [(reader.line_num, line) for line in reader if any(line)]
     except UnicodeDecodeError as error:

@@ -27,6 +27,7 @@ from unisono.data import ledger
 from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
 from unisono.runtime.text import join_names
 from unisono.task_config import read_run
@@ -194,15 +195,20 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
         for group, change in changes.items()
     }
     config = config.model_copy(update=groups)
-    if before is not None:
+    if before is None:
+        return folder, config
+    try:
         _link_checkpoint(before.path, folder / "checkpoints" / before.path.name)
         if (run / ledger.FOLDER).is_dir():
-            shutil.copytree(run / ledger.FOLDER, folder / ledger.FOLDER)
+            safe_paths.copy_folder(run / ledger.FOLDER, folder / ledger.FOLDER)
         for file in (FINGERPRINT, FILES):
-            if (run / file).is_file():
-                shutil.copy(run / file, folder / file)
+            if os.path.lexists(run / file):
+                safe_paths.copy_inside(run, file, folder / file)
         values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
         (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder, config
 
 
@@ -210,10 +216,7 @@ def _link_checkpoint(source: Path, target: Path) -> None:
     """Copy a checkpoint, by hard links where the file system supports them."""
     target.mkdir(parents=True)
     for path in source.iterdir():
-        try:
-            os.link(path, target / path.name)
-        except OSError:
-            shutil.copy(path, target / path.name)
+        safe_paths.link_inside(source, path.name, target / path.name)
 
 
 def _read_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:

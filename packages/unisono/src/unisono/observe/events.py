@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import IO, Any
 
 from typing_extensions import TypedDict
 
-from unisono.runtime import secrets
+from unisono.runtime import safe_paths, secrets
 from unisono.runtime.files import wrap_record_errors, write_whole
 from unisono.runtime.shapes import Integer, Number, misfit
 
 NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
+
+_LARGEST = 8 << 30  # bytes of a file of events
 
 
 class _Numbered(TypedDict):
@@ -36,8 +39,8 @@ class Events:
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self._path = path
         kept = []
-        if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if os.path.lexists(path):
+            lines = _read_lines(path)
             kept = [
                 line
                 for line in lines
@@ -70,13 +73,13 @@ class Events:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events of a run; a truncated last line is skipped."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = _read_lines(path)
     return [json.loads(line) for line in lines if _step_of_line(line) is not None]
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
     """Append an event to a file that no process of the run has open, after any half-written line."""
-    text = path.read_bytes() if path.exists() else b""
+    text = safe_paths.read_bytes(path.parent, path.name, _LARGEST) if os.path.lexists(path) else b""
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * (not text.endswith(b"\n") and bool(text)) + _line(event))
 
@@ -90,6 +93,10 @@ def last_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return loss and metrics of the newest evaluation; empty if there is none."""
     newest: Mapping[str, Any] = next((event for event in reversed(events) if event.get("eval")), {})
     return {name: value for name, value in newest.items() if name not in ("step", "eval", "rows", "seconds")}
+
+
+def _read_lines(path: Path) -> list[str]:
+    return safe_paths.read_bytes(path.parent, path.name, _LARGEST).decode("utf-8", errors="replace").splitlines()
 
 
 def _is_note(line: str) -> bool:

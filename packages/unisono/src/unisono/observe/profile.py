@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.engines.protocol import TRACE_PREFIX, Engine
+from unisono.runtime import safe_paths
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,10 @@ def _cell(text: str) -> str:
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """Read the events of a gzipped Chrome trace."""
-    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+    with (
+        safe_paths.open_regular(path) as packed,
+        gzip.open(packed, "rt", encoding="utf-8", errors="replace") as file,
+    ):
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return events
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from unisono.config import safe_yaml
 from unisono.observe import events
-from unisono.runtime import secrets
+from unisono.runtime import safe_paths, secrets
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.files import write_whole
@@ -236,7 +236,7 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
 def read_ids(folder: Path) -> dict[str, str]:
     """Return the ids of the tracked runs by tracker, for checkpoints; empty if there are none."""
     path = folder / IDS
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return dict(safe_paths.read_json(folder, IDS)) if path.is_file() else {}
 
 
 def restore_ids(folder: Path, kept: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import Mark
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.verdict import Abstention, Verdict, abstentions, join_marks
-from unisono.runtime import secrets
+from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
 from unisono.task_config import resolve_engine
@@ -383,7 +383,7 @@ def _read_certificates(*folders: Path) -> tuple[list[Certificate], list[str]]:
         if not file.is_file():
             continue
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
+            values = safe_paths.read_json(file.parent, file.name)
             found.append(Certificate.model_validate({**values, "file": file}))
         except ValidationError as error:
             wrong = error.errors()[0]

@@ -23,6 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime import safe_paths
 from unisono.runtime.heartbeat import DIRECTORY_VARIABLE
 from unisono.runtime.text import find_stretches
 
@@ -244,7 +245,7 @@ def read_ring(path: Path) -> list[Call]:
     Raises:
         ValueError: If the file is not a ring.
     """
-    content = path.read_bytes()
+    content = safe_paths.read_bytes(path.parent, path.name)
     if len(content) < _HEAD.size or _HEAD.unpack_from(content)[0] != _MAGIC:
         raise ValueError(f"{path} is not a ring of calls, or its process has only begun to create it")
     return _parse_ring(content)

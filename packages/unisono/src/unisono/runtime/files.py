@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import RecordError
 
 TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
@@ -63,12 +64,13 @@ def wrap_record_errors(path: Path) -> Iterator[None]:
 
 def write_with_backup(path: Path, text: str) -> None:
     """Write a text file atomically; different earlier content is kept as `name.0001.end` and so on."""
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    before = safe_paths.read_text(path.parent, path.name) if path.is_file() else None
     if before is not None and before != text:
         earlier = path.parent.glob(f"{path.stem}.*{path.suffix}")
         kept = {int(number): old for old in earlier if (number := old.suffixes[-2][1:]).isdigit()}
         newest = max(kept, default=0)
-        if not newest or kept[newest].read_text(encoding="utf-8") != before:  # another process may have kept it already
+        known = safe_paths.read_text(path.parent, kept[newest].name) if newest else None
+        if known != before:  # else another process has kept it already
             write_whole(path.with_suffix(f".{newest + 1:04d}{path.suffix}"), before)
     write_whole(path, text)
 
@@ -163,7 +165,7 @@ def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file in hex; empty if there is no such file."""
     if not path.is_file():
         return ""
-    with path.open("rb") as file:
+    with safe_paths.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

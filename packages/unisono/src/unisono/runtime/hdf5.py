@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.resource_limits import lower_limit
 from unisono.runtime.safe_paths import UnsafePathError
@@ -75,7 +76,7 @@ def check_within_limits(path: str) -> str:
     lower_limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _memory(size))
     lower_limit(resource.RLIMIT_CORE, 0)
     try:
-        with h5py.File(path) as file:
+        with safe_paths.open_regular(path) as opened, h5py.File(safe_paths.path_of(opened)) as file:
             for name, entry in _entries(file):
                 if wrong := _check_entry(entry, _FREE + _RATIO * size):
                     return f": '{one_line(name)}' {wrong}"

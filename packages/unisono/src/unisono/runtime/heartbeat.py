@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
+from unisono.runtime import safe_paths
+
 DIRECTORY_VARIABLE = "UNISONO_HEARTBEAT"  # names the directory; without it nothing is reported
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
 NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
@@ -270,7 +272,7 @@ def read_record(path: Path) -> HeartbeatRecord | None:
     """The last report of a process; None if there is none yet, or the file is not a heartbeat."""
     for _ in range(100):  # a concurrent write is over soon
         try:
-            content = path.read_bytes()
+            content = safe_paths.read_bytes(path.parent, path.name)
         except OSError:
             return None
         if len(content) != _SIZE or content[:_RECORD_OFFSET] != _HEAD.pack(_MAGIC, _SIZE):

@@ -15,11 +15,11 @@ import re
 import stat
 import sys
 from contextlib import ExitStack, suppress
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime.errors import UnisonoError
+from unisono.runtime.errors import DataError, UnisonoError
 from unisono.runtime.text import one_line
 
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
@@ -38,7 +38,7 @@ class UnsafePathError(UnisonoError, OSError):
         self.strerror = text
 
 
-def open_inside(folder: Path | str, name: object) -> BufferedReader:
+def open_inside(folder: Path | str, name: object, *, follow: bool = False) -> BufferedReader:
     """Open a file that an index, a manifest or a directory listing names.
 
     Links are refused, except in a snapshot of the Hugging Face cache, where a link to a blob of the same cache is
@@ -47,12 +47,17 @@ def open_inside(folder: Path | str, name: object) -> BufferedReader:
     Args:
         folder: The folder that the name is relative to; chosen by the caller, and may be reached by links.
         name: The untrusted name, with `/` between its components.
+        follow: Whether to follow links that stay in the folder, as folders of data may have them.
 
     Raises:
         UnsafePathError: If the name is absolute, contains `..`, goes through a link, or is not a regular file.
         OSError: If the file is missing or may not be read.
     """
     parts = components(folder, name)
+    if follow:
+        with suppress(OSError, RuntimeError, ValueError):  # walked again below without links, whoever changes it now
+            root = Path(folder).resolve()
+            parts = list(root.joinpath(*parts).resolve().relative_to(root).parts) or parts
     with ExitStack() as opened:
         at = _open_folder(folder, opened)
         for number, part in enumerate(parts[:-1], start=1):
@@ -83,6 +88,40 @@ def open_regular(path: Path | str) -> BufferedReader:
         OSError: If it is missing or may not be read.
     """
     return _open_checked(os.open(path, _OPEN), str(path))
+
+
+def open_text(path: Path | str, encoding: str = "utf-8", newline: str | None = None) -> TextIOWrapper:
+    """Open a file with `open_regular`, as text."""
+    return TextIOWrapper(open_regular(path), encoding=encoding, newline=newline)
+
+
+def read_regular(path: Path | str, limit: int | None = None) -> bytes:
+    """Read a file opened with `open_regular`; one of more than `limit` bytes is refused unread."""
+    with open_regular(path) as file:
+        return file.read() if limit is None else read_limited(file, str(path), limit)
+
+
+def load_array(folder: Path | str, name: object, *, mapped: bool = False, follow: bool = False) -> Any:
+    """Read an array of NumPy's format from a file opened with `open_inside`.
+
+    Args:
+        folder: As for `open_inside`.
+        name: As for `open_inside`.
+        mapped: Whether to map it into memory, read-only, instead of reading it.
+        follow: As for `open_inside`.
+
+    Raises:
+        ValueError: If it is not such a file, is smaller than its header says, or holds Python objects.
+    """
+    import numpy as np
+
+    with open_inside(folder, name, follow=follow) as file:
+        found = np.load(
+            path_of(file), mmap_mode="r", allow_pickle=False
+        )  # which allocates nothing for a shape that lies
+    if not isinstance(found, np.ndarray):
+        raise ValueError("it is not an array of NumPy's format (.npy)")
+    return found if mapped else np.array(found)
 
 
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:
@@ -122,6 +161,28 @@ def copy_inside(folder: Path | str, name: object, target: Path) -> None:
                 made.write(part)
 
 
+def link_inside(folder: Path | str, name: object, target: Path) -> None:
+    """Give a file opened with `open_inside` a second name, which must not exist; copy it where that is impossible."""
+    with open_inside(folder, name) as source:
+        try:
+            # With a descriptor, which an absolute path ignores, Python follows the link that the path is.
+            os.link(path_of(source), target, src_dir_fd=source.fileno(), follow_symlinks=True)
+            return
+        except FileExistsError:
+            raise
+        except OSError:  # another file system, one without hard links, or a file of another user
+            pass
+    copy_inside(folder, name, target)
+
+
+def copy_folder(folder: Path | str, target: Path) -> None:
+    """Copy the files of a folder, without its subfolders, to a new folder; anything but a regular file is refused."""
+    target.mkdir(parents=True)
+    for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names, not paths
+        if not stat.S_ISDIR(os.lstat(Path(folder, name)).st_mode):
+            copy_inside(folder, name, target / name)
+
+
 def is_inside(folder: Path | str, name: object) -> bool:
     """Whether `open_inside` would open a file; False if it is missing or refused."""
     try:
@@ -129,6 +190,23 @@ def is_inside(folder: Path | str, name: object) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_link(folder: Path | str, name: str) -> None:
+    """Refuse a link found in a folder of data unless it leads to a file or folder inside of that folder.
+
+    Raises:
+        DataError: Naming the link, and the way out.
+    """
+    path, root = Path(folder, name), Path(folder).resolve()
+    target = path.resolve()
+    if not path.exists():
+        raise DataError(f"{path} is a link to {one_line(path.readlink())}, which does not exist; repair or remove it")
+    if not target.is_relative_to(root) and not is_inside(folder, name):  # as in a snapshot of Hugging Face
+        raise DataError(
+            f"{path} is a link to {one_line(target)}, outside of the folder. Such links are not followed, since a "
+            "folder from somebody else could name your private files; name that file itself, or copy it into the folder"
+        )
 
 
 def path_of(file: BufferedReader) -> str:

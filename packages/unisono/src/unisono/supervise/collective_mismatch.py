@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.runtime import collective_log
+from unisono.runtime import collective_log, safe_paths
 from unisono.runtime.files import atomic_file
 
 _CALLS_SHARED = 64  # calls of each ring shared with other nodes
@@ -37,7 +37,7 @@ def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, p
     for rank in own:
         name = f"rank-{rank:05d}.calls"
         with suppress(OSError), atomic_file(shared / name) as temporary:
-            temporary.write_bytes(collective_log.truncate_ring((folder / name).read_bytes(), _CALLS_SHARED))
+            temporary.write_bytes(collective_log.truncate_ring(safe_paths.read_bytes(folder, name), _CALLS_SHARED))
     deadline = time.monotonic() + patience
     while len(rings := collective_log.read_rings(shared) | own) < ranks and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)

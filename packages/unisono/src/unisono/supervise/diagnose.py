@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from unisono.config.resolved_run import RESOLVED_FILE, resume_command
 from unisono.observe import events
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, DeadlineError, RunError, docs_link
+from unisono.runtime.shapes import Integer, misfit
 from unisono.runtime.text import one_line
 from unisono.supervise import records
 
@@ -89,7 +89,8 @@ def _resume_command(folder: Path) -> str:
 def _planned_steps(folder: Path) -> int | None:
     """Return the total number of steps of the run; the configuration may state it in epochs."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((folder / "fingerprint.json").read_text(encoding="utf-8"))["data"]["steps"])
+        steps = safe_paths.read_json(folder, "fingerprint.json")["data"]["steps"]
+        return steps if misfit(steps, Integer) is None else None
     return None
 
 

@@ -32,6 +32,7 @@ FOLDER = "lease"
 LOCK_VARIABLE = "UNISONO_LEASE"  # passes the owner's token and folder to its child processes
 BEAT_INTERVAL = 3.0  # seconds between heartbeats
 TAKEOVER_AFTER = 20.0  # seconds without a heartbeat after which an owner that cannot be checked counts as dead
+_LARGEST = 1 << 16  # bytes of a record
 _TOKENS_KEPT = 4  # older tokens that are kept
 
 
@@ -160,8 +161,7 @@ def _claim_token(lease: RunLock, interval: float) -> bool:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         try:  # without hard links, exclusive creation still guarantees one owner
-            with lease.owner_file.open("x", encoding="utf-8") as file:
-                file.write(own_file.read_text(encoding="utf-8"))
+            safe_paths.copy_inside(own_file.parent, own_file.name, lease.owner_file)
         except FileExistsError:
             return False
     finally:
@@ -195,7 +195,7 @@ def _send_heartbeats(path: Path, interval: float, stop: threading.Event) -> None
     while True:
         count += 1
         with suppress(OSError):  # tried again at the next beat; written in place, so that a full disk does not matter
-            descriptor = os.open(path, os.O_WRONLY)
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 os.pwrite(descriptor, b"%020d\n" % count, 0)
             finally:
@@ -206,7 +206,8 @@ def _send_heartbeats(path: Path, interval: float, stop: threading.Event) -> None
 
 def _read_counter(folder: Path, token: int) -> str:
     with suppress(OSError):
-        return RunLock(folder, token).counter_file.read_text(encoding="ascii", errors="replace")
+        name = RunLock(folder, token).counter_file.name
+        return safe_paths.read_bytes(folder / FOLDER, name, _LARGEST).decode("ascii", errors="replace")
     return ""
 
 
@@ -221,7 +222,7 @@ def _newest_token(folder: Path) -> int:
 
 def _read_owner(folder: Path, token: int) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        owner = safe_paths.parse_json(RunLock(folder, token).owner_file.read_text(encoding="utf-8"))
+        owner = safe_paths.read_json(folder / FOLDER, RunLock(folder, token).owner_file.name, _LARGEST)
         if isinstance(owner, dict) and {"host", "machine", "pid", "born", "released"} <= owner.keys():
             return owner
     return None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, safe_paths
 from unisono.runtime.source_files import is_user_file, shorten_library_path
 from unisono.supervise import processes
 
@@ -110,7 +110,7 @@ def parse_stack(text: str) -> Stack:
 
 
 def _read_after(path: Path, size: int) -> str:
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), safe_paths.open_inside(path.parent, path.name) as file:
         file.seek(size)
         return file.read().decode(errors="replace")
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from unisono.engines.protocol import ModelFacts, StepResult
 from unisono.observe.peak_rates import peak_flops
 from unisono.observe.progress import Speed, Stopwatch, format_count
 from unisono.observe.run_record import RunRecord
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, safe_paths
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.text import format_value
 from unisono.training.parts import TrainingParts, gather_rows
@@ -89,7 +88,7 @@ class Telemetry:
     def _describe_run(self) -> dict[str, Any]:
         """Facts of the run and its system, for trackers."""
         known = self._run.directory / "fingerprint.json"
-        start = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+        start = safe_paths.read_json(self._run.directory, known.name) if known.is_file() else {}
         device = {"device": self._facts.device, "parameters": self._facts.parameters}
         return {**start, **device, "world_size": self._process.world_size, "data": self._data_facts}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run
+from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run, safe_paths
 from unisono_audio import CENTRE
 from unisono_birdsong.data.augment import mask_order
 from unisono_birdsong.evaluation.embeddings import Embedded, embed
@@ -82,7 +82,7 @@ class Pictures(Callback):
 
 def plot_losses(axis: Any, run: Path, label: str) -> None:
     """The loss of every step of a run, and of its evaluations."""
-    rows = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in safe_paths.read_text(run, "events.jsonl", 8 << 30).splitlines()]
     rows = [row for row in rows if "loss" in row]
     for evaluated, style, name in ((False, "-", label), (True, "o", f"{label}, held out")):
         chosen = {row["step"]: row["loss"] for row in rows if bool(row.get("eval")) is evaluated}  # the last of each

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from unisono import ConfigError, DataError, RunError, whole_file
+from unisono import ConfigError, DataError, RunError, safe_paths, whole_file
 
 KEY = ("checkpoint", "task", "seed", "probe")
 _DEADLINE = 60.0  # seconds to wait for whoever adds rows now
@@ -116,7 +116,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        with safe_paths.open_regular(path) as file:
+            table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}; add to another file by out=") from error
     if table.schema.names != _schema().names:

@@ -25,6 +25,7 @@ from unisono import (
     find_duplicates,
     format_examples,
     format_share,
+    safe_paths,
 )
 from unisono_microbiome.settings import PairMetric
 
@@ -82,7 +83,7 @@ class Matrix:
         if not self.path.is_file():
             raise DataError(f"{self} does not exist; give a distance matrix")
         readers: dict[str, Callable[[], IdsAndDistances]] = {
-            ".npy": lambda: (None, np.load(self.path, allow_pickle=False)),
+            ".npy": self._npy,
             ".npz": self._npz, ".h5": self._h5, ".hdf5": self._h5, ".tsv": self._tsv, ".txt": self._tsv,
             ".qza": self._qza,
         }  # fmt: skip
@@ -101,8 +102,12 @@ class Matrix:
 
     # formats ----------------------------------------------------------------------------------------------------
 
+    def _npy(self) -> IdsAndDistances:
+        path = self.path.resolve()  # a link that the user names is followed
+        return None, safe_paths.load_array(path.parent, path.name)
+
     def _npz(self) -> IdsAndDistances:
-        with np.load(self.path, allow_pickle=False) as arrays:
+        with safe_paths.open_regular(self.path) as file, np.load(file, allow_pickle=False) as arrays:
             ids = next((arrays[name] for name in _ID_NAMES if name in arrays), None)
             name = self._select_array({name: arrays[name].ndim for name in arrays if name not in _ID_NAMES})
             return _strings(ids), arrays[name]
@@ -111,18 +116,18 @@ class Matrix:
         import h5py
 
         check_hdf5(self.path, self)
-        with h5py.File(self.path) as file:
+        with safe_paths.open_regular(self.path) as opened, h5py.File(safe_paths.path_of(opened)) as file:
             arrays = {name: one for name, one in file.items() if isinstance(one, h5py.Dataset)}
             ids = next((arrays[name].asstr()[:] for name in _ID_NAMES if name in arrays), None)
             name = self._select_array({name: one.ndim for name, one in arrays.items() if one.dtype.kind == "f"})
             return _strings(ids), arrays[name][:]
 
     def _tsv(self) -> IdsAndDistances:
-        with self.path.open(encoding="utf-8-sig", newline="") as file:
+        with safe_paths.open_text(self.path, "utf-8-sig", "") as file:
             return self._parse_lines(file)
 
     def _qza(self) -> IdsAndDistances:
-        with zipfile.ZipFile(self.path) as archive:
+        with safe_paths.open_regular(self.path) as opened, zipfile.ZipFile(opened) as archive:
             inside = [name for name in archive.namelist() if name.endswith("/data/distance-matrix.tsv")]
             if len(inside) != 1:
                 raise DataError(f"{self} is not a QIIME 2 DistanceMatrix: it has no data/distance-matrix.tsv")

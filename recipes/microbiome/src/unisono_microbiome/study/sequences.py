@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono import DataError, format_examples, format_share
+from unisono import DataError, format_examples, format_share, safe_paths
 from unisono_microbiome.study import metadata
 
 _LETTERS = re.compile(r"[ACGTURYSWKMBDHVN]+", re.IGNORECASE)  # bases, and the signs for several of them
@@ -21,7 +21,7 @@ def read_fasta(path: Path) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     name = None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = safe_paths.read_regular(path).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} (data.fasta) is not text ({error}); if it is compressed, unpack it") from error
     for number, line in enumerate(lines, start=1):

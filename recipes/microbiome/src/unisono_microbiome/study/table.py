@@ -103,8 +103,8 @@ def _read_hdf5(path: Path, opened: str) -> CountTable:
     with h5py.File(opened) as hdf5:
         samples, taxa = _read_ids(hdf5, "sample"), _read_ids(hdf5, "observation")
         _check_ids(path, samples, taxa)
-        stored = (hdf5[f"sample/matrix/{name}"][:] for name in ("indptr", "indices", "data"))
-        matrix = from_compressed(*stored, (len(samples), len(taxa)), f"{path} (data.table)")
+        starts, columns, values = (hdf5[f"sample/matrix/{name}"][:] for name in ("indptr", "indices", "data"))
+        matrix = from_compressed(starts, columns, values, (len(samples), len(taxa)), f"{path} (data.table)")
         lineages = hdf5.get("observation/metadata/taxonomy")
         ranks = None if lineages is None else [_decode(one) for one in lineages[:]]
     return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
@@ -124,7 +124,8 @@ def _read_json(path: Path, described: Any) -> CountTable:
         entries: Any = (columns, rows, dense[rows, columns])
     else:
         entries = tuple(zip(*((column, row, value) for row, column, value in described["data"]), strict=True))
-    matrix = from_entries(*(entries or ((), (), ())), (len(samples), len(taxa)), f"{path} (data.table)")
+    of_samples, of_taxa, values = entries or ((), (), ())
+    matrix = from_entries(of_samples, of_taxa, values, (len(samples), len(taxa)), f"{path} (data.table)")
     ranks = [(one.get("metadata") or {}).get("taxonomy") for one in described["rows"]]
     return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
 

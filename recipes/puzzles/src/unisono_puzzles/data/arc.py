@@ -6,7 +6,6 @@ question to the demonstrations of its task is the task's puzzle embedding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono import ConfigError, DataError, nearest
+from unisono import ConfigError, DataError, nearest, safe_paths
 from unisono_puzzles.data.augment import Grid, encode_grid
 from unisono_puzzles.data.formats import ARC_FORMAT, ARC_SIDE, Puzzles
 
@@ -53,6 +52,9 @@ def read_tasks(path: Path, sets: Sequence[str] | None = None) -> list[ArcTask]:
     """
     if not path.is_dir():
         raise DataError(f"{path}: no such folder")
+    for link in path.rglob("*.json"):
+        if link.is_symlink():
+            safe_paths.check_link(path, str(link.relative_to(path)))
     combined = sorted(path.rglob(f"*{_COMBINED}"))
     read = _read_combined(combined) if combined else _read_folders(path)
     tasks = sorted(read, key=lambda task: (task.set, task.name))
@@ -119,7 +121,7 @@ def _read_combined(files: Sequence[Path]) -> Iterator[ArcTask]:
 
 def _load(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return safe_paths.parse_json(safe_paths.read_regular(file))
     except (ValueError, OSError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}") from error
 

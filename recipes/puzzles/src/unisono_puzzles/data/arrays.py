@@ -6,7 +6,6 @@ are, memory-mapped. An epoch is the same as there: each task once, in one of its
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError
+from unisono import DataError, safe_paths
 from unisono_puzzles.data.formats import (
     ARC_FORMAT,
     Format,
@@ -118,7 +117,7 @@ def read_split(folder: Path) -> StoredPuzzles:
     if not meta_file.is_file():
         raise DataError(f"{folder} is not a data folder: it has no dataset.json")
     try:
-        meta = json.loads(meta_file.read_text(encoding="utf-8"))
+        meta = safe_paths.read_json(folder, meta_file.name)
         values = {name: meta[name] for name in _META}
     except (ValueError, KeyError) as error:
         raise DataError(f"{meta_file} cannot be used: {type(error).__name__}: {error}") from error
@@ -126,7 +125,7 @@ def read_split(folder: Path) -> StoredPuzzles:
         raise DataError(f"{meta_file} names the sets {values['sets']}; folders of one set can be read")
     if values["pad_id"] != 0:
         raise DataError(f"{meta_file} pads with token {values['pad_id']}; 0 is expected")
-    arrays = {name: _open(folder / f"{values['sets'][0]}__{name}.npy") for name in _FIELDS}
+    arrays = {name: _open(folder, f"{values['sets'][0]}__{name}.npy") for name in _FIELDS}
     examples, length = arrays["inputs"].shape
     variants, tasks = len(arrays["puzzle_identifiers"]), len(arrays["group_indices"]) - 1
     for fits, what in (
@@ -155,11 +154,11 @@ def read_split(folder: Path) -> StoredPuzzles:
     )
 
 
-def _open(file: Path) -> NDArray[Any]:
+def _open(folder: Path, name: str) -> NDArray[Any]:
     try:
-        return np.load(file, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        return np.asarray(safe_paths.load_array(folder, name, mapped=True, follow=True))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
+        raise DataError(f"{folder / name} cannot be read: {error}") from error
 
 
 def _format(length: int, vocabulary: int) -> Format:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out
+from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out, safe_paths
 from unisono_puzzles import settings
 from unisono_puzzles.data import arc, arrays, augment, formats, generate, tables, twins
 from unisono_puzzles.data.arrays import StoredPuzzle, StoredPuzzles
@@ -304,8 +304,8 @@ def _load_or_compute(config: Any, address: list[Any], make: Callable[[], Puzzles
         (folder / "format.json").write_text(json.dumps(format_to_json(puzzles.format)), encoding="utf-8")
 
     def load(folder: Path) -> Puzzles:
-        format_ = format_from_json(json.loads((folder / "format.json").read_text(encoding="utf-8")))
-        found = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in formats.COLUMNS)
+        format_ = format_from_json(safe_paths.read_json(folder, "format.json"))
+        found = (safe_paths.load_array(folder, f"{name}.npy", mapped=True) for name in formats.COLUMNS)
         return Puzzles(format_, *found)
 
     return compute_once("puzzles", [_VERSION, *address], write, load, cache=config.cache)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, prepare, read_asset, whole_file, write_whole
+from unisono import DataError, prepare, read_asset, safe_paths, whole_file, write_whole
 from unisono_puzzles.data.arrays import Numbers, StoredPuzzle
 from unisono_puzzles.data.formats import Format, Tokens, format_from_json, format_to_json
 
@@ -110,7 +110,7 @@ class PreparedPuzzles:
         self.embeddings = int(about["embeddings"])
         self.tasks: tuple[str, ...] = tuple(about.get("tasks", ()))
         try:
-            with np.load(folder / _NUMBERS, allow_pickle=False) as numbers:
+            with safe_paths.open_inside(folder, _NUMBERS) as file, np.load(file, allow_pickle=False) as numbers:
                 self._first: Numbers = numbers["first"]
                 self._identifiers: NDArray[np.int32] = numbers["identifiers"]
                 self.ratings: NDArray[np.float32] = numbers["ratings"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, read_table
+from unisono import DataError, read_table, safe_paths
 from unisono_puzzles.data.augment import decode_grid
 from unisono_puzzles.data.formats import (
     ARC_SIDE,
@@ -62,7 +62,7 @@ def read_puzzles(path: Path) -> Table:
         DataError: for a file that is empty, or has no such column.
     """
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with safe_paths.open_text(path, "utf-8-sig", "") as file:
             first = file.readline()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
@@ -81,7 +81,7 @@ def read_puzzles(path: Path) -> Table:
             _refuse_unnamed_answers(path, columns, questions)
         table = Table(path, questions, answers, ratings, list(range(2, len(questions) + 2)))
     else:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = safe_paths.read_regular(path).decode("utf-8-sig").splitlines()
         rows = [(number, text.strip()) for number, text in enumerate(lines, start=1)]
         rows = [(number, text) for number, text in rows if text and not text.startswith("#")]
         table = Table(path, [text for _, text in rows], None, None, [number for number, _ in rows])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
 from unisono.runtime.remote import DEADLINE, PIECE_BYTES, RemoteOptions, ask_remote, remote_options
@@ -146,7 +147,7 @@ class ObjectStore:
 
         stream = self._request(name, begin, "w")
         try:
-            with file.open("rb") as source:
+            with safe_paths.open_regular(file) as source:
                 while content := source.read(block):
                     write(content)
                     sent(len(content))
@@ -164,7 +165,7 @@ class ObjectStore:
             ObjectError: if it is missing or damaged.
         """
         if file.is_file() and file.stat().st_size == size:
-            with file.open("rb") as there:
+            with safe_paths.open_regular(file) as there:
                 if hashlib.file_digest(there, "sha256").hexdigest() == sha256:
                     return
         with file.open("wb") as target:

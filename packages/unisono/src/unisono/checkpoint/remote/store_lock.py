@@ -50,7 +50,7 @@ def read_owner(store: ObjectStore) -> dict[str, Any] | None:
 def read_local(folder: Path) -> dict[str, Any]:
     """Read the folder's record of its store; empty if it never had one."""
     try:
-        found: dict[str, Any] = safe_paths.parse_json((folder / LOCAL_FILE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = safe_paths.read_json(folder, LOCAL_FILE)
         return found
     except (OSError, ValueError):
         return {}

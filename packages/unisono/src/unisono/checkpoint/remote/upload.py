@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import queue
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config.schema.run import Checkpoint, RunConfig
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
 from unisono.runtime.files import remove_folder
 
@@ -219,10 +219,7 @@ class Uploads:
         remove_folder(held)
         held.mkdir(parents=True)
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
-            try:
-                os.link(file, held / file.name)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(file, held / file.name)
+            safe_paths.link_inside(path, file.name, held / file.name)
         return held
 
     def _send_order(self, order: dict[str, Any]) -> None:

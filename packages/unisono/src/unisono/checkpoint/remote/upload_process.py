@@ -30,8 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.core.manifest import LARGEST, parse_step
 from unisono.checkpoint.core.manifest import NAME as MANIFEST
-from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
@@ -85,7 +85,7 @@ class CheckpointUploader:
             TakenOverError: if the run continued elsewhere.
         """
         store, at = self._store, f"{CHECKPOINTS}/{name}"
-        manifest = (path / MANIFEST).read_bytes()
+        manifest = safe_paths.read_bytes(path, MANIFEST, LARGEST)
         there = store.get(f"{at}/{MANIFEST}")
         if there not in (None, manifest):  # from another history of this run; its files will be replaced
             self._check_owner()

@@ -22,6 +22,7 @@ from unisono.runtime.text import one_line
 
 FORMAT = 1  # version of the folder's format
 MANIFEST_FILE = "manifest.json"
+_LARGEST = 1 << 30  # bytes of a JSON file in the folder
 _DTYPES = ("<u1", "<u2", "<u4", "<i4")  # of units; signed ones, so that their reader can name file and row
 _PRIME = (1 << 127) - 1
 _BASE = key("content of a row")
@@ -159,7 +160,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: if the file is missing or is not a JSON object.
     """
     try:
-        found = safe_paths.parse_json(path.read_bytes())
+        found = safe_paths.read_json(path.parent, path.name, _LARGEST)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}; remove it and prepare the data again") from error
     if not isinstance(found, dict):

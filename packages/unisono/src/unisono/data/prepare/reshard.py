@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from unisono.data.prepare.manifest import MANIFEST_FILE, Lengths
 from unisono.data.prepare.partitions import PLAN_FILE
 from unisono.data.prepare.preparation import Made, ProgressCallback, RowBuilder, prepare
 from unisono.data.prepare.shards import Shards
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 
 
@@ -69,7 +69,7 @@ class _Resharding:
                 or path.name.startswith(".")
             )
             if path.is_file() and not own:
-                shutil.copyfile(path, folder / path.name)
+                safe_paths.copy_inside(self._folder, path.name, folder / path.name)
         return self
 
     def make(self, first: int, last: int) -> Iterator[Made]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 from unisono.data.prepare.manifest import MANIFEST_FILE, ContentHash, Lengths, Units, read_manifest
 from unisono.data.row_numbers import locate_row
 from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash
 
@@ -244,7 +245,8 @@ def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, A
         raise damaged_error(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
     rows = units = 0
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        with safe_paths.open_inside(path.parent, path.name) as file:
+            reader = pa.ipc.open_file(pa.memory_map(safe_paths.path_of(file)))
         for number in range(reader.num_record_batches):
             column = reader.get_batch(number).column(manifest["column"])
             offsets = np.asarray(column.offsets.to_numpy(zero_copy_only=True))

@@ -13,7 +13,6 @@ import tokenize
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from unisono.data.sources import index
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
 
@@ -234,7 +234,7 @@ def _decode(file: File, content: bytes, first: int) -> str:
         return (content.removeprefix(_BOM) if first == 0 else content).decode("utf-8")
     except UnicodeDecodeError as error:
         if file.path.endswith(".py") and not is_remote(file.path):  # a module may declare another encoding
-            with suppress(SyntaxError, UnicodeDecodeError), Path(file.path).open("rb") as head:
+            with suppress(SyntaxError, UnicodeDecodeError), safe_paths.open_regular(file.path) as head:
                 return content.decode(tokenize.detect_encoding(head.readline)[0]).replace("\r\n", "\n")
         shift = len(_BOM) if first == 0 and content.startswith(_BOM) else 0
         at = error.start + shift

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
@@ -60,7 +61,7 @@ def _parse_header(path: str, content: bytes) -> _Header:
 
 def map_array(path: Path) -> NDArray[Any]:
     """Memory-map a local file as a read-only array, without keeping a file handle."""
-    with pa.memory_map(str(path)) as source:
+    with safe_paths.open_regular(path) as file, pa.memory_map(safe_paths.path_of(file)) as source:
         content = source.read_buffer()
     found = _parse_header(str(path), bytes(content[: min(_HEADER, content.size)]))
     return _view_rows(found, content, found.shape[0], found.begin)

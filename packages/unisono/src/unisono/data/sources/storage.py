@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_remote, stream_remote
 
@@ -71,7 +72,10 @@ class File:
         self.check()
         if is_remote(self.path):
             return pa.PythonFile(open_remote(self.path, self.where, self.size), mode="r")
-        return pa.memory_map(self.path) if self.size else pa.BufferReader(b"")
+        if not self.size:
+            return pa.BufferReader(b"")
+        with safe_paths.open_regular(self.path) as file:
+            return pa.memory_map(safe_paths.path_of(file))
 
     def content(self) -> Any:
         """The whole content as a buffer of `size` bytes; memory-mapped if local, without keeping a handle."""
@@ -83,7 +87,7 @@ class File:
         self.check()
         if is_remote(self.path):
             return stream_remote(self.path, self.where, self.size)
-        return Path(self.path).open("rb")
+        return safe_paths.open_regular(self.path)
 
     @contextmanager
     def open_plain(self) -> Iterator[io.BufferedReader]:

@@ -21,6 +21,7 @@ from unisono.checkpoint.core import provenance
 from unisono.config.schema.run import RunConfig
 from unisono.launch.nodes import network
 from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
+from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Node
 from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import RunError
@@ -143,5 +144,5 @@ def check_shared_directory(path: Path, token: str) -> None:
 def _has_token(path: Path, token: str) -> bool:
     with suppress(OSError):
         list(path.parent.parent.iterdir())  # makes a network file system refresh its directory cache
-        return path.read_text(encoding="utf-8") == token
+        return safe_paths.read_text(path.parent, path.name) == token
     return False

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, safe_paths
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import DesyncError, LostError, StuckError
@@ -75,7 +75,7 @@ class MonitorClient:
     def read_finding(self) -> dict[str, Any] | None:
         """Return why this node's monitor ended the run; None if it did not."""
         with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.directory / monitor.FINDING_FILE).read_text(encoding="utf-8"))
+            found: dict[str, Any] = safe_paths.read_json(self.directory, monitor.FINDING_FILE)
             return found
         return None
 
