@@ -334,6 +334,9 @@ def names(proved: ProofResult) -> set[str]:
     return {one.diagnosis.fault for one in found if one.mark == "FAIL" and one.diagnosis}
 
 
+OPEN = (QuantisedDropout, Normed)  # of which no proof can say that they are the same on every layout
+
+
 @pytest.mark.parametrize(
     ("fault", "twin", "named", "words"),
     [
@@ -357,7 +360,8 @@ def test_a_fault_is_named_and_its_clean_twin_passes(
     proved = prove(fault, *words)
     assert names(proved) == {named}, str(proved)
     clean = prove(twin, *words)
-    assert clean.passed, str(clean)
+    assert clean.passed or twin in OPEN, str(clean)
+    assert not names(clean)
 
 
 def test_a_model_that_reads_buffers_that_it_changes_is_compared_with_the_whole_batch_on_one_process() -> None:
@@ -369,8 +373,11 @@ def test_a_model_that_reads_buffers_that_it_changes_is_compared_with_the_whole_b
 
 
 def test_draws_beside_such_buffers_leave_open_what_a_pass_makes_and_nothing_else() -> None:
-    (plain,) = (one for one in prove(QuantisedDropout).verdicts if one.case == "ddp:2 m4 fp64")
+    proved = prove(QuantisedDropout)
+    (plain,) = (one for one in proved.verdicts if one.case == "ddp:2 m4 fp64")
     assert plain.mark == "ABSTAIN"
+    assert not proved.passed
+    assert "no comparison of ddp:2 with one process could fail" in str(proved)
     left = {c.quantity for c in plain.abstained}
     assert left >= {"loss", "raw gradients", "parameters"}
     assert not left & {"sample ids", "samples", "learning rate", "update", "replicas"}

@@ -41,6 +41,11 @@ class ProofSettings(Settings):
         None,
         description="[torch,jax]: instead of layouts, a recipe's task in torch against that in JAX, 10 steps in fp64",
     )
+    accept: list[Literal["neighbours"]] = Field(
+        [],
+        description="what is meant, and no fault: [neighbours] if a row's result depends on the rows beside it "
+        "(batch statistics, experts with a capacity); written in the certificate",
+    )
     shrink: Literal["auto", "always", "never"] = Field(
         "auto", description="prove a smaller copy of the model, if its task has one; auto: if the model is large"
     )

@@ -109,6 +109,7 @@ class Certificate(BaseModel, frozen=True):
     covers: list[Coverage]
     abstained: list[Abstention]
     shrunk: str | None = None
+    accepted: list[str] = []
 
     def __str__(self) -> str:
         return f"{self.file} ({self.verdict}, {self.time})"
@@ -300,6 +301,8 @@ class CurrentRun:
         cases = {shown.case for shown, _ in covered}
         left_out = {one.quantity for one in certificate.abstained if one.case in cases}
         parts += [f"without {quantity}" for quantity in QUANTITIES if quantity in left_out]
+        if "neighbours" in certificate.accepted:
+            parts.append("with rows whose result may depend on the rows beside them (accept=[neighbours])")
         if certificate.shrunk:
             parts.append(f"on a smaller model ({certificate.shrunk})")
         if layout.defer_reduction:

@@ -27,6 +27,8 @@ REPEATED = (
     "the loss repeats",
     "the gradient repeats",
 )
+NEIGHBOURS = "rows are computed by themselves"
+DOCUMENTS = "documents of a packed row are computed by themselves"
 SWITCHED = "an evaluation is computed in evaluation mode"
 GRADIENT = "there is a gradient"
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
@@ -382,11 +384,28 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         result.append(_build_invariant(SWITCHED, False, facts.evaluation_switched))
     if facts.mixed:
         result.append(_build_invariant("rows keep their places", False, facts.mixed))
+    result += _check_neighbours(facts)
     if any(len(step.by_rank) > 1 and any(step.by_rank) for step in steps):
         shared = next((step for step in steps if step.has_equal_ranks), None)
         shown = f"{shared.by_rank}" if shared else ""
         result.append(_build_invariant("ranks computed different rows", shared is None, shown))
     return [*result, *_check_movement(trace)]
+
+
+def _check_neighbours(facts: RunFacts) -> list[ComparedQuantity]:
+    """A row that sees others is another computation on every layout, unless that is what the user means."""
+    if "neighbours" in facts.accepted:
+        return []
+    found = [(NEIGHBOURS, facts.dependent), (DOCUMENTS, facts.packed)]
+    result = [_build_invariant(name, False, why) for name, why in found if why]
+    if facts.normalised:
+        why = (
+            f"{facts.normalised} normalises each micro-batch by its own statistics, so that 2 processes with 16 rows "
+            "each are another computation than 1 with 32; set layout.sync_batch_norm=true, or declare that it is "
+            "meant: accept=[neighbours]"
+        )
+        result.append(ComparedQuantity(NEIGHBOURS, "ABSTAIN", why=why))
+    return result
 
 
 def _check_loss(facts: RunFacts, losses: Sequence[float]) -> ComparedQuantity:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import GRADIENT, SWITCHED, ComparedQuantity, first_failure
+from unisono.proof.comparison import DOCUMENTS, GRADIENT, NEIGHBOURS, SWITCHED, ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
@@ -409,6 +409,8 @@ _INVARIANTS = {
     "the loss repeats": "The loss depends on the call",
     "the gradient repeats": "The gradients depend on the call",
     "evaluation leaves things as they were": "Evaluation changes the training",
+    NEIGHBOURS: "A row depends on its neighbours",
+    DOCUMENTS: "Packed documents see each other",
     SWITCHED: "The evaluation depends on the layout",
     "rows keep their places": "Rows of a micro-batch are mixed",
     "ranks computed different rows": "Every rank reads the same rows",

@@ -32,6 +32,10 @@ REMEDIES = {
     "The forward pass changes parameters": "clamp copies, keep state in buffers, and average after the update",
     "Padding changes the loss": "mask the padding wherever positions are averaged, normalised or counted",
     "Rows of a micro-batch are mixed": "keep rows and views as two axes; undo every sort, roll and shift of the rows",
+    "A row depends on its neighbours": "compute each row by itself, and put what compares rows into a loss with "
+    "cross_sample; if it is meant, declare it: accept=[neighbours]",
+    "Packed documents see each other": "give attention the borders of documents, and begin their positions at 0; if "
+    "it is meant, declare it: accept=[neighbours]",
     "Randomness depends on the rank": "key every draw by seed, step and global micro-batch",
     "The state was not carried on": "save and load every buffer, counter and random state",
     "A second resume drifts": "save totals: what is counted from the last start begins at zero with every start",

@@ -9,7 +9,7 @@ from unisono.launch.processes import local_processes
 from unisono.proof import comparison, diagnosis, engines, predictions
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
-from unisono.proof.verdict import Verdict
+from unisono.proof.verdict import ON_EVERY_LAYOUT, Verdict
 from unisono.runtime.errors import ConfigError, KernelError
 from unisono.runtime.text import join_names
 
@@ -49,7 +49,32 @@ def judge_cases(
             alone.append(_not_run_verdict(case, proof))
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
+    for one in alone:
+        if one.case in traces and (why := _find_untried_layouts(one.case, every, verdicts)):
+            one.compared.append(comparison.ComparedQuantity(ON_EVERY_LAYOUT, "ABSTAIN", why=why))
     return verdicts, alone
+
+
+def _find_untried_layouts(root: str, every: list[Case], verdicts: list[Verdict]) -> str:
+    """Why a layout is not proved of which no gradient was compared with one process, where others were left out.
+
+    Where passes read buffers that they change, a run on one process may have neither the same micro-batches nor as many
+    passes; then other executions of a layout agree with each other alone.
+    """
+    marks = {one.case: one.mark for one in verdicts}
+    tried: dict[str, set[str]] = {}
+    excused: dict[str, str] = {}
+    for case in every:
+        if case.reference != root or not case.whole or case.bitwise or case.starts or case.perturbed:
+            continue
+        name = case.name.partition(" ")[0]
+        tried.setdefault(name, set()).add(marks.get(case.name, "ABSTAIN"))
+        (one,) = (v for v in verdicts if v.case == case.name)
+        for compared in one.abstained:
+            if compared.quantity == "raw gradients":
+                excused[name] = compared.why
+    left = [name for name, found in tried.items() if found == {"ABSTAIN"} and name in excused]
+    return f"no comparison of {join_names(left)} with one process could fail: {excused[left[0]]}" if left else ""
 
 
 def _fails_already(case: Case, every: list[Case], failed: set[str]) -> str:
@@ -343,6 +368,8 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         found.invariants = comparison.check_invariants(trace)
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
+    if "neighbours" in trace.facts.accepted and (said := _describe_neighbours(trace.facts)):
+        found.notes.append(f"accepted (accept=[neighbours]): {said}")
     if trace.facts.carried:
         found.notes.append(
             f"a forward pass reads buffers that it changes ({join_names(trace.facts.carried)}), so every process makes "
@@ -363,6 +390,12 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         )
     found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found
+
+
+def _describe_neighbours(facts: RunFacts) -> str:
+    """How rows depend on their neighbours, empty if they do not."""
+    normalised = f"{facts.normalised} normalises by the statistics of a micro-batch" if facts.normalised else ""
+    return "; ".join(filter(None, [normalised, facts.dependent, facts.packed]))
 
 
 def _describe_zeros(facts: RunFacts) -> str:

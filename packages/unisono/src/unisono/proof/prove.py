@@ -331,6 +331,7 @@ def describe_proof(config: RunConfig, proof: ProofSettings, facts: dict[str, Any
         "recipe": config.recipe,
         "mathematics": fingerprint.config_digest(config),
         "config": fingerprint.to_json(config),
+        "accepted": list(proof.accept),
         "proof": json.loads(proof.model_dump_json()),
         "data": facts,
         "versions": environment.library_versions(resolve_engine(config)),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unisono.proof.comparison import ComparedQuantity, Difference, Mark, first_failure
+from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Difference, Mark, first_failure
 from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 
 EXIT_CODES: Mapping[Mark, int] = {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}
+ON_EVERY_LAYOUT = "a comparison that can fail on every layout"
+_DECISIVE = {NEIGHBOURS, ON_EVERY_LAYOUT}  # an ABSTAIN of these is one of the whole proof
 _NO_TENSORS = {"sample ids", "loss", "gradient norm", "learning rate", "metrics", "evaluation"}
 
 
@@ -69,15 +71,22 @@ class Verdict:
         return [c for c in found if c.mark == "ABSTAIN" and c.why != "there is none"]
 
     @property
+    def withholds(self) -> bool:
+        """Whether it leaves something open without which a proof has not shown that layouts compute the same."""
+        return any(c.quantity in _DECISIVE for c in self.abstained)
+
+    @property
     def first(self) -> ComparedQuantity | None:
         """The first that failed, in causal order."""
         return first_failure([*self.compared, *self.invariants])
 
 
 def join_marks(verdicts: Sequence[Verdict]) -> Mark:
-    """FAIL if something failed, PASS if an equality passed, ABSTAIN if nothing could be said."""
+    """FAIL if something failed, PASS if an equality passed and nothing decisive is open, else ABSTAIN."""
     marks = {verdict.mark for verdict in verdicts}
-    return "FAIL" if "FAIL" in marks else "PASS" if "PASS" in marks else "ABSTAIN"
+    if "FAIL" in marks:
+        return "FAIL"
+    return "PASS" if "PASS" in marks and not any(verdict.withholds for verdict in verdicts) else "ABSTAIN"
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from unisono.data.loading.draws import find_drawing_lines, restore_global_generators
 from unisono.data.loading.loader import MicroBatch
 from unisono.proof.predictions import is_equal
+from unisono.proof.probes.row_probe import probe_rows
 from unisono.proof.probes.state import TORCH, describe_state, digest_kept, find_kept, repeat_call
 from unisono.proof.probes.trial import Trial, is_per_row, take_rows
 from unisono.proof.recording.output_digest import Sketch, build_sketches, mixed_rows, row_differs, sketch_distance
@@ -63,8 +64,12 @@ def _try_passes(facts: RunFacts, trial: Trial) -> None:
             facts.unstable_forward = said if size > _ROUNDING else ""
             return
         facts.neighbours = any(row_differs(once, others, row, count, floor) for row, others in alike)
+        if facts.neighbours:
+            probe_rows(facts, trial, [row for row, _ in alike])
         if facts.neighbours and count <= _FEW:
             facts.beside = _describe_beside(trial, once)
+            if facts.dependent and facts.beside:
+                facts.dependent += f" ({facts.beside})"
             alike += [(row, outputs(copy_row(micro, row))) for row in range(len(alike), count)]
             by_row = {
                 n: np.stack([others[n][row] for row, others in alike]) for n, a in once.items() if is_per_row(a, count)

@@ -13,6 +13,7 @@ from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
 from unisono.proof.probes.neighbour_probe import probe_neighbours
+from unisono.proof.probes.row_probe import probe_documents
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
@@ -72,10 +73,16 @@ def probe_task(
         made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask).pieces(indices())[1]
         probe_neighbours(facts, trial, made)
 
+    def documents() -> None:
+        if plan.capacity is not None:
+            made = BatchBuilder(copy.copy(task), source, plan.seed, "train", mask=mask, capacity=plan.capacity)
+            probe_documents(facts, trial, plan.capacity, made.pieces(indices())[1])
+
     facts.probed = True
     _try(samples)
     if not facts.unrepeatable:
         _try(evaluation)
+        _try(documents)
         if not facts.neighbours:
             _try(loss)
             _try(neighbours)

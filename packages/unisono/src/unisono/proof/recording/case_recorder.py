@@ -191,6 +191,10 @@ class _CaseRun:
         trial = Trial(view, self.task, micro, self.scalars(0), 1e-9 if self.case.precision == "fp64" else 1e-3)
         before = digest_parameters(view) if of_terms else {}
         probe_model(facts, trial)
+        if not self.case.reference:
+            facts.accepted = list(self.proof.accept)
+            if self.config.layout.sync_batch_norm:  # then these cases are compared with the whole global batch
+                facts.normalised = ""
         if not on_cpu:  # an accelerator's kernels may add as they like
             facts.unstable_forward = ""
         if of_terms and not facts.changed_by_passes:

@@ -47,21 +47,27 @@ def sketch_distance(mine: Mapping[str, Sketch], reference: Mapping[str, Sketch])
 
 
 def row_differs(first: Mapping[str, Array], second: Mapping[str, Array], row: int, rows: int, floor: float) -> bool:
-    """Whether a row differs between two passes in which only the other rows differ.
+    """Whether a row differs by more than rounding, `floor`; other arguments as for `row_distance`."""
+    return row_distance(first, second, row, rows)[0] > floor
+
+
+def row_distance(first: Mapping[str, Array], second: Mapping[str, Array], row: int, rows: int) -> tuple[float, str]:
+    """The largest relative difference of a row between two passes in which only the other rows differ, and its array.
 
     Args:
         first: outputs of a micro-batch by name.
         second: outputs of one that has the same row at the same place.
         row: its place.
         rows: of both micro-batches; arrays with another first axis are not looked at.
-        floor: relative difference that is rounding.
     """
-    for a, b in zip(first.values(), second.values(), strict=False):
+    worst = 0.0, ""
+    for (name, a), b in zip(first.items(), second.values(), strict=False):
         if a.ndim and a.shape == b.shape and len(a) == rows and np.issubdtype(a.dtype, np.floating):
             mine, other = a[row].astype(np.float64), b[row].astype(np.float64)
-            if float(np.linalg.norm(mine - other)) > floor * max(np.linalg.norm(mine), np.linalg.norm(other)):
-                return True
-    return False
+            change = float(np.linalg.norm(mine - other))
+            if change > 0:
+                worst = max(worst, (change / max(float(np.linalg.norm(mine)), float(np.linalg.norm(other))), name))
+    return worst
 
 
 def mixed_rows(whole: Mapping[str, Array], by_row: Mapping[str, Array], floor: float) -> str:

@@ -135,6 +135,10 @@ class RunFacts:
     carried: list[str] = field(default_factory=list)  # buffers that it reads and changes: the next begins with these
     neighbours: bool = False  # whether what is computed for a row depends on the rows beside it in its micro-batch
     beside: str = ""  # on which of them, where it is not all of them
+    normalised: str = ""  # the batch normalisation that alone makes a row depend on them, and not on all processes'
+    dependent: str = ""  # which module lets a row see them, and by how much it moves, where that is anything else
+    packed: str = ""  # how a document of a packed row changes with the document beside it
+    accepted: list[str] = field(default_factory=list)  # of these, what the user has declared to be meant
     mixed: str = ""  # what it returns with the numbers of other rows in a row's place
     unstable_forward: str = ""  # why it gives something else for the same rows, by more than rounding
 
