@@ -25,6 +25,7 @@ class Speed:
         mfu: Model FLOP utilisation between 0 and 1; None if the device's peak rate is unknown.
         wait: Share of the time spent waiting for data, between 0 and 1.
         seconds: Per step.
+        flops: Of the step over all processes; None if the task does not count them.
     """
 
     unit: str
@@ -32,6 +33,7 @@ class Speed:
     mfu: float | None
     wait: float
     seconds: float
+    flops: float | None = None
 
 
 class RunConsole(Console):

@@ -82,6 +82,8 @@ class RunRecord:
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
         if speed.mfu is not None:
             values["mfu"] = speed.mfu
+        if speed.flops is not None:
+            values["flops"] = speed.flops
         if result.skipped:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")

@@ -12,10 +12,9 @@ from unisono.config import safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE, resume_command
 from unisono.observe import events
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import CheckpointError, DeadlineError, RunError, docs_link
-from unisono.runtime.shapes import Integer, misfit
+from unisono.runtime.errors import CheckpointError, RunError, docs_link
 from unisono.runtime.text import one_line
-from unisono.supervise import records
+from unisono.supervise import records, run_facts
 
 _MAX_COMMAND_LENGTH = 4000  # characters of a command that are shown
 REMEDIES = {
@@ -50,7 +49,7 @@ def diagnose_run(folder: Path) -> list[str]:
     seen = events.read_events(written) if written.is_file() else []
     steps = events.step_events(seen)
     steps_run = int(steps[-1]["step"]) if steps else 0
-    total = _planned_steps(folder) or (config.get("train") or {}).get("steps")
+    total = run_facts.planned_steps(folder) or (config.get("train") or {}).get("steps")
     lines = [f"{folder}: {f'{steps_run} of {total}' if total else steps_run} steps done"]
     if steps:
         loss = steps[-1]["loss"]
@@ -58,7 +57,14 @@ def diagnose_run(folder: Path) -> list[str]:
     logs = folder / "logs"
     faults = records.read(logs, "*.fault.json", records.Fault)
     findings = records.read(logs, "monitor-node-*.json", records.Finding)
-    code, why = _find_cause(faults, findings, finished=total is not None and steps_run >= total)
+    code, why = run_facts.find_cause(faults, findings)
+    if not why and total is not None and steps_run >= total:
+        why = ["It finished: all steps are done, and no error was recorded."]
+    elif not why:
+        why = [
+            "No error is recorded: it is still running, was interrupted, or was killed together with its launcher, as",
+            "when a host goes down.",
+        ]
     lines += ["", "How it ended", *(f"  {line}" for line in why)]
     lines += ["", "Where each rank was", *ranks] if (ranks := list(_describe_ranks(findings, faults))) else []
     lines += ["", "What is saved", *(f"  {line}" for line in _describe_checkpoints(folder, steps_run))]
@@ -84,37 +90,6 @@ def _resume_command(folder: Path) -> str:
         if command[:2] in ((), ("unisono", "train")):  # the file is untrusted
             return one_line(resume_command(command, str(values["config"]["run"]["name"])), _MAX_COMMAND_LENGTH)
     return ""
-
-
-def _planned_steps(folder: Path) -> int | None:
-    """Return the total number of steps of the run; the configuration may state it in epochs."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        steps = safe_paths.read_json(folder, "fingerprint.json")["data"]["steps"]
-        return steps if misfit(steps, Integer) is None else None
-    return None
-
-
-def _find_cause(
-    faults: list[dict[str, Any]], findings: list[dict[str, Any]], finished: bool
-) -> tuple[int | None, Iterator[str]]:
-    """Return the exit code and the message; waits that timed out have the lowest priority, as on the console."""
-    own = sorted((f for f in faults if f["kind"] != "DeadlineError"), key=lambda fault: fault["time"])
-    if own:
-        text = own[0]["text"].splitlines()
-        shown = [text[0], *(["…", *text[-3:]] if len(text) > 4 else text[1:])]
-        return own[0]["code"], iter([f"rank {own[0]['rank']}: {shown[0]}", *(f"  {line}" for line in shown[1:])])
-    if findings:
-        first = min(findings, key=lambda found: found["time"])
-        return first["code"], iter([first["text"]])
-    if faults:
-        first = min(faults, key=lambda fault: fault["time"])
-        return DeadlineError.exit_code, iter([first["text"].splitlines()[0]])
-    if finished:
-        return None, iter(["It finished: all steps are done, and no error was recorded."])
-    return None, iter([
-        "No error is recorded: it is still running, was interrupted, or was killed together with its launcher, as",
-        "when a host goes down.",
-    ])  # fmt: skip
 
 
 def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]) -> Iterator[str]:

@@ -127,6 +127,12 @@ def find_holder(folder: Path) -> dict[str, Any] | None:
     return None if owner is None or owner["released"] or identity.is_alive(owner) is False else owner
 
 
+def was_released(folder: Path) -> bool:
+    """Whether the last process that held a run's folder ended in order; False also if none ever did."""
+    owner = _read_owner(folder, _newest_token(folder))
+    return owner is not None and bool(owner["released"])
+
+
 def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
     (folder / FOLDER).mkdir(exist_ok=True)
     while True:

@@ -100,4 +100,4 @@ class Telemetry:
         flops = 0.0 if config.adapter else result.work.get("flops", 0.0)
         devices = self._process.world_size * self._facts.devices
         mfu = flops / seconds / (peak * devices) if peak and flops else None
-        return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds)
+        return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds, flops or None)

@@ -19,8 +19,8 @@ from unisono.config.schema.schedules import Schedule
 
 # Keys that every event may have; metrics and scheduled scalars are stored next to them under their own names.
 EVENT_NAMES = frozenset({
-    "step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "skipped", "skipped_rows", "masked",
-    "recompiled", "unsaved_since", "changed", "fallback",
+    "step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "flops", "skipped", "skipped_rows",
+    "masked", "recompiled", "unsaved_since", "changed", "fallback",
 })  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Many runs: sweeps, search, their launchers, and what the runs show together."""

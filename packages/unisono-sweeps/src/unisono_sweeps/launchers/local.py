@@ -1,0 +1,219 @@
+"""`launcher=local`: some runs at a time on this host, each with its share of the cores and accelerators.
+
+A core belongs to one run at a time, and so does an accelerator unless `share_devices=true`. The shares depend only on
+`jobs` and this host, so a run that is resumed gets as many threads as before, and its numbers stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, PositiveInt
+
+from unisono.config.schema import base
+from unisono.engines.torch import devices
+from unisono.launch.processes import fork_server
+from unisono.runtime.communicator import usable_cores
+from unisono.runtime.console import clean
+from unisono.runtime.errors import ConfigError, Preempted
+from unisono_sweeps.launchers.interface import Ended, Job
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"  # which PyTorch for ROCm reads too
+_POLL = 0.1  # seconds
+_GRACE = 120.0  # seconds for runs to save and stop
+_TAIL = 1 << 16  # bytes of a console that are searched for the last sentence
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a run may use of this host.
+
+    Attributes:
+        cores: numbers of them; empty where a system does not let them be chosen.
+        threads: that fit.
+        devices: of its accelerators, as their variable names them; None for a host without any.
+    """
+
+    cores: tuple[int, ...]
+    threads: int
+    devices: tuple[str, ...] | None = None
+
+
+def divide_host(jobs: int, cores: Sequence[int], visible: Sequence[str], *, share_devices: bool = False) -> list[Share]:
+    """What each of several runs may use.
+
+    >>> [share.cores for share in divide_host(2, [0, 1, 2, 3], [])]
+    [(0, 1), (2, 3)]
+    >>> [share.devices for share in divide_host(2, [0, 1], ["4", "5", "6"])]
+    [('4',), ('5',)]
+    """
+    each, gpus = len(cores) // jobs, len(visible) // jobs
+    shares = []
+    for number in range(jobs):
+        own: tuple[str, ...] | None = None
+        if visible and share_devices:
+            own = (visible[number % len(visible)],)
+        elif visible:
+            own = tuple(visible[number * gpus : (number + 1) * gpus])
+        shares.append(Share(tuple(cores[number * each : (number + 1) * each]), each, own))
+    return shares
+
+
+class LocalLauncher:
+    """Runs jobs on this host; see `unisono_sweeps.launchers.interface.Launcher`."""
+
+    class Settings(base.Settings):
+        """The words of `launcher=local`."""
+
+        jobs: PositiveInt = Field(1, description="runs at a time")
+        share_devices: bool = Field(False, description="let several runs use the same accelerator")
+
+    def __init__(self, settings: Settings) -> None:
+        self._jobs = settings.jobs
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+        if self._jobs > len(cores):
+            raise ConfigError(f"jobs={self._jobs}: this host has {len(cores)} usable cores; use jobs={len(cores)}")
+        kind, count = devices.accelerators()
+        if count and kind != "cuda" and self._jobs > 1:
+            raise ConfigError(
+                f"jobs={self._jobs}: the {kind} devices of this host cannot be divided among runs; use jobs=1"
+            )
+        self._count, self._share_devices = count, settings.share_devices
+        visible = (os.environ.get(_VISIBLE) or ",".join(map(str, range(count)))).split(",")[:count]
+        self._shares = divide_host(self._jobs, cores, visible, share_devices=settings.share_devices)
+
+    def processes(self) -> int | None:
+        """See the interface."""
+        own = self._shares[0].devices
+        return None if own is None else max(1, len(own))
+
+    def check(self, jobs: Sequence[Job]) -> None:
+        """See the interface."""
+        share = self._shares[0]
+        for job in jobs:
+            if job.devices and share.devices is not None and job.devices > len(share.devices):
+                remedy = "or share_devices=true" if job.devices == 1 else "or a smaller layout.world_size"
+                raise ConfigError(
+                    f"jobs={self._jobs}: {job.name} needs {job.devices} of this host's {self._count} accelerators, and "
+                    f"its share is {len(share.devices)}; use jobs={max(1, self._count // job.devices)}, {remedy}"
+                )
+            if self._jobs > 1 and job.processes > share.threads:
+                raise ConfigError(
+                    f"jobs={self._jobs}: {job.name} has {job.processes} processes, and its share of this host is "
+                    f"{share.threads} core{'s' * (share.threads != 1)}; use a smaller jobs="
+                )
+
+    def run(self, jobs: Sequence[Job], started: Callable[[Job], None], ended: Callable[[Job, Ended], None]) -> None:
+        """See the interface."""
+        waiting, running = list(jobs), dict[int, _Process]()
+        try:
+            with _terminated_as_interrupt():
+                while waiting or running:
+                    for slot in range(self._jobs):
+                        if slot not in running and waiting:
+                            job = waiting.pop(0)
+                            running[slot] = _Process(job, self._shares[slot])
+                            started(job)
+                    for slot, process in list(running.items()):
+                        if process.has_ended():
+                            del running[slot]
+                            ended(process.job, process.outcome())
+                    time.sleep(_POLL)
+        finally:
+            _stop(list(running.values()), ended)
+
+
+class _Process:
+    """A run under way."""
+
+    def __init__(self, job: Job, share: Share) -> None:
+        self.job = job
+        self._began = time.monotonic()
+        job.console.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        if share.devices is not None:
+            environment[_VISIBLE] = ",".join(share.devices)
+        if not hasattr(os, "sched_setaffinity"):
+            environment["OMP_NUM_THREADS"] = str(share.threads)
+        launcher = os.getpid()
+
+        def confine() -> None:
+            if share.cores and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, share.cores)
+            fork_server.die_with_process(launcher)
+
+        with job.console.open("ab") as console:
+            self._process = subprocess.Popen(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which stops the runs in order
+                preexec_fn=confine,
+            )
+
+    def has_ended(self) -> bool:
+        """Whether its process has."""
+        return self._process.poll() is not None
+
+    def outcome(self) -> Ended:
+        """How it ended."""
+        code = self._process.wait()
+        why = "" if code == 0 else last_sentence(self.job.console, code)
+        return Ended(code, time.monotonic() - self._began, why)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def last_sentence(console: Path, code: int) -> str:
+    """The last error that a run printed; if there is none, its last line, or the signal that ended it."""
+    with suppress(OSError), console.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+        said = [number for number, line in enumerate(lines) if line.startswith("unisono: ")]
+        if code > 0 and said:
+            text = lines[said[-1]].removeprefix("unisono: ").removeprefix("error: ")
+            return clean(" ".join([text, *lines[said[-1] + 1 :]]))
+        if code > 0 and lines:
+            return clean(lines[-1])
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}, without a message"
+
+
+def _stop(processes: Sequence[_Process], ended: Callable[[Job, Ended], None]) -> None:
+    """Let the runs under way save and stop; kill those that do not."""
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    for process in processes:
+        while not process.has_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        if not process.has_ended():
+            process.signal(signal.SIGKILL)
+        ended(process.job, process.outcome())
+
+
+@contextmanager
+def _terminated_as_interrupt() -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, ends the sweep in the same order as Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise Preempted("the sweep was asked to end; the same command resumes it")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

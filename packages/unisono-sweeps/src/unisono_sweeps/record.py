@@ -1,0 +1,86 @@
+"""What a sweep writes in its folder, beside its runs.
+
+runs/<sweep>/
+  sweep.json        the command, and the runs with what distinguishes each
+  outcomes.jsonl    one line for each time that a run has ended
+  console/          what each run printed
+  <run>/            as of `unisono train`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from unisono.runtime import safe_paths
+from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Integer, Number, misfit
+
+FILE = "sweep.json"
+OUTCOMES = "outcomes.jsonl"
+CONSOLE = "console"
+
+
+class Outcome(TypedDict):
+    """How a run ended."""
+
+    run: str
+    code: Integer
+    seconds: Number
+    steps: Integer
+    why: str
+
+
+def write_sweep(folder: Path, command: Sequence[str], runs: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the command of a sweep and its runs; those of earlier commands stay listed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = {**read_sweep(folder)["runs"], **{name: dict(settings) for name, settings in runs.items()}}
+    values = {"command": list(command), "runs": listed}
+    write_whole(folder / FILE, json.dumps(values, indent=1) + "\n")
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """The command and the runs of a sweep; empty ones if the folder is none."""
+    try:
+        values = safe_paths.read_json(folder, FILE)
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        values = {}
+    runs = values.get("runs")
+    command = values.get("command")
+    return {
+        "command": [str(word) for word in command] if isinstance(command, list) else [],
+        "runs": {str(name): value for name, value in runs.items() if isinstance(value, dict)}
+        if isinstance(runs, dict)
+        else {},
+    }
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a sweep."""
+    return (folder / FILE).is_file()
+
+
+def add_outcome(folder: Path, outcome: Outcome) -> None:
+    """Note how a run ended."""
+    with (folder / OUTCOMES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(outcome) + "\n")
+
+
+def read_outcomes(folder: Path) -> dict[str, dict[str, Any]]:
+    """How each run of a sweep ended the last time; lines that are damaged are left out."""
+    path = folder / OUTCOMES
+    found = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            outcome = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if misfit(outcome, Outcome) is None:
+            found[outcome["run"]] = outcome
+    return found

@@ -1,0 +1,103 @@
+"""Tries models before a sweep starts: each is built, and one micro-batch goes through a few steps of it.
+
+A process of its own does this, so that what a model leaves on a device is gone when the runs start:
+
+    python -m unisono_sweeps.trial REQUESTS RESULTS
+
+Both are files of JSON lines. A shape that does not fit, a kernel that is missing or a sample that cannot be built is
+found here, and so are the parameters and the time of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from unisono.config.batch_split import BatchSplit, resolve_split
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import Loader
+from unisono.data.order.planning import build_plan, build_source
+from unisono.engines import create_engine
+from unisono.engines.protocol import EngineJob
+from unisono.launch import layout
+from unisono.launch.processes import rank_process
+from unisono.optim import schedules
+from unisono.proof.user_errors import format_user_error
+from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.errors import UnisonoError
+from unisono.task_config import build_task, load_config
+
+_STEPS = 3  # of which the fastest counts
+_LARGEST = 8  # rows of a micro-batch that is not given
+
+
+def try_run(config: RunConfig) -> dict[str, float]:
+    """A few steps of a run's model on one process, of one micro-batch.
+
+    Returns:
+        `parameters`; `seconds` of a step and its `flops` (where the task counts them), for a global batch.
+
+    Raises:
+        UnisonoError: for what the user can fix.
+    """
+    given = config.layout.micro_batch
+    alone = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "defer_reduction": False}
+    config = config.model_copy(
+        update={
+            "layout": config.layout.model_copy(update={**alone, "bucket_mb": None, "micro_batch": None}),
+            "launch": type(config.launch)(),
+        }
+    )
+    config = layout.resolve_layout(config, None)
+    size = given if isinstance(given, int) else min(_LARGEST, config.train.global_batch)
+    process, task = ProcessInfo(), build_task(config)
+    source = build_source(task, config, 1)
+    plan = build_plan(task, source, config, 1)
+    scalars = schedules.ScheduledScalars(config, plan.steps)
+    communicator = rank_process.join_processes(config, process)
+    whole = resolve_split(config).global_batch
+    size = min(size, whole)
+    split = BatchSplit(size, 1, size)
+    loader = Loader.from_config(task, source, plan, split, process, config)
+    engine = create_engine(EngineJob(task, config, process, communicator, split))
+    try:
+        batches = next(islice(loader.steps(), 1))
+        facts = engine.setup(batches, scalars(0))
+        seconds = math.inf
+        for _ in range(_STEPS):
+            began = perf_counter()
+            result = engine.step(batches, 0, scalars(0))
+            seconds = min(seconds, perf_counter() - began)
+    finally:
+        loader.close()
+        engine.close()
+    found = {"parameters": float(facts.parameters), "seconds": seconds * whole / size}
+    if result.work.get("flops"):
+        found["flops"] = result.work["flops"] * whole / size
+    return found
+
+
+def main(requests: Path, results: Path) -> None:
+    """Try the runs that a file lists, one JSON object a line, and write what came of each."""
+    with results.open("a", encoding="utf-8") as file:
+        for line in requests.read_text(encoding="utf-8").splitlines():
+            asked = json.loads(line)
+            outcome: dict[str, Any]
+            try:
+                folder = Path(asked["config_dir"]) if asked["config_dir"] else None
+                outcome = try_run(load_config(asked["recipe"], asked["words"], folder)[0])
+            except UnisonoError as error:
+                outcome = {"error": str(error)}
+            except Exception as error:  # of the user's code
+                outcome = {"error": format_user_error(error) or f"{type(error).__name__}: {error}"}
+            file.write(json.dumps({**outcome, "number": asked["number"]}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

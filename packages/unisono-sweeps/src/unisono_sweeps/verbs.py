@@ -1,0 +1,32 @@
+"""The verbs of this package, for the command `unisono`; nothing heavy is imported until one runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from unisono.cli import arguments
+
+SWEEP = "train a recipe many times, with every combination of some settings"
+
+
+def add_verbs(verbs: Any) -> None:
+    """Put the verbs among the others."""
+    verb = verbs.add_parser(
+        "sweep", help=SWEEP, description=f"{SWEEP}; the same command resumes, and runs nothing twice"
+    )
+    verb.set_defaults(run=_sweep)
+    arguments.add_recipe(verb)
+    arguments.add_overrides(
+        verb,
+        "as for train, with several values: optim.lr=1e-3,3e-4 'model.width=range(128,513,128)' "
+        "'optim.lr=tag(log,interval(1e-5,1e-2))' 'experiment=glob(*)'; and seeds=3, zip=[KEY,KEY], draws=20, "
+        "configs=FILE.py, name=NAME, jobs=2, launcher=local, trial=false",
+    )
+    verb.add_argument("--dry-run", action="store_true", help="check all runs and print them, without starting any")
+
+
+def _sweep(parsed: argparse.Namespace) -> int:
+    from unisono_sweeps.sweep import run_sweep
+
+    return run_sweep(parsed.recipe, parsed.config_dir, parsed.overrides, dry_run=parsed.dry_run)

@@ -1,0 +1,1 @@
+"""Sweeps, search, comparison and reports, with small tasks."""

@@ -1,0 +1,203 @@
+"""`unisono sweep`: everything is checked before anything starts, and nothing runs twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.runtime.errors import ConfigError
+from unisono_sweeps import sweep as sweeps
+from unisono_sweeps.launchers.interface import Ended, Job
+from unisono_sweeps.launchers.local import LocalLauncher
+
+TASK = f"{Path(__file__).parents[3] / 'tests' / 'tasks.py'}:LinearTask"
+BASE = ("optim=sgd", "train.steps=3", "train.global_batch=8", "layout.device=cpu", "name=s")
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(TASK).parents[1]), *sys.path]))
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that a launcher was given; each is run in this process."""
+    from unisono.cli import main
+
+    names: list[str] = []
+
+    def run(self: LocalLauncher, jobs: Any, started: Any, ended: Any) -> None:
+        for job in jobs:
+            names.append(job.name)
+            started(job)
+            try:
+                ended(job, Ended(main.main(list(job.command[3:])), 1.0, "it failed"))
+            except Exception as error:
+                ended(job, Ended(1, 1.0, str(error)))
+
+    monkeypatch.setattr(LocalLauncher, "run", run)
+    return names
+
+
+def test_a_sweep_runs_once_and_the_same_command_runs_only_what_is_new(command: Command, started: list[str]) -> None:
+    words = ("sweep", TASK, *BASE, "trial=false")
+    assert command(*words, "optim.lr=0.1,0.01")[0] == 0
+    assert started == ["lr0.1", "lr0.01"]
+    code, out, _ = command(*words, "optim.lr=0.1,0.01")
+    assert (code, started) == (0, ["lr0.1", "lr0.01"])
+    assert "2 of them finished already" in out
+    assert command(*words, "optim.lr=0.1,0.01,0.001")[0] == 0
+    assert started == ["lr0.1", "lr0.01", "lr0.001"]
+    listed = json.loads(Path("runs/s/sweep.json").read_text())["runs"]
+    assert listed == {name: {"optim.lr": name[2:]} for name in started}
+
+
+def test_a_run_that_fails_is_told_by_its_sentence_and_is_run_again(command: Command, started: list[str]) -> None:
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=1e30,0.01")
+    code, out, err = command(*words)
+    assert (code, started) == (1, ["lr1e+30", "lr0.01"])
+    assert "lr1e+30: failed with exit code 3" in err
+    assert "lr0.01: finished" in out
+    assert command(*words)[0] == 1
+    assert started == ["lr1e+30", "lr0.01", "lr1e+30"]
+
+
+def test_all_mistakes_are_reported_at_once_with_file_and_line_and_nothing_starts(started: list[str]) -> None:
+    path = Path("study.py")
+    path.write_text(
+        'def configs():\n    return [{"optim.lrr": 1}, {"optim.lr": 1},\n        {"train.global_batch": 7}]\n'
+    )
+    words = ["optim=sgd", "train.steps=3", "layout.world_size=2", "layout.device=cpu", "configs=study.py", "name=s"]
+    with pytest.raises(ConfigError) as refused:
+        sweeps.run_sweep(TASK, None, words, dry_run=False)
+    said = str(refused.value)
+    assert "2 of 3 runs cannot start, so none was started" in said
+    assert "unknown key 'optim.lrr' (study.py:2), did you mean 'optim.lr'?" in said
+    assert "7" in said.split("global_batch7:")[1]
+    assert not started
+    assert not Path("runs").exists()
+
+
+def test_a_stale_key_in_one_of_many_runs_is_named(started: list[str]) -> None:
+    path = Path("study.py")
+    path.write_text(
+        "def configs():\n    runs = [{'optim.lr': 1 / (n + 1)} for n in range(100)]\n"
+        "    runs[77]['optim.beta'] = 1\n    return runs\n"
+    )
+    with pytest.raises(ConfigError, match=r"1 of 100 runs cannot start.*\n.*\n.*'optim.beta' \(study.py:3\)"):
+        sweeps.run_sweep(TASK, None, [*BASE, "configs=study.py", "trial=false"], dry_run=False)
+    assert not started
+
+
+def test_a_shape_that_does_not_fit_is_found_before_anything_starts(started: list[str], here: Path) -> None:
+    (here / "mine.py").write_text(
+        "from torch import nn\nfrom tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n"
+        "    def build(self):\n        return nn.Linear(3, 1)\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        sweeps.run_sweep("mine.py:Mine", None, [*BASE, "task.features=3,4", "optim.lr=0.1,0.2"], dry_run=False)
+    said = str(refused.value)
+    assert "2 of 4 runs cannot start" in said
+    assert "features4-lr0.1, features4-lr0.2" in said
+    assert "shapes cannot be multiplied" in said
+    assert not started
+
+
+def test_a_run_that_exists_with_another_configuration_is_refused(command: Command, started: list[str]) -> None:
+    assert command("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")[0] == 0
+    with pytest.raises(ConfigError) as refused:
+        sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=0.1,0.01", "trial=false", "ema.decay=0.9"], dry_run=False)
+    assert "holds a run with another configuration: ema.decay was None and is 0.9" in str(refused.value)
+    assert len(started) == 2
+
+
+def test_a_dry_run_prints_the_differences_and_what_each_run_takes_and_starts_nothing(
+    command: Command, started: list[str]
+) -> None:
+    code, out, _ = command("sweep", TASK, *BASE, "task.features=3,5", "seeds=2", "--dry-run")
+    head, first, *_ = out.splitlines()
+    assert code == 0
+    assert head.split() == ["features", "seed", "state", "steps", "parameters", "FLOPs", "time", "disk"]
+    assert first.split()[:5] == ["3", "0", "new", "3", "4"]
+    assert "4 runs in runs/s" in out
+    assert not started
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.name=x"], "a sweep names its runs"),
+        (["launcher=slumr"], "launcher=slumr: no such launcher"),
+        (["jobs=0"], "jobs: input should be greater than 0"),
+        (["seeds=[]"], "seeds=\\[\\] names no seed"),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sweeps.run_sweep(TASK, None, [*BASE, *words], dry_run=True)
+
+
+def sweep_process(folder: Path) -> subprocess.Popen[bytes]:
+    words = ["optim=adamw", "optim.lr=0.1,0.01", "task.features=3,4", "seeds=2", "train.steps=60", "name=s", "jobs=2"]
+    more = ["train.global_batch=8", "layout.device=cpu", "checkpoint.every=5", "eval.every=20", "trial=false"]
+    command = [sys.executable, "-m", "unisono", "sweep", TASK, *words, *more]
+    return subprocess.Popen(command, cwd=folder)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(here: Path) -> None:
+    """Of 8 runs, two at a time: killed, with all that it started, in the middle; the tables are the same."""
+    from unisono_sweeps.compare.table import compare_runs, find_runs
+
+    whole, broken = here / "whole", here / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    assert sweep_process(whole).wait(900) == 0
+    process, deadline = sweep_process(broken), time.monotonic() + 900
+    outcomes = broken / "runs/s/outcomes.jsonl"
+    while not outcomes.exists() or len(outcomes.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while not list((broken / "runs/s").glob("*/lease/*.beat")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(outcomes.read_text().splitlines())
+    assert done < 8
+    assert sweep_process(broken).wait(900) == 0
+    assert len(outcomes.read_text().splitlines()) == 8
+    tables = []
+    for folder in (whole, broken):
+        table = compare_runs(find_runs([folder / "runs/s"]))
+        measured = [name for name in table.column_names if not name.startswith(("seconds", "run.dir", "peak_memory"))]
+        tables.append(table.select([name for name in measured if not name.endswith("_per_second")]))
+    assert tables[0].num_rows == 8
+    assert tables[0].equals(tables[1])
+
+
+def test_the_job_of_a_run_is_the_command_that_a_user_would_type(here: Path) -> None:
+    seen: list[Job] = []
+
+    class Listing(LocalLauncher):
+        def check(self, jobs: Any) -> None:
+            seen.extend(jobs)
+
+    own = pytest.MonkeyPatch()
+    own.setattr(sweeps, "find_launcher", lambda name: Listing)
+    sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=0.1,0.01", "trial=false"], dry_run=True)
+    own.undo()
+    place = ["run.dir=runs/s", "run.name='lr0.1'"]
+    assert list(seen[0].command[1:]) == ["-m", "unisono", "train", TASK, *BASE[:-1], "optim.lr=0.1", *place]

@@ -1,0 +1,126 @@
+"""What a run's folder says of it, read once for every verb that shows runs: its state, its steps and what it measured.
+
+The folder is untrusted, and is only read. A state is what its files show: a process that holds the lock, an error that
+a process recorded, or neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from unisono.config import foreign_run
+from unisono.observe import events
+from unisono.runtime import safe_paths
+from unisono.runtime.errors import DeadlineError, Preempted, RunError
+from unisono.runtime.shapes import Integer, misfit
+from unisono.supervise import records, run_lock
+
+State = Literal["running", "finished", "stopped", "failed", "ended early", "killed"]
+_STOPPED_CODES = (Preempted.exit_code, 130)  # 130: Ctrl-C
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run, as its folder shows it.
+
+    Attributes:
+        folder: of the run.
+        config: its configuration, with defaults; the groups of its task as the file has them.
+        events: all lines of `events.jsonl`.
+        total: steps of the whole run; None if unknown.
+        state: `running`: a process holds its lock; `finished`: all steps are done; `stopped`: on request; `failed`:
+            with an error; `ended early`: in order, before its last step, without an error; `killed`: without a word.
+        why: the error of a failed run, or why it stopped; empty if none is recorded.
+        code: exit code that belongs to `why`.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    total: int | None
+    state: State
+    why: str = ""
+    code: int | None = None
+
+    @cached_property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The events that are steps."""
+        return events.step_events(self.events)
+
+    @cached_property
+    def evaluations(self) -> list[Mapping[str, Any]]:
+        """The events that are evaluations."""
+        return [event for event in self.events if event.get("eval")]
+
+    @property
+    def steps_done(self) -> int:
+        """Updates made."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step; None if there is none, or if it was not finite."""
+        return self.steps[-1]["loss"] if self.steps else None
+
+
+def read_run_facts(folder: Path) -> RunFacts:
+    """Read the folder of a run.
+
+    Raises:
+        RunError: If it is not the folder of a run.
+        ConfigError: If its `config.yaml` cannot be read.
+    """
+    if not (folder / foreign_run.CONFIG_FILE).is_file():
+        raise RunError(f"{folder} is not a run directory (no {foreign_run.CONFIG_FILE})")
+    config = foreign_run.read_values(folder / foreign_run.CONFIG_FILE)
+    written = folder / "events.jsonl"
+    seen = events.read_events(written) if written.is_file() else []
+    total = planned_steps(folder) or config["train"]["steps"]
+    steps = events.step_events(seen)
+    finished = total is not None and bool(steps) and int(steps[-1]["step"]) >= total
+    logs = folder / "logs"
+    faults = records.read(logs, "*.fault.json", records.Fault)
+    findings = records.read(logs, "monitor-node-*.json", records.Finding)
+    code, why = find_cause(faults, findings)
+    state: State
+    if run_lock.find_holder(folder) is not None:
+        state, code, why = "running", None, []
+    elif code is not None:
+        state = "stopped" if code in _STOPPED_CODES else "failed"
+    elif finished:
+        state = "finished"
+    else:
+        state = "ended early" if run_lock.was_released(folder) else "killed"
+    return RunFacts(folder, config, seen, total, state, " ".join(why), code)
+
+
+def planned_steps(folder: Path) -> int | None:
+    """Return the total number of steps of a run; the configuration may state it in epochs."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        steps = safe_paths.read_json(folder, "fingerprint.json")["data"]["steps"]
+        return steps if misfit(steps, Integer) is None else None
+    return None
+
+
+def find_cause(faults: Sequence[dict[str, Any]], findings: Sequence[dict[str, Any]]) -> tuple[int | None, list[str]]:
+    """Return the exit code and the message of a run that did not end well; None and no line if nothing is recorded.
+
+    Waits that timed out come last, as on the console.
+    """
+    own = sorted((f for f in faults if f["kind"] != "DeadlineError"), key=lambda fault: fault["time"])
+    if own:
+        text = own[0]["text"].splitlines()
+        shown = [text[0], *(["…", *text[-3:]] if len(text) > 4 else text[1:])]
+        return own[0]["code"], [f"rank {own[0]['rank']}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
+    if findings:
+        first = min(findings, key=lambda found: found["time"])
+        return first["code"], [first["text"]]
+    if faults:
+        first = min(faults, key=lambda fault: fault["time"])
+        return DeadlineError.exit_code, [first["text"].splitlines()[0]]
+    return None, []
