@@ -278,6 +278,22 @@ class Task(ABC):
         """
         return {}
 
+    def optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """An optimizer of your own in place of that of the group `optim`; None for that one.
+
+        Its rate follows `schedules.lr` and `optim.groups` as that of any other does. What it computes for a parameter
+        must not depend on how that is sharded; `unisono prove` shows whether it does.
+
+        Args:
+            groups: what `optim.groups` and the defaults for biases, norms and embeddings make of the trained
+                parameters, each with `params` and `weight_decay`. In JAX, `params` are names.
+
+        Returns:
+            In torch, a `torch.optim.Optimizer` over these groups, which keeps all its state in tensors. In JAX, an
+            `optax.GradientTransformation` from gradients to the direction of the update; rate and decay follow it.
+        """
+        return None
+
     def callbacks(self) -> Sequence[Callback]:
         """Callbacks for every run of the task, in addition to those in the config."""
         return []
@@ -302,6 +318,11 @@ class Task(ABC):
 
     def load_assets(self, directory: Path) -> None:  # noqa: B027 - optional, not abstract
         """Read what `save_assets` wrote, so that `build` can create the model without the training data."""
+
+
+def has_own_optimizer(task: Task) -> bool:
+    """Whether a task defines `optimizer`."""
+    return type(task).optimizer is not Task.optimizer
 
 
 def count_rows(task: Task, batch: Batch) -> int:

@@ -28,11 +28,31 @@ class ParameterSettings:
     muon: bool
     rule: str | None = None
 
-    def describe(self, config: OptimizerGroup, names: Iterable[str], count: int) -> str:
-        """A line about how the parameters with these names, `count` numbers in all, are updated."""
+    def describe(self, config: OptimizerGroup, names: Iterable[str], count: int, optimizer: str = "") -> str:
+        """A line about how the parameters with these names, `count` numbers in all, are updated.
+
+        Args:
+            config: the group `optim`.
+            names: of the parameters.
+            count: how many numbers they hold.
+            optimizer: the name of one that is not that of the config.
+        """
         own = config.rest if isinstance(config, Muon) and not self.muon else config
         rates = f"lr {config.lr * self.lr_scale:g}, weight decay {self.decay:g}"
-        return f"{self.rule or own.kind}, {rates}: {count:,} parameters in {join_names(names)}"
+        return f"{optimizer or self.rule or own.kind}, {rates}: {count:,} parameters in {join_names(names)}"
+
+
+def check_not_for_own(chosen: Iterable[ParameterSettings], name: str) -> None:
+    """Refuse settings that choose a rule for parameters, if the task has an optimizer of its own, called `name`.
+
+    Raises:
+        ConfigError: with the settings.
+    """
+    if any(one.muon or one.rule for one in chosen):
+        raise ConfigError(
+            f"the task's optimizer(), {name}, updates all parameters, so optim=muon and `muon` or `rule` in "
+            "optim.groups have nothing to choose; remove them, or optimizer()"
+        )
 
 
 def choose_settings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from unisono.config.schema import optimizers as settings
 from unisono.config.schema.optimizers import AdamW, OptimizerGroup, Sgd
 from unisono.optim.adafactor import ShardedAdafactor
 from unisono.optim.adam_atan2 import AdamAtan2
-from unisono.optim.groups import ParameterSettings, choose_settings
+from unisono.optim.groups import ParameterSettings, check_not_for_own, choose_settings
 from unisono.optim.muon import Muon
 from unisono.optim.sign_sgd import RowSignSgd
 from unisono.runtime.errors import ConfigError
@@ -25,7 +25,10 @@ _NO_DECAY = (*_EMBEDDINGS, nn.LayerNorm, nn.RMSNorm)  # whatever the number of a
 
 
 def build_optimizer(
-    config: OptimizerGroup, model: nn.Module, blocks: Sequence[nn.Module] = ()
+    config: OptimizerGroup,
+    model: nn.Module,
+    blocks: Sequence[nn.Module] = (),
+    own: Callable[[list[dict[str, Any]]], Any] = lambda groups: None,
 ) -> torch.optim.Optimizer:
     """The optimizer over a model's trainable parameters, grouped as the config says.
 
@@ -33,11 +36,15 @@ def build_optimizer(
         config: the group `optim`.
         model: wrapped.
         blocks: its repeated blocks, whose matrices Muon takes.
+        own: the task's `optimizer`.
 
     Raises:
-        ConfigError: if a pattern matches no parameter, or the model has none to train.
+        ConfigError: if a pattern matches no parameter, the model has none to train, or an optimizer of the task's is
+            not over these groups.
     """
     groups = parameter_groups(config, model, blocks)
+    if (made := own([dict(group) for group in groups])) is not None:
+        return _check_own(made, groups)
     parts: list[torch.optim.Optimizer] = []
     if by_row := [group for group in groups if group["rule"] == "sign_sgd"]:
         parts.append(RowSignSgd(by_row, lr=config.lr))
@@ -52,6 +59,45 @@ def build_optimizer(
         rest = config.rest if isinstance(config, settings.Muon) else config
         parts.append(_build_one(rest, groups, config.implementation))
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
+
+
+def _check_own(made: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"the task's optimizer() returned {type(made).__name__}; return a torch.optim.Optimizer over the groups it "
+            "is given, or None"
+        )
+    given = [sorted(map(id, group["params"])) for group in groups]
+    if [sorted(map(id, group["params"])) for group in made.param_groups] != given or not all(
+        {"lr_scale", "own_decay"} <= group.keys() for group in made.param_groups
+    ):
+        raise ConfigError(
+            f"the task's optimizer(), {type(made).__name__}, is not over the groups it was given, whose rates and "
+            "decay would be lost; build it from `groups` as they are"
+        )
+    check_not_for_own((_settings_of(group) for group in made.param_groups), type(made).__name__)
+    return made
+
+
+def check_own_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse the state of a task's own optimizer if no checkpoint could hold it, or only one layout computes it.
+
+    Raises:
+        ConfigError: naming the entry and the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            where = f"{type(optimizer).__name__} keeps '{entry}' of {name}"
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{where} as {type(value).__name__}, which no checkpoint holds; keep it as a tensor, e.g. "
+                    f"torch.tensor({value!r})"
+                )
+            if isinstance(parameter, DTensor) and value.dim() and not isinstance(value, DTensor):
+                raise ConfigError(
+                    f"{where} as a tensor of {tuple(value.shape)} of this process's part alone, since the parameter is "
+                    "sharded (layout.strategy=fsdp); make it from the parameter (torch.zeros_like), or use ddp"
+                )
 
 
 def _build_one(config: OptimizerGroup, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
@@ -132,11 +178,15 @@ def describe_updates(config: OptimizerGroup, optimizer: torch.optim.Optimizer, m
     """How parameters are updated: a line per parameter group, with the names of its parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     lines = []
+    own = "" if type(optimizer).__module__.startswith(("torch.", "unisono.")) else type(optimizer).__name__
     for group in optimizer.param_groups:
-        one = ParameterSettings(group["lr_scale"], group["own_decay"], group["muon"], group["rule"])
         count = sum(parameter.numel() for parameter in group["params"])
-        lines.append(one.describe(config, [names[p] for p in group["params"]], count))
+        lines.append(_settings_of(group).describe(config, [names[p] for p in group["params"]], count, own))
     return lines
+
+
+def _settings_of(group: Mapping[str, Any]) -> ParameterSettings:
+    return ParameterSettings(group["lr_scale"], group["own_decay"], group["muon"], group["rule"])
 
 
 def apply_schedule(optimizer: torch.optim.Optimizer, scalars: Mapping[str, float], config: OptimizerGroup) -> None:

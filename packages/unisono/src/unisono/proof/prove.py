@@ -32,7 +32,7 @@ from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
-from unisono.task import Task
+from unisono.task import Task, has_own_optimizer
 from unisono.task_config import build_task, resolve_engine, validate_config
 
 
@@ -72,7 +72,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
             layouts = _describe_layouts(every, asked, proof)
             ended = _run_cases(every, config, proof, folder, servers, digests)
         traces = {case.name: trace for case in every if (trace := read_trace(folder, case.name))}
-        adaptive = not isinstance(config.optim, Sgd)
+        adaptive = not isinstance(config.optim, Sgd) or has_own_optimizer(build_task(config))
         return *judgement.judge_cases(every, traces, adaptive, ended, config.recipe), {
             **describe_proof(asked, proof, facts),
             **({"shrunk": shrunk} if shrunk else {}),

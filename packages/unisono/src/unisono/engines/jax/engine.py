@@ -109,7 +109,7 @@ class JaxEngine:
         kernels = rules.choose_kernels(task, self.communicator, self._devices[0].platform, self._kind)
         self.structure = model.build_structure(task, self.seed)
         recompute = model.recompute_interval(self.structure, self._config.layout)
-        self.optimizer = optimizers.build_optimizer(self._config.optim, self.structure)
+        self.optimizer = optimizers.build_optimizer(self._config.optim, self.structure, task.optimizer)
         dynamic = tuple(sorted(name for name in scalars if name not in task.static_scalars))
         self.programs = Programs(
             task, self._config, self.structure, self.optimizer, self.grid, self._compiler, dynamic, recompute

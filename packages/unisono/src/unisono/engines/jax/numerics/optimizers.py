@@ -6,7 +6,7 @@ its own and both are scheduled. SGD decays as torch does, through the gradient; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from unisono.config.schema import optimizers as settings
 from unisono.config.schema.optimizers import OptimizerGroup
 from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import transforms
-from unisono.optim.groups import ParameterSettings, choose_settings
+from unisono.optim.groups import ParameterSettings, check_not_for_own, choose_settings
 from unisono.runtime.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -32,10 +32,12 @@ class Optimizer:
     Attributes:
         config: the group `optim`.
         chosen: by parameter.
+        own: of the task, in place of that of the group.
     """
 
     config: OptimizerGroup
     chosen: Mapping[str, ParameterSettings]
+    own: optax.GradientTransformation | None = None
 
     def init(self, parameters: Tree) -> Tree:
         """The state before the first update, by kind."""
@@ -77,12 +79,10 @@ class Optimizer:
 
     def describe(self, structure: Structure) -> list[str]:
         """How parameters are updated: a line per group with the same settings."""
-        groups: dict[ParameterSettings, list[str]] = {}
-        for name, chosen in self.chosen.items():
-            groups.setdefault(chosen, []).append(name)
+        own = "the task's optimizer" if self.own is not None else ""
         return [
-            chosen.describe(self.config, names, sum(prod(structure.shapes[name].shape) for name in names))
-            for chosen, names in groups.items()
+            chosen.describe(self.config, names, sum(prod(structure.shapes[name].shape) for name in names), own)
+            for chosen, names in _group(self.chosen).items()
         ]
 
     def _relative(self, lr: jax.Array, state: transforms.Factors) -> jax.Array:
@@ -90,6 +90,8 @@ class Optimizer:
 
     def _parts(self) -> list[tuple[str, optax.GradientTransformation, list[str]]]:
         """Kind, transformation and parameters of each optimizer that takes part."""
+        if self.own is not None:
+            return [("own", self.own, list(self.chosen))]
         names: dict[str, list[str]] = {"sign_sgd": [], "muon": [], "rest": []}
         for name, chosen in self.chosen.items():
             names[chosen.rule or ("muon" if chosen.muon else "rest")].append(name)
@@ -100,8 +102,15 @@ class Optimizer:
         return [*parts, (rest.kind, _build_direction(rest), names["rest"])]
 
 
-def build_optimizer(config: OptimizerGroup, structure: Structure) -> Optimizer:
+def build_optimizer(
+    config: OptimizerGroup, structure: Structure, own: Callable[[list[dict[str, Any]]], Any] = lambda groups: None
+) -> Optimizer:
     """The optimizer of a model's trained parameters, grouped as the config says; see `choose_settings`.
+
+    Args:
+        config: the group `optim`.
+        structure: of the model.
+        own: the task's `optimizer`.
 
     Raises:
         ConfigError: for a pattern that matches no parameter, or a matrix that Muon cannot take.
@@ -120,7 +129,23 @@ def build_optimizer(config: OptimizerGroup, structure: Structure) -> Optimizer:
         not_muon={name for name, shape in shapes.items() if len(shape) < 2},
         muon_updates="matrices (and stacks of them)",
     )
-    return Optimizer(config, chosen)
+    made = own([{"params": names, "weight_decay": one.decay} for one, names in _group(chosen).items()])
+    if made is not None and not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"the task's optimizer() returned {type(made).__name__}; in JAX, return an optax.GradientTransformation "
+            "from gradients to the direction of the update, or None"
+        )
+    if made is not None:
+        check_not_for_own(chosen.values(), "of optax")
+    return Optimizer(config, chosen, made)
+
+
+def _group(chosen: Mapping[str, ParameterSettings]) -> dict[ParameterSettings, list[str]]:
+    """The names of parameters with the same settings."""
+    groups: dict[ParameterSettings, list[str]] = {}
+    for name, one in chosen.items():
+        groups.setdefault(one, []).append(name)
+    return groups
 
 
 def _build_direction(config: OptimizerGroup) -> optax.GradientTransformation:
