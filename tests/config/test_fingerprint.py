@@ -71,6 +71,7 @@ MATHEMATICS = keys("""
 """)
 BESIDE = {  # what has to change with a key for it to be allowed
     "data.group_by_length": ("data.packing=null",),
+    "data.window": ("data.shuffle=blocks",),
     "train.epochs": ("train.steps=null",),
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),
@@ -79,6 +80,8 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "ema.every": ("ema.decay=0.5",),
     "ema.warmup": ("ema.decay=0.5",),
     "ema.exclude": ("ema.decay=0.5",),
+    "launch.rendezvous": ("launch.nodes=2", "launch.node_rank=0"),
+    "launch.interface": ("launch.nodes=2", "launch.node_rank=0", "launch.rendezvous=10.0.0.1:29400"),
     "launch.nodes": ("launch.node_rank=1", "launch.rendezvous=10.0.0.1:29400"),
     "optim.kind": ("optim=sgd",),
     "schedules.depth.kind": ("schedules.depth={kind: linear, peak: 2}",),

@@ -330,8 +330,12 @@ def test_what_does_not_fit_is_refused_before_anything_starts(given: Any, how: di
         planned(given, **how)
 
 
-def test_lanes_that_do_not_matter_are_not_asked_for() -> None:
-    assert planned(range(90), lanes=5, world_size=3).steps == 12
+def test_lanes_and_windows_that_do_not_matter_are_refused() -> None:
+    """The claim: they were accepted, and changed nothing."""
+    with pytest.raises(ValueError, match=r"data\.lanes=5 is for rows that are read block by block, or packed"):
+        planned(range(90), lanes=5)
+    with pytest.raises(ValueError, match=r"data\.window=3 is for rows that are read block by block"):
+        planned(range(90), window=3)
 
 
 def test_a_large_source_and_a_small_one_of_a_single_block_can_be_mixed() -> None:

@@ -202,3 +202,31 @@ def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_proce
     record = json.loads((tmp_path / "runs" / "a" / "logs" / "monitor-node-0.json").read_text())
     assert record["code"] == 10
     assert jobs.all_gone(tmp_path, 30)
+
+
+@pytest.mark.parametrize(("last", "code"), [("ending", 9), ("leaving", 0)])
+def test_a_rank_of_a_finished_run_that_is_killed_is_told_truly(tmp_path: Path, last: str, code: int):
+    """The claim: in the two phases after the last step, nothing is said of a step 3 of 2, or of how to resume."""
+    jobs.task_file(tmp_path)
+    kill = {
+        "ending": "loop.Training.__exit__ = lambda *_: os.kill(os.getpid(), 9)",
+        "leaving": "os._exit = lambda code: os.kill(os.getpid(), 9)",
+    }[last]
+    (tmp_path / "killed.py").write_text(
+        "import os\nfrom small import Small\nfrom unisono.training import loop\n\n\n"
+        "class Killed(Small):\n    pass\n\n\n"
+        f"if os.environ.get('RANK') == '1':\n    {kill}\n"
+    )
+    words = ("train", "killed.py:Killed", *jobs.QUIET, "run.name=a", "layout.world_size=2", "train.steps=2")
+    done = jobs.unisono(*words, cwd=tmp_path, timeout=200)
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert "step 3" not in done.stderr and "Resume" not in done.stderr
+    if code == 0:
+        assert lines[-1] == (
+            "unisono: WARNING: while leaving, after all work was done, so nothing is lost: rank 1: killed by signal 9 "
+            "(SIGKILL), possibly by the OOM killer"
+        )
+    else:
+        assert re.search(r"rank 1 .* died without a message, after step 2, which was its last, while ending", lines[0])
+        assert lines[-1] == "All 2 steps were done before, and the newest checkpoint holds them; nothing is lost"

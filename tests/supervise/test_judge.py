@@ -215,3 +215,32 @@ def test_a_rank_that_died_before_it_told_anything_is_told_so():
         "rank 1 (host) died without a message, before it started: "
         in hang_detection.describe_lost(1, None, {}, "host", 1).text
     )
+
+
+SAID = {
+    "start": "before the first step, start",
+    "setup": "before the first step, setup",
+    "data": "in step 31, data",
+    "compute": "in step 31, compute",
+    "wait": "in step 31, compute, waiting for",
+    "record": "after step 30, record",
+    "save": "after step 30, save",
+    "evaluate": "after step 30, evaluate",
+    "end": "after step 30, which was its last, while ending",
+    "left": "while leaving, after all of its work was done",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_death_in_every_phase_of_a_run_is_told_truly(phase: str):
+    """The claim: also in the last ones, of which it was said that they were in a step that does not exist."""
+    outer, detail = {"left": ("end", "0 "), "wait": ("compute", "the sums")}.get(phase, (phase, ""))
+    one = seen(1, phase, detail=detail, outer=outer, made=-1 if phase in ("start", "setup") else 30)
+    text = hang_detection.describe_lost(1, one.record, ranks(one), "host", -9).text
+    assert f"died without a message, {SAID[phase]}" in text
+
+
+def test_a_rank_that_left_with_an_error_and_is_killed_is_told_with_both():
+    one = seen(1, "left", detail="5 the sums", outer="wait")
+    text = hang_detection.describe_lost(1, one.record, ranks(one), "host", -9).text
+    assert "while leaving with exit code 5, in step 4, wait" in text

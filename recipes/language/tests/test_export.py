@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Engine
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import unisono
@@ -143,10 +145,42 @@ def test_the_folder_has_all_that_transformers_wants(run: Path, tmp_path: Path) -
     mine = Tokenizer.load(run / "assets")
     theirs = AutoTokenizer.from_pretrained(out)
     text = "abc def <|endoftext|> gh é"
-    assert theirs(text).input_ids == mine.encode([text])[0].tolist()[1:-1]
+    assert theirs(text).input_ids == mine.encode([text])[0].tolist()[:-1]
     assert theirs.eos_token_id == mine.last
     generation = json.loads((out / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (mine.first, mine.last)
+
+
+@pytest.mark.parametrize("tokenizer", ["its own", "given, adds nothing", "given, adds an end"])
+def test_transformers_continues_a_prompt_of_an_export_as_generate_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
+) -> None:
+    """The claim: with the token that began every document of the training, and no other."""
+    more: dict[str, Any] = {}
+    if tokenizer != "its own":
+        words = sorted({word for text in sentences(30) for word in text.split()})
+        given = corpora.word_level(
+            tmp_path / "given", {"<s>": 0, "</s>": 1, **{word: n + 2 for n, word in enumerate(words)}},
+            bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast", add_bos_token=False,
+        )  # fmt: skip
+        engine = Engine.from_file(str(given / "tokenizer.json"))
+        engine.add_special_tokens(["<s>", "</s>"])
+        if tokenizer == "given, adds an end":
+            engine.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+        engine.save(str(given / "tokenizer.json"))
+        more = {"data.tokenizer": str(given)}
+    run = train(folder, f"prompted {tokenizer}".replace(" ", "_").replace(",", ""), **{"train.steps": 20, **more})
+    out = exported(run, tmp_path / "out")
+    theirs, model = AutoTokenizer.from_pretrained(out), of_transformers(out)
+    mine, prompt = Tokenizer.load(run / "assets"), " ".join(sentences(1)[0].split()[:2])
+    inputs = theirs(prompt, return_tensors="pt")
+    assert mine.first is not None
+    assert inputs.input_ids[0].tolist() == mine.encode([prompt])[0].tolist()[:-1]
+    assert inputs.input_ids[0, 0] == mine.first
+    made = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=12, do_sample=False)
+    capsys.readouterr()
+    assert main.main(["generate", str(run), prompt, "tokens=12"]) == 0
+    assert capsys.readouterr().out == theirs.decode(made[0], skip_special_tokens=True) + "\n"
 
 
 def test_the_average_an_older_step_and_another_dtype_can_be_chosen(run: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import unisono
-from recipes.language.tests.corpora import BY_HEART, KNOWN, TEXTS, sign_assets, trained, write_jsonl
+from recipes.language.tests.corpora import BY_HEART, KNOWN, TEXTS, sentences, sign_assets, trained, write_jsonl
 from unisono.cli import main
 from unisono.runtime.errors import DataError, RunError
 from unisono_language.generate import generate
@@ -76,6 +76,35 @@ def test_documents_that_are_given_are_predicted_as_the_run_would_read_them(run: 
     assert main.main(["predict", str(run), "rows=training", f"out={tmp_path / 'p.csv'}", *words]) == 0
     nats = [float(row["nats_per_target"]) for row in unisono.open_source(tmp_path / "p.csv", key="out")]
     assert max(nats[:3]) < 0.3 and nats[3] > 2  # another tokenizer than the run's would find all of them unlikely
+
+
+def test_a_local_model_without_a_run_is_continued_and_evaluated_as_the_run_that_it_was_exported_from(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Claims: `generate` and `evaluate` take a folder of Hugging Face; `evaluate` takes settings as words."""
+    assert main.main(["export", str(run), f"out={tmp_path / 'out'}"]) == 0
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    capsys.readouterr()
+    assert written(capsys, tmp_path / "out", "the quick") == written(capsys, run, "the quick") == KNOWN + "\n"
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", [*TEXTS, *sentences(20)])
+    words = [
+        "data=corpus", f"data.path={tmp_path / 'corpus'}", f"data.cache={tmp_path / 'cache'}", "data.held_out=0.5",
+        "task.sequence=64", "layout.threads=1",
+    ]  # fmt: skip
+    found = []
+    for folder in (run, tmp_path / "out"):
+        capsys.readouterr()
+        assert main.main(["evaluate", str(folder), *words]) == 0
+        found.append(dict(line.split(": ") for line in capsys.readouterr().out.splitlines()))
+    assert (found[0].pop("step"), found[1].pop("step")) == ("60", "0")
+    mine, its = ({name: float(value) for name, value in values.items()} for values in found)
+    assert mine == pytest.approx(its, rel=1e-6, abs=2e-6)
+    assert mine["loss"] > 2, "sentences that it never saw"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    assert main.main(["evaluate", str(tmp_path / "out"), "data.pth=x"]) == 2
+    assert "unknown key 'data.pth'" in capsys.readouterr().err
+    assert main.main(["generate", str(tmp_path / "out"), "the", "ema=true"]) == 2
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_same_every_time_and_as_many_tokens_as_it_is_told(

@@ -26,7 +26,7 @@ def test_rows_are_computed_as_in_an_evaluation(task: Task) -> None:
     arrays = task.collate([source[row] for row in range(4)])
     micro = MicroBatch(0, np.arange(4), arrays, task.counts(arrays), {})
     model, key = task.build(jax.random.key(0)), jax.random.key(1)
-    outputs, loss = RowForward(task, model, seed=0, device="auto")(micro, Context(3, training=False))
+    outputs, loss = RowForward(task, model, seed=0, kind="fp32", device="auto")(micro, Context(3, training=False))
     context = Context(3, training=False, key=key, valid=jnp.ones(4, bool))
     expected = task.outputs(model, arrays, context)
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)

@@ -8,9 +8,15 @@ from unisono import Run, RunError
 
 
 def generate(
-    run: Run, prompt: str, tokens: int = 64, temperature: float = 0.0, seed: int = 0, ema: bool = False
+    run: Run,
+    prompt: str,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    ema: bool = False,
+    device: str = "auto",
 ) -> str:
-    """Continue a prompt with a run's newest checkpoint.
+    """Continue a prompt with a run's newest checkpoint, or with a local model of Hugging Face.
 
     Args:
         run: its folder.
@@ -19,6 +25,7 @@ def generate(
         temperature: 0 takes the most likely token each time; above 0, tokens are sampled from the whole vocabulary.
         seed: of the sampling.
         ema: use the moving average of the weights (ema.decay).
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
 
     Raises:
         RunError: if the numbers or the prompt are invalid.
@@ -29,7 +36,7 @@ def generate(
         raise RunError(f"temperature={temperature:g} is negative; 0 takes the most likely token each time")
     import torch
 
-    model: Any = run.load_model(ema=ema)
+    model: Any = run.load_model(ema=ema, device=device)
     tokenizer: Any = run.task.tokenizer  # type: ignore[attr-defined]
     ids = tokenizer.encode([prompt])[0].tolist()
     ids = ids[:-1] if tokenizer.last is not None else ids
@@ -38,7 +45,7 @@ def generate(
     torch.manual_seed(seed)
     # transformers would sample from the 50 most likely tokens by default
     drawn = {"do_sample": True, "temperature": float(temperature), "top_k": 0} if temperature else {"do_sample": False}
-    inputs = torch.tensor([ids])
+    inputs = torch.tensor([ids], device=model.device)
     with torch.no_grad():
         written = model.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, eos_token_id=tokenizer.last,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task, safe_paths
 from unisono_language import library, settings
 from unisono_language.library import Library
-from unisono_language.tokenizer import FILE, Tokenizer
+from unisono_language.tokenizer import FILE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -306,7 +306,10 @@ class Language(Task):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the documents; for a run, the one among its assets."""
-        return self.library.tokenizer
+        given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
+        if given is None or isinstance(self.data_config, settings.PreparedDocuments):
+            return self.library.tokenizer
+        return load_tokenizer(given)  # needs no documents
 
     @cached_property
     def _flops(self) -> tuple[float, float]:

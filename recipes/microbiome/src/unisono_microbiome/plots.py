@@ -26,6 +26,7 @@ def look(
     draws: int = 5,
     micro_batch: int = 8,
     seed: int = 0,
+    device: str = "auto",
 ) -> list[Path]:
     """Plot a run's newest checkpoint, also in its trackers, and write a table of important taxa.
 
@@ -36,10 +37,11 @@ def look(
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
     out = out or run.folder / "plots"
     out.mkdir(parents=True, exist_ok=True)
-    predictor = Predictor(run, draws, micro_batch, seed)
+    predictor = Predictor(run, draws, micro_batch, seed, device)
     predicted = predict_samples(predictor, rows)
     truth = None if predicted.distances is None else true_distances(predicted.library)
     drawn: dict[str, Any] = {}

@@ -75,12 +75,14 @@ class Predictor:
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
+        device: of the model; auto for an accelerator if there is one.
     """
 
     run: Run
     draws: int = 5
     micro_batch: int = 8
     seed: int = 0
+    device: str = "auto"
 
     @property
     def task(self) -> Microbiome:
@@ -96,7 +98,7 @@ class Predictor:
     @cached_property
     def model(self) -> Any:
         """With the newest weights."""
-        return self.run.load_model()
+        return self.run.load_model(device=self.device)
 
     def numbers(self, rows: Rows) -> NDArray[np.int64]:
         """Which samples of the library are meant; none are refused."""
@@ -156,6 +158,7 @@ def predict(
     micro_batch: int = 8,
     seed: int = 0,
     baseline: bool = False,
+    device: str = "auto",
 ) -> Iterator[str]:
     """Predict samples with a run's newest checkpoint: a table with intervals, the distances, and how good both are.
 
@@ -167,8 +170,9 @@ def predict(
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
         baseline: also score random forests, on the model's inputs and on the number of reads only.
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
-    predicted = predict_samples(Predictor(run, draws, micro_batch, seed), rows)
+    predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -81,6 +82,7 @@ class Microbiome(Task):
     model_config: settings.ModelSettings
     data_config: settings.Samples
 
+    _of_run: Mapping[str, Any] = MappingProxyType({})  # the assets of the run that is used; transforms are its own
     draws_in_evaluation = True  # reads and masks are drawn of every sample
 
     # data -------------------------------------------------------------------------------------------------------
@@ -90,7 +92,12 @@ class Microbiome(Task):
         _ = self._tokens, self._faith, self._targets
 
     def data(self) -> Subset:
-        """The samples to train on."""
+        """The samples to train on; of a trained run, of a table that its model can read."""
+        if self._of_run and self.model_config.encoder == "taxon" and self.library.taxa != self._of_run["taxa"]:
+            raise ConfigError(
+                "this run has learnt a vector for each taxon of its own table, and these data have other taxa or "
+                "another order of them: use `unisono predict RUN data.table=…`, which finds them by their ids"
+            )
         return self.library.training()
 
     def held_out(self) -> Source | None:
@@ -318,6 +325,7 @@ class Microbiome(Task):
         from unisono_microbiome.model import ModelShape
 
         self.assets: dict[str, Any] = read_asset(directory, ASSETS)
+        self._of_run = self.assets
         self.shape = ModelShape(**self.assets["shape"])
         self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
         target = self.assets["target"]
@@ -381,7 +389,10 @@ class Microbiome(Task):
         if "faith_pd" not in self._weights:
             return np.zeros(0), Scaling("none")
         values = self.library.faith_pd()
-        transform = Scaling.fit("zscore", values[self.library.training().rows], "Faith's PD")
+        if known := self._of_run.get("faith_pd"):
+            transform = Scaling(**known)
+        else:
+            transform = Scaling.fit("zscore", values[self.library.training().rows], "Faith's PD")
         return transform(values), transform
 
     @cached_property
@@ -394,7 +405,10 @@ class Microbiome(Task):
             return np.asarray(target.values, dtype=np.int64), None
         values, name = np.asarray(target.values, dtype=np.float64), f"'{self.data_config.target}'"
         hint = "; set task.target.transform=zscore"
-        transform = Scaling.fit(self.config.target.transform, values[self.library.training().rows], name, hint)
+        if known := self._of_run.get("target"):
+            transform = Scaling(**known["transform"])
+        else:
+            transform = Scaling.fit(self.config.target.transform, values[self.library.training().rows], name, hint)
         made = transform(values)
         if (bad := np.flatnonzero(~np.isfinite(made) & ~np.isnan(values))).size:
             sample = self.library.samples[bad[0]]

@@ -54,6 +54,7 @@ def generate(
     repeats: int = 2,
     seed: int = 0,
     ema: bool = False,
+    device: str = "auto",
 ) -> str:
     """Speak a text with a run's newest checkpoint and write a WAV file.
 
@@ -72,6 +73,7 @@ def generate(
         repeats: a code that occurs this often in the window is sampled again.
         seed: of the sampling.
         ema: use the moving average of the weights (ema.decay).
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
 
     Raises:
         RunError: for numbers or texts that leave nothing to say.
@@ -90,7 +92,7 @@ def generate(
     task = cast(Speech, run.task)
     row = labels.prompt_of(samples.prompt(text, scene, references), task.tokens, task.stream, task.codes)
     sampling = Sampling(temperature, top_k, top_p, window, repeats, seed)
-    [(codes, finished)] = speak(run.load_model(ema=ema), task, [row], sampling, round(seconds * FRAMES))
+    [(codes, finished)] = speak(run.load_model(ema=ema, device=device), task, [row], sampling, round(seconds * FRAMES))
     sound = task.codec.decode(codes)
     write_wav(out, sound, task.codec.rate)
     summary = f"{out}: {len(sound) / task.codec.rate:.2f} s, {len(codes)} frames"

@@ -162,8 +162,10 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
     arguments.add_task_options(verb)
     arguments.add_run(add("diagnose", _diagnose, "explain how a run ended, what is saved and what to do"))
-    verb = add("evaluate", _evaluate, "evaluate a run's newest checkpoint on its held-out rows")
-    arguments.add_run(verb)
+    text = "evaluate a run's newest checkpoint, or a local Hugging Face model, on held-out rows"
+    verb = add("evaluate", _evaluate, text)
+    arguments.add_run(verb, "folder of the run, or of a model")
+    arguments.add_overrides(verb, "settings in place of the run's: data.path=DIR for the held-out rows of other data")
     arguments.add_task_options(verb)
     for name, text in (
         ("stop", "save and stop a run after its next step; it prints the command that resumes it"),
@@ -255,8 +257,9 @@ def _autobatch(parsed: argparse.Namespace) -> int:
     from unisono.launch.preflight import preflight
     from unisono.task_config import build_task
 
-    config = layout.resolve_layout(arguments.load_config(parsed), None)
-    config = config.model_copy(update={"layout": config.layout.model_copy(update={"micro_batch": "auto"})})
+    asked = arguments.load_config(parsed)
+    asked = asked.model_copy(update={"layout": asked.layout.model_copy(update={"micro_batch": "auto"})})
+    config = layout.resolve_layout(asked, None)
     preflight(build_task(config), config)
     say("\n".join(search.find_micro_batch(config).lines()))
     return 0
@@ -337,8 +340,9 @@ def _replay(parsed: argparse.Namespace) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from unisono.launch.run import evaluate
 
-    for name, value in evaluate(parsed.folder, task=parsed.task, trust=parsed.trust).items():
-        say(f"{name}: {value:.6f}")
+    values = evaluate(parsed.folder, parsed.overrides, task=parsed.task, trust=parsed.trust)
+    for name, value in values.items():
+        say(f"{name}: {value}" if isinstance(value, int) else f"{name}: {value:.6f}")
     return 0
 
 

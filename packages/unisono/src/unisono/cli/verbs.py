@@ -101,6 +101,8 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
 
     if (Path(target) / foreign_run.CONFIG_FILE).is_file():
         return foreign_run.resolve_task(Path(target), task, trust=trust)
+    if (found := recipes.find_folder_recipe(Path(target))) is not None:
+        return found[0]
     if task is not None or trust:
         raise ConfigError(
             f"{target} is not a run (no {target}/{foreign_run.CONFIG_FILE}); --task and --trust are about a run's task"

@@ -38,12 +38,16 @@ class Recipe:
         weight_names: `package.module:function` from the name of a weight in torch to its name in JAX, for a recipe with
             tasks for both; None where they have the same.
         verbs: `package.module:function` by verb, each with a line that says what it does; see `unisono.cli.verbs`.
+        open_folder: `package.module:function` from the folder of a model that no run has written, such as a local one
+            of Hugging Face, to the overrides with which the recipe begins with it; to None where it is not of its
+            kind. Verbs on runs then take such a folder too.
     """
 
     tasks: Mapping[str, str]
     config: str = "config"
     weight_names: str | None = None
     verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    open_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -133,6 +137,21 @@ def find_recipe_name(reference: str) -> str | None:
     if reference in recipe_names():
         return reference
     return next((name for name, recipe in all_recipes().items() if reference in recipe.tasks.values()), None)
+
+
+def find_folder_recipe(folder: Path) -> tuple[str, list[str]] | None:
+    """The recipe that opens the model in a folder without a run, and the overrides by which it does; None for none."""
+    from unisono.config import references
+
+    if not folder.is_dir():
+        return None
+    for name, recipe in all_recipes().items():
+        if recipe.open_folder is not None:
+            module, _, function = recipe.open_folder.rpartition(":")
+            words = getattr(references.load_module(f"the recipe {name}", module), function)(folder)
+            if words is not None:
+                return name, words
+    return None
 
 
 def suggest_recipe(name: str) -> str:

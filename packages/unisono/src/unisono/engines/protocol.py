@@ -102,6 +102,7 @@ class ModelFacts:
 
     Attributes:
         parameters: number of trainable scalars, over all processes.
+        frozen: number of scalars that are not trained, such as those of a base with adapters.
         device: product name, e.g. `NVIDIA H200`, or `cpu`.
         kernels: chosen by the task, by setting.
         updates: how each parameter group is updated, one line per group.
@@ -113,6 +114,7 @@ class ModelFacts:
     kernels: Mapping[str, str] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
     devices: int = 1
+    frozen: int = 0
 
 
 class Engine(Protocol):
@@ -160,6 +162,9 @@ class Engine(Protocol):
 
         Uses the model's weights, or their moving average if `average` is set.
         """
+
+    def peak_memory(self) -> int | None:
+        """Peak bytes of this process so far, on its accelerator if it has one; None if unknown. Not collective."""
 
     def check_replicas(self, updates: int) -> None:
         """Check, after `updates` updates, that all copies of the same array hold the same bits.

@@ -57,6 +57,8 @@ def resume_advice(run: ResolvedRun, launcher: str = "unisono") -> str:
         return f"There is no checkpoint yet. {_format_command('Start over', run, launcher)}"
     if newest.holds == "model":
         return f"The newest checkpoint (step {newest.step}) holds only the model, so the run cannot be resumed from it"
+    if newest.step >= int(newest.state["total"]):
+        return f"All {newest.step} steps were done before, and the newest checkpoint holds them; nothing is lost"
     return f"The newest checkpoint is from step {newest.step}. {_format_command('Resume', run, launcher)}"
 
 
@@ -75,6 +77,8 @@ def out_of_memory_advice(run: ResolvedRun, random: bool | None, launcher: str = 
             "layout.activation_checkpointing=1, or a smaller model"
         )
     changes: dict[str, str | None] = {"layout.micro_batch": str(size)}
+    if run.config.layout.device == "cpu":  # where it is for `auto` alone
+        changes["layout.max_memory_gb"] = None
     if resolve.draws_random_numbers(run, random) and "layout.micro_batch" not in run.config.run.allow_change:
         changes["run.allow_change"] = f"[{','.join([*run.config.run.allow_change, 'layout.micro_batch'])}]"
         return (

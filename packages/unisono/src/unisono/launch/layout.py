@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.config.schema.run import RunConfig
+from unisono.config.schema.run import RunConfig, refuse_other_engine
 from unisono.engines import device_modules
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.console import say
@@ -48,6 +48,11 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
             )
         update["shards"] = local_world  # parameters are gathered within a node; only gradients cross nodes
     update["device"] = devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
+    if layout.max_memory_gb is not None and layout.micro_batch != "auto" and update["device"] != "cuda":
+        raise ConfigError(
+            f"layout.max_memory_gb={layout.max_memory_gb:g} is for layout.micro_batch=auto on a {update['device']}, "
+            "where torch cannot limit a process; set layout.micro_batch=auto, or leave it out"
+        )
     if layout.reduction == "ordered":
         if world & (world - 1):
             below = 1 << (world.bit_length() - 1)
@@ -103,6 +108,10 @@ def _resolve_engine(config: RunConfig) -> RunConfig:
             f"layout.engine={config.layout.engine}, but {config.recipe} is written for {written}; leave out "
             "layout.engine"
         )
+    try:
+        refuse_other_engine(config, written)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return config.model_copy(update={"layout": config.layout.model_copy(update={"engine": written})})
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, Context, Loss, Source, Task, expand_counts, run_setup
 
 RowSelection = Literal["held_out", "training", "all"]
-Forward = Callable[[MicroBatch, Context], tuple[Any, Loss | None]]
+Forward = Callable[[MicroBatch, Context], tuple[dict[str, Any], Loss | None]]
 _MAX_COLUMN_WIDTH = 64  # maximum numbers per row for an output to become a column by default
 
 
@@ -86,23 +87,24 @@ def build_table(
     run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Return the predictions as columns, and loss and metrics over these rows; arguments as for `predict`."""
-    checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, step))
-    scalars = schedules.ScheduledScalars(run.config, int(checkpoint.state["total"]))(checkpoint.step)
-    context = Context(checkpoint.step, training=False, scalars=scalars)
+    made, total = 0, 1
+    if run.is_trained:
+        checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, step))
+        made, total = checkpoint.step, int(checkpoint.state["total"])
+    scalars = schedules.ScheduledScalars(run.config, total)(made)
+    context = Context(made, training=False, scalars=scalars)
     joined, scores = Joined(parts), _Scores(run.task)
-    compute = _jax_forward if run.task.engine == "jax" else _torch_forward
-    forward = compute(run, run.load_model(ema=ema, step=step), device)
     columns: dict[str, list[Any]] = defaultdict(list)
-    for micro in _batches(run, joined, micro_batch):
-        outputs, loss = forward(micro, context)
-        scores.add(micro, loss)
-        shown = _columns(run.task, outputs, micro.arrays)
-        names = [joined.name(int(row)) for row in micro.rows]
-        entries: dict[str, Any] = {"row": [row for _, row in names], **shown}
-        if len(parts) > 1:
-            entries = {"source": [name for name, _ in names], **entries}
-        for name, values in entries.items():
-            columns[name] += _to_list(values)
+    with _open_forward(run, device, ema, step) as forward:
+        for micro in _batches(run, joined, micro_batch):
+            shown, loss = forward(micro, context)
+            scores.add(micro, loss)
+            names = [joined.name(int(row)) for row in micro.rows]
+            entries: dict[str, Any] = {"row": [row for _, row in names], **shown}
+            if len(parts) > 1:
+                entries = {"source": [name for name, _ in names], **entries}
+            for name, values in entries.items():
+                columns[name] += _to_list(values)
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         described = ", ".join(f"{name} has {count} rows" for name, count in lengths.items())
@@ -110,33 +112,31 @@ def build_table(
     return dict(columns), scores.summary()
 
 
-def _torch_forward(run: Run, model: Any, device: str) -> Forward:
-    import torch
+@contextmanager
+def _open_forward(run: Run, device: str, ema: bool, step: int | None) -> Iterator[Forward]:
+    """Columns and loss of a micro-batch by the run's model, computed as the run evaluates, in its precision."""
+    task, seed, kind = run.task, run.config.run.seed, run.config.train.precision
+    load_model = partial(run.load_model, ema=ema, step=step, precision=kind)
+    if task.engine == "jax":
+        from unisono.engines.jax.numerics import precision
+        from unisono.engines.jax.rows import RowForward as JaxForward
 
-    from unisono.engines.torch.devices import accelerators
-    from unisono.engines.torch.transfer import Transfer
+        switches = precision.pin(kind)
+        try:
+            jax_forward = JaxForward(task, load_model(), seed, kind, device)
+            task.kernels(jax_forward.device.platform, kind)
+            yield lambda micro, context: _with_columns(task, micro, *jax_forward(micro, context))
+        finally:
+            precision.unpin(switches)
+        return
+    from unisono.engines.torch.rows import RowForward
 
-    kind = accelerators()[0] if device == "auto" else device
-    run.task.kernels(kind, "fp32")
-    model, transfer = model.to(kind), Transfer(torch.device(kind), "fp32")
-    crosses = protocols.cross_sample_mode(run.task) is not None
-
-    @torch.no_grad()
-    def forward(micro: MicroBatch, context: Context) -> tuple[Any, Loss | None]:
-        batch = transfer.to_device(micro.arrays)
-        own = replace(context, carry=protocols.initial_carry(run.task, batch))
-        outputs = run.task.outputs(model, batch, own)
-        return outputs, None if crosses else run.task.loss(outputs, batch, own)
-
-    return forward
+    forward = RowForward(task, seed, kind, device, load_model)
+    yield lambda micro, context: forward(micro, context, lambda outputs: _columns(task, outputs, micro.arrays))
 
 
-def _jax_forward(run: Run, model: Any, device: str) -> Forward:
-    from unisono.engines.jax.rows import RowForward
-
-    forward = RowForward(run.task, model, run.config.run.seed, device)
-    run.task.kernels(forward.device.platform, "fp32")
-    return forward
+def _with_columns(task: Task, micro: MicroBatch, outputs: Any, loss: Loss | None) -> tuple[dict[str, Any], Loss | None]:
+    return _columns(task, outputs, micro.arrays), loss
 
 
 def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
@@ -179,7 +179,8 @@ def _is_per_row(value: Any, rows: int, widest: int) -> bool:
 def _to_list(values: Any) -> list[Any]:
     """Convert a column to a list of numbers, texts, or lists of numbers."""
     if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        values = (values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy()
     values = np.asarray(values) if hasattr(values, "dtype") else values
     if hasattr(values, "ndim") and values.ndim > 1 and values.shape[1:] == (1,):
         values = values[:, 0]

@@ -174,7 +174,14 @@ def next_smaller_micro_batch(run: ResolvedRun) -> int | None:
 
 def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
     """Resolve a run that is only read, by one process of this host, whatever layout it was trained with."""
-    one = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "device": "auto"}
+    one = {
+        "world_size": 1,
+        "devices": "auto",
+        "strategy": "single",
+        "shards": None,
+        "device": "auto",
+        "max_memory_gb": None,
+    }
     alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
     config = layout.resolve_layout(config, None)

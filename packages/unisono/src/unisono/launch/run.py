@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
+from unisono.config import foreign_run, recipes
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import safe_paths
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
 from unisono.task import Task
-from unisono.task_config import build_task, read_run
+from unisono.task_config import build_task, load_config, read_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,10 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """An opened run, for evaluation, prediction or export.
+    """An opened run, for evaluation, prediction or export; or the folder of a model that no run has written.
 
     Attributes:
-        folder: The run's directory.
+        folder: The run's directory, or the model's.
         config: Its configuration, with overrides applied.
         task: Its task, which has loaded the run's assets. It builds the run's model without the run's data.
     """
@@ -38,28 +39,46 @@ class Run:
     config: RunConfig
     task: Task
 
-    def load_model(self, *, ema: bool = False, step: int | None = None) -> Any:
-        """Return the model with the weights of the newest checkpoint: a torch module on the CPU, or a JAX pytree.
+    @property
+    def is_trained(self) -> bool:
+        """Whether the folder is a run's; else the model has the weights with which its recipe begins."""
+        return (self.folder / foreign_run.CONFIG_FILE).is_file()
+
+    def load_model(
+        self, *, ema: bool = False, step: int | None = None, precision: str | None = None, device: str = "cpu"
+    ) -> Any:
+        """Return the model with the weights of the newest checkpoint: a torch module, or a JAX pytree.
 
         The module is in evaluation mode, and adapters are merged.
 
         Args:
             ema: Whether to use the exponential moving average of the weights; buffers are always the model's.
             step: Step of the checkpoint; None for the newest.
+            precision: `train.precision` in whose dtype the weights are kept; None for the dtypes that the task builds.
+            device: Where a torch module is: cpu, cuda, …; auto for an accelerator if there is one. JAX has its own.
 
         Raises:
             UnisonoError: As for `unisono.load_weights`, and if the model or its base cannot be built.
         """
-        find_checkpoint(self.folder, step)
+        if self.is_trained:
+            find_checkpoint(self.folder, step)
+        elif ema or step is not None:
+            raise RunError(f"{self.folder} is not a run (no config.yaml): it has no checkpoint or average to choose")
         if self.task.engine == "jax":
             from unisono.engines.jax import weights
 
-            return load_weights(self.folder, weights.build_model(self.task, self.config.run.seed), ema=ema, step=step)
+            built = weights.build_model(self.task, self.config.run.seed, precision)
+            return load_weights(self.folder, built, ema=ema, step=step) if self.is_trained else built
+        from unisono.engines.torch.devices import find_device
+        from unisono.engines.torch.numerics.precision import to_master
         from unisono.engines.torch.train_state import build_model
 
         model = build_model(self.task.build, self.config.run.seed)
-        load_weights(self.folder, model, ema=ema, step=step)
-        return model.eval()
+        if precision is not None:
+            to_master(model, precision)
+        if self.is_trained:
+            load_weights(self.folder, model, ema=ema, step=step)
+        return model.eval().to(find_device(device, precision or "fp32"))
 
     @property
     def newest_step(self) -> int:
@@ -76,10 +95,10 @@ class Run:
 def open_run(
     folder: Path | str, overrides: Sequence[str] = (), *, task: str | type[Task] | None = None, trust: bool = False
 ) -> Run:
-    """Open a run.
+    """Open a run, or the folder of a model that a recipe opens without one, such as a local one of Hugging Face.
 
     Args:
-        folder: The run's directory.
+        folder: The run's directory, or the model's.
         overrides: Settings that replace those of the run, e.g. `data.path=FILE`.
         task: Of the run: a class, `path/to/file.py:Class`, or a recipe's name. None uses the task that the run names,
             if it is a recipe or this process has already imported it.
@@ -91,6 +110,11 @@ def open_run(
         ConfigError: For an invalid override.
     """
     folder = Path(folder)
+    model = None if (folder / foreign_run.CONFIG_FILE).is_file() else recipes.find_folder_recipe(folder)
+    if model is not None:
+        name, words = model
+        config = load_config(name, [*words, *overrides])[0]
+        return Run(folder, config, build_task(config))
     config = read_run(folder, task, overrides, trust=trust)
     opened = build_task(config)
     if found := commit.find_checkpoints(folder / "checkpoints"):
@@ -187,13 +211,27 @@ def load_model(
     return open_run(folder, task=task, trust=trust).load_model(ema=ema, step=step)
 
 
-def evaluate(folder: Path, *, task: str | type[Task] | None = None, trust: bool = False) -> dict[str, float]:
-    """Return loss and metrics of a run's newest checkpoint on its held-out rows, on one process; see `load_model`."""
+def evaluate(
+    folder: Path, overrides: Sequence[str] = (), *, task: str | type[Task] | None = None, trust: bool = False
+) -> dict[str, float]:
+    """Return loss and metrics on the held-out rows, of a run's newest checkpoint or of a model; on one process.
+
+    Args:
+        folder: As for `open_run`.
+        overrides: Settings that replace those of the run, e.g. `data.path=DIR` for the held-out rows of other data.
+        task: As for `open_run`.
+        trust: As for `open_run`.
+
+    Raises:
+        UnisonoError: As for `open_run`, for a run without a checkpoint, and for a task without held-out rows.
+    """
     from unisono.launch import resolve
     from unisono.launch.processes import rank_process
     from unisono.training import loop
 
-    assets.check(commit.read_manifest(find_checkpoint(folder)), folder)
-    run = resolve.resolve_for_reading(read_run(folder, task, trust=trust), folder)
+    opened = open_run(folder, overrides, task=task, trust=trust)
+    if opened.is_trained:
+        find_checkpoint(folder)
+    run = resolve.resolve_for_reading(opened.config, folder)
     process = ProcessInfo()
-    return loop.evaluate(build_task(run.config), run, process, rank_process.join_processes(run.config, process))
+    return loop.evaluate(opened.task, run, process, rank_process.join_processes(run.config, process))

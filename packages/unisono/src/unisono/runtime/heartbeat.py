@@ -29,7 +29,7 @@ from time import monotonic_ns
 from unisono.runtime import safe_paths
 
 DIRECTORY_VARIABLE = "UNISONO_HEARTBEAT"  # names the directory; without it nothing is reported
-PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "left")
+PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "end", "left")
 NEW_SHAPE = "a new shape"  # detail of a phase that compiles for a shape not seen before
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # requests all stacks; unused by torch, Slurm and glibc
 
@@ -207,6 +207,13 @@ def phase(name: str, detail: str = "") -> Iterator[None]:
         writer.set_phase(*before)
 
 
+def begin_end() -> None:
+    """Report that all steps are done: from here on this process only closes what it has opened, and leaves."""
+    if (writer := _own_writer()) is not None:
+        number = _NUMBER["end"]
+        writer.set_phase(number, number, "")
+
+
 @contextmanager
 def restore_phase() -> Iterator[None]:
     """A context that restores the current phase when it ends, even after `mark_waiting`."""
@@ -253,8 +260,9 @@ def _own_writer() -> HeartbeatWriter | None:
 
 def _step_at(steps_done: int, phase: str, outer: str) -> int:
     """Return the current step: the last one while it is being recorded, evaluated or saved, else the next."""
-    after = ("record", "save", "evaluate")
-    is_after = (outer if phase == "wait" else phase) in after or outer in after[1:]
+    after = ("record", "save", "evaluate", "end")
+    phase = outer if phase in ("wait", "left") else phase
+    is_after = phase in after or outer in after[1:]
     return max(0, steps_done if is_after else steps_done + 1)
 
 

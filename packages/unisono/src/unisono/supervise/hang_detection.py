@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from unisono.runtime.errors import LostError, StuckError, format_ranges
@@ -46,7 +46,7 @@ class PhaseLimits:
     def limit_for(self, record: HeartbeatRecord) -> tuple[float, str]:
         """Return the limit for a rank's current phase, and the setting that defines it."""
         phase = record.outer if record.phase == "wait" else record.phase
-        around = ("start", "setup")
+        around = ("start", "setup", "end")
         if phase in around or (phase == "data" and record.outer in around):
             return self.setup, "launch.deadlines.setup"
         if phase == "compute":
@@ -228,11 +228,18 @@ def describe_death(code: int | None, memory: bool = False) -> str:
 
 def describe_phase(record: HeartbeatRecord) -> str:
     """Describe what a rank is doing, as in `in step 4, compute`."""
+    if record.code == 0:
+        return "while leaving, after all of its work was done"
+    if record.code is not None:
+        last = replace(record, phase=record.outer, detail=record.wait_detail)
+        return f"while leaving with exit code {record.code}, {describe_phase(last)}"
     phase = record.outer if record.phase == "wait" else record.phase
     detail = f" ({record.detail})" if record.detail and record.phase != "wait" else ""
     wait = f", waiting for {record.detail}" if record.phase == "wait" else ""
     if record.steps_done < 0 or phase in ("start", "setup"):
         return f"before the first step, {phase}{detail}{wait}"
+    if phase == "end":
+        return f"after step {record.step}, which was its last, while ending{wait}"
     after = phase in ("record", "save", "evaluate") or record.outer in ("save", "evaluate")
     return f"{'after' if after else 'in'} step {record.step}, {phase}{detail}{wait}"
 

@@ -70,6 +70,7 @@ def train(
         with _suggest_proof(run.config.recipe), Training(task, run, process, communicator, callbacks) as training:
             with heartbeat.phase("record"):
                 results = deque(training.steps(), maxlen=1)
+            heartbeat.begin_end()
             training.say(f"run: {run.directory}")
             loss = results[0].loss if results else None
             return Result(run.directory, training.step, loss, training.evaluated, training.stopped)
@@ -78,17 +79,15 @@ def train(
 
 
 def evaluate(task: Task, run: ResolvedRun, process: ProcessInfo, communicator: Communicator) -> dict[str, float]:
-    """The loss and metrics of a run's newest checkpoint on the held-out rows; arguments as for `train`.
+    """The loss and metrics of a run's newest checkpoint, or before the first step, on the held-out rows; as `train`.
 
     Raises:
-        RunError: if the run has no checkpoint or its task has no held-out rows.
+        RunError: if the task has no held-out rows.
     """
     with TrainingParts(task, run, process, communicator, writing=False) as parts:
         if parts.held_out is None:
             raise RunError(f"{run.directory}: the task has no held-out rows")
         _, step = parts.setup(parts.resume())
-        if not step:
-            raise RunError(f"{run.directory} has no checkpoint")
         return {"step": step, **parts.held_out.evaluate(parts.engine, step, parts.scalars(step))}
 
 

@@ -6,6 +6,7 @@ the model's memory: the transformers model is created on the meta device.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -252,23 +253,59 @@ def _write_config(model: Any, assets: Path, folder: Path, dtype: torch.dtype | N
 
 
 def _write_tokenizer(assets: Path, folder: Path) -> None:
-    """The tokenizer's files as they came; or, of one that the run has trained, as transformers writes them."""
+    """The tokenizer's files as they came; or, of one that the run has trained, as transformers writes them.
+
+    A prompt gets the token with which every document of the training began, whatever the file asked for: without it, a
+    model continues a text of a kind that it never saw.
+    """
     if not (assets / "tokenizer.json").is_file():
         return
-    if (assets / "tokenizer_config.json").is_file() or find_spec("transformers") is None:
-        for name in _TOKENIZER:
-            if (assets / name).exists():
-                hf_config.copy_settings(assets, name, folder)
-        return
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     engine = Tokenizer.from_str(safe_paths.read_text(assets, "tokenizer.json"))
     special = assets / "special_tokens.json"
     ids = safe_paths.read_json(assets, special.name) if special.is_file() else {}
+    begins = not ids or _begins_prompts(engine, ids["first"])
+    if not begins:
+        _begin_prompts(engine, ids["first"])
+    if (assets / "tokenizer_config.json").is_file() or find_spec("transformers") is None:
+        for name in _TOKENIZER:
+            if (assets / name).exists():
+                hf_config.copy_settings(assets, name, folder)
+        if not begins:
+            engine.save(str(folder / "tokenizer.json"))
+            _ask_for_first_token(folder / "tokenizer_config.json")
+        return
+    from transformers import PreTrainedTokenizerFast
+
     tokens = {"bos_token": ids.get("first"), "eos_token": ids.get("last"), "pad_token": ids.get("last")}
     named = {name: engine.id_to_token(number) for name, number in tokens.items() if number is not None}
     PreTrainedTokenizerFast(tokenizer_object=engine, **named).save_pretrained(folder)
+
+
+def _begins_prompts(engine: Any, first: int | None) -> bool:
+    """Whether a tokenizer puts this token before a text, and nothing else around it."""
+    return bool(engine.encode("").ids == ([] if first is None else [first]))
+
+
+def _begin_prompts(engine: Any, first: int | None) -> None:
+    """Make a tokenizer put this token before every text, and nothing else around it."""
+    from tokenizers.processors import TemplateProcessing
+
+    if first is None:
+        engine.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+        return
+    token = engine.id_to_token(first)
+    engine.post_processor = TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, first)]
+    )
+
+
+def _ask_for_first_token(path: Path) -> None:
+    """Correct a `tokenizer_config.json` that says that no token is put before a text."""
+    values = safe_paths.read_json(path.parent, path.name) if path.is_file() else {}
+    if values.get("add_bos_token") is False:
+        path.write_text(json.dumps({**values, "add_bos_token": True}, indent=2) + "\n", encoding="utf-8")
 
 
 def _is_causal(assets: Path) -> bool:

@@ -120,6 +120,20 @@ class Data(Settings):
     packing: Packing | None = Field(None, description="how to pack samples into rows; null: one sample per row")
 
     @model_validator(mode="after")
+    def _check_lanes(self) -> Data:
+        if self.window != type(self).model_fields["window"].default and self.shuffle != "blocks":
+            raise ValueError(
+                f"data.window={self.window} is for rows that are read block by block, but data.shuffle={self.shuffle}; "
+                "set data.shuffle=blocks, or leave it out"
+            )
+        if self.lanes is not None and self.shuffle != "blocks" and self.packing is None:
+            raise ValueError(
+                f"data.lanes={self.lanes} is for rows that are read block by block, or packed; set data.shuffle=blocks "
+                "or data.packing, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_groups(self) -> Data:
         if self.group_by_length is not None and self.packing is not None:
             raise ValueError("data.group_by_length has no effect on packed rows, which are all full; leave one out")

@@ -10,15 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema.base import Positive, Settings
-
-_TORCH_ONLY = {  # settings, and why the JAX engine has none of them
-    "compile": "XLA compiles every program",
-    "sync_batch_norm": "a JAX model is a pure function, and has no running statistics",
-    "find_unused_parameters": "a parameter that a step does not use has a gradient of zeros",
-    "bucket_mb": "gradients are reduced by XLA",
-    "max_memory_gb": "memory is not measured yet",
-}
+from unisono.config.schema.base import Only, Positive, Settings, foreign_settings
 
 
 class Layout(Settings):
@@ -46,32 +38,44 @@ class Layout(Settings):
         description="rows in one forward pass; null: all rows of a process at once; auto: as many as fit its memory "
         "(kept when the run is resumed)",
     )
-    max_memory_gb: Positive | None = Field(
-        None, description="memory of a process in GB, for micro_batch=auto; null: what device, cgroup or ulimit give it"
+    max_memory_gb: Annotated[Positive | None, Only("torch", "memory is not measured yet")] = Field(
+        None,
+        description="memory of a process in GB: for micro_batch=auto, and its limit on an NVIDIA GPU; null: what the "
+        "device, cgroup or ulimit give it",
     )
     device: str = Field(
         "auto", description="auto: an accelerator if there is one per process, else cpu; or cpu, cuda, xpu, mps, …"
     )
-    sync_batch_norm: bool = Field(
-        False, description="compute batch statistics over the rows of all processes instead of each process alone"
+    sync_batch_norm: Annotated[bool, Only("torch", "a JAX model is a pure function, and has no running statistics")] = (
+        Field(
+            False, description="compute batch statistics over the rows of all processes instead of each process alone"
+        )
     )
     reduction: Literal["fast", "ordered"] = Field(
         "fast",
         description="ordered: gradients summed in an order that no layout changes; slower, bitwise equal (single, ddp)",
     )
-    compile: bool = Field(False, description="torch.compile, block by block")
-    deterministic: bool = Field(False, description="jax: use deterministic kernels on accelerators")
+    compile: Annotated[bool, Only("torch", "XLA compiles every program")] = Field(
+        False, description="torch.compile, block by block"
+    )
+    deterministic: bool = Field(
+        False,
+        description="use kernels that give the same bits in every run on the same device; one that has no such variant "
+        "is refused by its name",
+    )
     activation_checkpointing: Annotated[int, Field(ge=0)] = Field(
         0, description="recompute activations of every k-th block in the backward pass; 1: all blocks; 0: none"
     )
     defer_reduction: bool = Field(
         False, description="fsdp: reduce gradients once per step instead of once per micro-batch"
     )
-    find_unused_parameters: bool = Field(
+    find_unused_parameters: Annotated[
+        bool, Only("torch", "a parameter that a step does not use has a gradient of zeros")
+    ] = Field(
         False,
         description="some parameters get no gradient in some micro-batches; detected if it is so in the first",
     )
-    bucket_mb: Positive | None = Field(
+    bucket_mb: Annotated[Positive | None, Only("torch", "gradients are reduced by XLA")] = Field(
         None, description="ddp: bucket size in MB; null: from the model's width and world size"
     )
     threads: PositiveInt | None = Field(
@@ -85,9 +89,8 @@ class Layout(Settings):
 
     def _refuse_for_jax(self) -> None:
         """Refuse what the JAX engine has not."""
-        for name, why in _TORCH_ONLY.items():
-            if getattr(self, name):
-                raise ValueError(f"layout.{name} belongs to layout.engine=torch ({why}); leave it out")
+        for name, _, mark in foreign_settings(self, "jax"):
+            raise ValueError(f"layout.{name} belongs to layout.engine=torch ({mark.why}); leave it out")
         if self.strategy == "dp":
             raise ValueError("layout.strategy=dp belongs to layout.engine=torch; use layout.devices=N and strategy=ddp")
         if self.reduction == "ordered":
@@ -161,10 +164,10 @@ class Launch(Settings):
         600.0, description="seconds that a process waits for another before the run ends with an error"
     )
     start_timeout: Positive = Field(120.0, description="seconds for all processes to find each other")
-    initialization_timeout: Positive = Field(
+    initialization_timeout: Annotated[Positive, Only("jax", "torch has no such coordinator")] = Field(
         600.0, description="jax: seconds for all processes to meet at its coordinator"
     )
-    heartbeat_timeout: Positive = Field(
+    heartbeat_timeout: Annotated[Positive, Only("jax", "torch has no such coordinator")] = Field(
         300.0, description="jax: seconds without a heartbeat after which its coordinator considers a process dead"
     )
     preempt_deadline: Positive = Field(
@@ -176,7 +179,7 @@ class Launch(Settings):
     )
     node_rank: Annotated[int, Field(ge=0)] | None = Field(None, description="number of this host among them, from 0")
     rendezvous: str | None = Field(None, description="host:port where the nodes meet: node 0 and a free port on it")
-    desync: bool = Field(
+    desync: Annotated[bool, Only("torch", "a step is one program, with the same collectives in every process")] = Field(
         True, description="compare before each update which collectives the processes have made, and from which lines"
     )
     interface: str | None = Field(
@@ -194,6 +197,15 @@ class Launch(Settings):
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         0, description="how often all processes are restarted from the newest checkpoint after one died or got stuck"
     )
+
+    @model_validator(mode="after")
+    def _check_alone(self) -> Launch:
+        for name in ("rendezvous", "interface"):
+            if self.nodes == 1 and (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"launch.{name}={value} is for several nodes, but launch.nodes=1; set launch.nodes, or leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_restarts(self) -> Launch:

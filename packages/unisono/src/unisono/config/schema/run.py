@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from unisono.config.schema import store_options
-from unisono.config.schema.base import NonNegative, Positive, Settings
+from unisono.config.schema.base import NonNegative, Positive, Settings, foreign_settings
 from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
 
 # Keys that every event may have; metrics and scheduled scalars are stored next to them under their own names.
 EVENT_NAMES = frozenset({
-    "step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "flops", "skipped", "skipped_rows",
-    "masked", "recompiled", "unsaved_since", "changed", "fallback",
+    "step", "eval", "loss", "grad_norm", "seconds", "rows", "data_wait", "mfu", "flops", "memory_gb", "skipped",
+    "skipped_rows", "masked", "recompiled", "unsaved_since", "changed", "fallback",
 })  # fmt: skip
 
 
@@ -252,6 +252,12 @@ class RunConfig(Settings):
     )
 
     @model_validator(mode="after")
+    def _check_engine(self) -> RunConfig:
+        if self.layout.engine != "auto":
+            refuse_other_engine(self, self.layout.engine)
+        return self
+
+    @model_validator(mode="after")
     def _check_eval(self) -> RunConfig:
         if self.eval.weights == "ema" and self.ema.decay is None:
             raise ValueError("eval.weights=ema: no moving average is kept; set ema.decay, e.g. 0.999")
@@ -307,3 +313,13 @@ class RunConfig(Settings):
             if peak is None:
                 raise ValueError(f"schedules.{name} scales {key}, which is not set; give {key} its largest value")
         return self
+
+
+def refuse_other_engine(config: RunConfig, engine: str) -> None:
+    """Refuse settings that only the other engine can use.
+
+    Raises:
+        ValueError: naming the first of them, and why this engine has no use for it.
+    """
+    for key, _, mark in foreign_settings(config, engine):
+        raise ValueError(f"{key} belongs to layout.engine={mark.engine} ({mark.why}); leave it out")

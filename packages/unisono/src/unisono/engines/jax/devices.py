@@ -92,13 +92,17 @@ def product(kind: str) -> str:
 
 
 def machine(layout: Layout, place: ProcessInfo) -> dict[str, Any]:
-    """The hardware: the device's name, the processor, and the number of threads."""
+    """The hardware: the device's name, the processor, and the number of threads.
+
+    With `layout.deterministic`, also that kernels are.
+    """
     import jax
 
     return {
         "device": device_name(jax.local_devices()[0]),
         "processor": platform.machine(),
         "threads": layout.threads or 0,
+        **({"deterministic": True} if layout.deterministic else {}),
     }
 
 

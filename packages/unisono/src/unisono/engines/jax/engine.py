@@ -42,7 +42,7 @@ from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
 from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema
-from unisono.runtime import heartbeat
+from unisono.runtime import heartbeat, resource_limits
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.runtime.text import join_names
 
@@ -334,6 +334,12 @@ class JaxEngine:
                 return columns.combine([np.asarray(part) for part in reports])
 
     # state ------------------------------------------------------------------------------------------------------
+
+    def peak_memory(self) -> int | None:
+        """See `Engine.peak_memory`."""
+        device = jax.local_devices()[0]
+        known = device.memory_stats() if device.platform != "cpu" else None
+        return int(known["peak_bytes_in_use"]) if known else resource_limits.peak_resident()
 
     def check_replicas(self, updates: int) -> None:
         """Check that replicas are identical; see `Engine.check_replicas`."""

@@ -1,4 +1,7 @@
-"""What a task computes for rows outside of a run: its outputs and its loss, jitted, on one device."""
+"""What a task computes for rows outside of a run: its outputs and its loss, jitted, on one device.
+
+In the precision of the run, as an evaluation computes them; `precision.pin` must be in force.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_map_with_path
 
 from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax.model import key_from_bits
+from unisono.engines.jax.numerics import precision
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
 from unisono.task import Context, Loss, Task
@@ -23,18 +29,19 @@ class RowForward:
         task: whose functions they are.
         model: the pytree that it has built, with weights.
         seed: of the run, from which a task that draws in evaluation gets its keys.
+        kind: `train.precision` of the run.
         device: cpu, gpu, …; auto for JAX's own choice.
 
     Raises:
         ConfigError: for a device that JAX does not have.
     """
 
-    def __init__(self, task: Task, model: Any, seed: int, device: str) -> None:
+    def __init__(self, task: Task, model: Any, seed: int, kind: str, device: str) -> None:
         try:
             self.device = jax.devices(None if device == "auto" else device)[0]
         except RuntimeError as error:
             raise ConfigError(f"device={device}: JAX has no such device here ({error})") from error
-        self._task, self._seed = task, seed
+        self._task, self._seed, self._kind = task, seed, kind
         self._model = jax.device_put(eqx.filter(model, eqx.is_array), self.device)
         self._rest = eqx.filter(model, eqx.is_array, inverse=True)
         self._program = jax.jit(self._compute, static_argnums=0)
@@ -48,7 +55,10 @@ class RowForward:
         """
         key = jax.random.fold_in(key_from_bits(address(self._seed, "eval")), micro.number)
         scalars = tuple(sorted(context.scalars.items()))
-        arrays = jax.device_put(micro.arrays, self.device)
+        host = tree_map_with_path(
+            lambda path, leaf: precision.on_host(np.asarray(leaf), self._kind, keystr(path, simple=True)), micro.arrays
+        )
+        arrays = jax.device_put(host, self.device)
         outputs, loss = jax.device_get(self._program((context.step, scalars), self._model, arrays, key))
         return outputs, None if loss is None else Loss(loss["sums"], loss["weights"], loss["metrics"])
 
@@ -59,7 +69,9 @@ class RowForward:
             step, training=False, scalars=dict(scalars), key=key, valid=jnp.ones(rows, bool),
             carry=protocols.initial_carry(self._task, batch),
         )  # fmt: skip
-        outputs = self._task.outputs(eqx.combine(arrays, self._rest), batch, context)
+        model = eqx.combine(precision.to_compute(arrays, self._kind), self._rest)
+        outputs = self._task.outputs(model, precision.to_compute(batch, self._kind), context)
+        outputs = precision.to_wide(outputs, self._kind)
         if protocols.cross_sample_mode(self._task) is not None:
             return outputs, None
         loss = self._task.loss(outputs, batch, context)

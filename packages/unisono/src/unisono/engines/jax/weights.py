@@ -9,14 +9,22 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from unisono.engines.jax import model, state
+from unisono.engines.jax.numerics import precision
 from unisono.engines.state import StateReader, check_arrays
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 
 
-def build_model(task: Task, seed: int) -> Any:
-    """The model of a task, as it is before the first step."""
-    return task.build(model.init_key(seed))
+def build_model(task: Task, seed: int, kind: str | None = None) -> Any:
+    """The model of a task, as it is before the first step; in the dtype in which a run of this precision keeps it."""
+    built = task.build(model.init_key(seed))
+    if kind is None:
+        return built
+    master = precision.MASTER[kind]
+    return jax.tree.map(
+        lambda leaf: leaf.astype(master) if model.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
+        built,
+    )
 
 
 def load_arrays(pytree: Any, reader: StateReader, ema: bool, folder: str) -> Any:

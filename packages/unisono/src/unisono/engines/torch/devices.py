@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unisono.config.schema.layout import Layout
+from unisono.runtime import resource_limits
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
@@ -56,6 +57,20 @@ def resolve(layout: Layout, local_world_size: int, precision: str) -> str:
     return kind
 
 
+def find_device(device: str, precision: str) -> str:
+    """The kind of device of a verb on a run: `auto` is an accelerator with this precision, if there is one.
+
+    Raises:
+        ConfigError: for a device that this host does not have.
+    """
+    found, count = accelerators()
+    if device == "auto":
+        return "cpu" if precision == "fp64" and found != "cuda" else found
+    if device not in ("cpu", found):
+        raise ConfigError(f"device={device}: this host has {f'{count} × {found}' if count else 'no accelerator'}")
+    return device
+
+
 def select_device(kind: str, process: ProcessInfo) -> torch.device:
     """The device of one process, made current."""
     if kind == "cpu":
@@ -65,12 +80,31 @@ def select_device(kind: str, process: ProcessInfo) -> torch.device:
     return device
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Peak bytes of this process so far: what tensors took on an accelerator, or the resident set on the CPU."""
+    if device.type == "cpu":
+        return resource_limits.peak_resident()
+    module = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else None
+
+
+def limit_memory(layout: Layout, device: torch.device) -> None:
+    """Give this process no more of its device than `layout.max_memory_gb`, where torch can limit it."""
+    if layout.max_memory_gb is not None and device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * layout.max_memory_gb / whole), device)
+
+
 def machine(layout: Layout, place: ProcessInfo) -> dict[str, Any]:
-    """The hardware: the device's name, the processor's instruction set, and the number of threads."""
+    """The hardware: the device's name, the processor's instruction set, and the number of threads.
+
+    With `layout.deterministic`, also that kernels are.
+    """
     return {
         "device": device_name(select_device(layout.device, place)),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
+        **({"deterministic": True} if layout.deterministic else {}),
     }
 
 

@@ -14,13 +14,13 @@ from unisono.engines import rules
 from unisono.engines.observers import Observer
 from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
 from unisono.engines.state import ArrayShard, StateReader
-from unisono.engines.torch.devices import device_name
+from unisono.engines.torch.devices import device_name, peak_memory
 from unisono.engines.torch.evaluate import evaluate
 from unisono.engines.torch.guards import oom
 from unisono.engines.torch.guards.non_finite import NonFiniteSearch
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.guards.replicas import UpdateGuard
-from unisono.engines.torch.numerics import precision
+from unisono.engines.torch.numerics import determinism, precision
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.step import TrainStep
@@ -75,7 +75,9 @@ class TorchEngine:
         parts.comparison.check("the warm-up")
         size = sum(parameter.numel() for parameter in state.parallel.trainable)
         updates = optimizers.describe_updates(job.config.optim, state.optimizer, state.module)
-        return ModelFacts(size, device_name(parts.device), kernels, tuple(updates), state.parallel.devices)
+        frozen = sum(p.numel() for p in state.module.parameters() if not p.requires_grad)
+        name = device_name(parts.device)
+        return ModelFacts(size, name, kernels, tuple(updates), state.parallel.devices, frozen)
 
     def _guards(self) -> Iterator[Observer]:
         """The observers of every step, in the order in which they are called."""
@@ -128,10 +130,15 @@ class TorchEngine:
         """The context of all computation: sets the precision and turns low-level errors into clear ones."""
         with (
             precision.promotion(self._job.config.train.precision),
+            determinism.only_deterministic(self._job.config.layout, where),
             self._parts.comparison.waiting(waiting_for),
             oom.translate_oom(f"rank {self._job.process.rank}, {where}", self._job.split),
         ):
             yield
+
+    def peak_memory(self) -> int | None:
+        """See `Engine.peak_memory`."""
+        return peak_memory(self._parts.device)
 
     def check_replicas(self, updates: int) -> None:
         """Check that replicas are identical; see `Engine.check_replicas`."""

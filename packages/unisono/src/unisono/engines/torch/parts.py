@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.engines.observers import Observers
 from unisono.engines.protocol import EngineJob
 from unisono.engines.spike_detection import SpikeDetection
-from unisono.engines.torch.devices import select_device
+from unisono.engines.torch.devices import limit_memory, select_device
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.engines.torch.numerics.random_state import RandomState
@@ -21,6 +21,7 @@ class EngineParts:
         config, process = job.config, job.process
         self.job = job
         self.device = device = select_device(config.layout.device, process)
+        limit_memory(config.layout, device)
         self.comparison = CollectiveComparison(
             process, config.launch.timeout, config.launch.desync, ddp=config.layout.strategy == "ddp"
         )

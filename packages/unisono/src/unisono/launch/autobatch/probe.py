@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unisono import protocols
 from unisono.config import memory_fit
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
@@ -44,10 +45,13 @@ class Probe:
         """Return the peak memory in bytes of a step with micro-batches of `size` rows, on this process.
 
         The step has two micro-batches if the run's would have several, since gradients of the first are still there
-        during the second, and it is measured with optimizer state.
+        during the second, and it is measured with optimizer state. A loss over pairs of rows keeps the outputs of the
+        whole global batch, so a step of such a task is measured whole.
         """
         config, world = self._config, self._place.world_size
-        passes = min(2, config.train.global_batch // (world * size))
+        passes = config.train.global_batch // (world * size)
+        if protocols.cross_sample_mode(self._task) is None:
+            passes = min(2, passes)
         split = BatchSplit(world * size * passes, world, size)
         plan = build_plan(self._task, self._source, config, world)
         scalars = schedules.ScheduledScalars(config, plan.steps)

@@ -31,9 +31,11 @@ from unisono.launch.processes.monitor_client import MonitorClient, build_client,
 from unisono.runtime import heartbeat
 from unisono.runtime.authenticated_line import TOKEN
 from unisono.runtime.communicator import STORE_VARIABLE, Node
+from unisono.runtime.console import say
 from unisono.runtime.errors import LostError, Preempted
 from unisono.runtime.listening import reserve_port
 from unisono.supervise import preemption
+from unisono.supervise.hang_detection import describe_death
 
 TRAINING_MODULE = "unisono.launch.processes.rank_process"
 # Signals that end all processes; SIGTERM is a preemption, which the processes handle themselves.
@@ -164,7 +166,11 @@ def run_processes(
         if started is not None:
             started[:] = [processes]
         codes = {ranks[place]: code for place, code in children.wait_for_children(processes, signals).items()}
-    if any(codes.values()):
+    ended_with = {rank: code for rank, code in codes.items() if code}
+    if ended_with and watch is not None and watch.were_done(ended_with):
+        how = "; ".join(f"rank {rank}: {describe_death(code)}" for rank, code in ended_with.items())
+        say(f"unisono: WARNING: while leaving, after all work was done, so nothing is lost: {how}", error=True)
+    elif ended_with:
         raise select_fault(folder / "logs", codes, watch, node)
     if watch is not None and (unfinished := watch.unfinished_ranks()):
         raise LostWorkerError(watch.record_lost_rank(unfinished[0], 0).text, LostError.exit_code)

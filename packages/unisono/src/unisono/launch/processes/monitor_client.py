@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -96,6 +96,12 @@ class MonitorClient:
         seen = self._read_ranks()
         return [rank for rank in self._ranks if rank not in seen or seen[rank].is_active]
 
+    def were_done(self, ranks: Iterable[int]) -> bool:
+        """Whether all ranks had done their work, and these, which ended with an error, were only leaving."""
+        seen = self._read_ranks()
+        done = {rank for rank, one in seen.items() if one.record.code == 0}
+        return done == set(self._ranks) and done.issuperset(ranks)
+
     def _read_ranks(self) -> dict[int, RankStatus]:
         now = time.monotonic()
         records = {rank: heartbeat.read_record(heartbeat.heartbeat_path(self.directory, rank)) for rank in self._ranks}
@@ -168,7 +174,8 @@ def _build_specification(
     nodes: int | None = None, agent: int | None = None,
 ) -> Specification:  # fmt: skip
     launch = config.launch
-    limits = {"stuck_after": launch.stuck_after, "stuck_factor": launch.stuck_factor, **launch.deadlines.model_dump()}
+    deadlines = {name: getattr(launch.deadlines, name) for name in type(launch.deadlines).model_fields}
+    limits = {"stuck_after": launch.stuck_after, "stuck_factor": launch.stuck_factor, **deadlines}
     count = launch.nodes if nodes is None else nodes
     return Specification(
         str(directory), str(folder), list(ranks), node, count, limits, launch.straggler_factor, agent=agent

@@ -48,6 +48,10 @@ def join_processes(config: RunConfig, place: ProcessInfo) -> Communicator:
     """
     if config.layout.engine == "jax":
         return _join_jax(config, place)
+    if config.layout.deterministic:
+        from unisono.engines.torch.numerics import determinism
+
+        determinism.prepare(config.layout)
     if config.layout.threads is not None:
         import torch
 

@@ -131,6 +131,17 @@ def loaded_as_double() -> Iterator[None]:
         torch._utils._rebuild_tensor = original
 
 
+@contextmanager
+def default_dtype(precision: str) -> Iterator[None]:
+    """Torch's default dtype while a run of this precision computes."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(MASTER[precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a forward pass."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
