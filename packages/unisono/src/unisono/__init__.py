@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
     from unisono.runtime.hdf5 import check_hdf5
     from unisono.runtime.rng import generator, key
+    from unisono.runtime.work_progress import show_progress
     from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
     from unisono.training.callbacks.early_stopping import EarlyStopping
 
@@ -99,6 +100,7 @@ _HOMES = {
     "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
     "runtime.hdf5": ["check_hdf5"],
     "runtime.rng": ["generator", "key"],
+    "runtime.work_progress": ["show_progress"],
     "task": ["Batch", "Context", "GlobalBatch", "Loss", "SampleContext", "Source", "Task"],
     "training.callbacks.early_stopping": ["EarlyStopping"],
 }
@@ -122,7 +124,7 @@ __all__ = [
     "format_share", "generator", "hf_config", "hold_out", "import_extra", "key", "linear_cross_entropy",
     "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
     "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table",
-    "safe_paths", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
+    "safe_paths", "show_progress", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
 ]  # fmt: skip
 
 

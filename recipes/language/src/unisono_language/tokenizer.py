@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, compute_once, safe_paths, write_whole
+from unisono import DataError, compute_once, safe_paths, show_progress, write_whole
 from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"
@@ -117,7 +117,16 @@ def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path |
     """A byte-level BPE tokenizer (as GPT-2's) trained on all documents, once, and kept in the cache."""
 
     def train(folder: Path) -> None:
-        engine = _train((text for _, texts in sorted(corpora.items()) for text in texts.iterate()), vocab_size)
+        count = sum(len(texts) for texts in corpora.values())
+        with show_progress("reading for a tokenizer", count, "", "documents", patience=2.0) as progress:
+
+            def iterate() -> Iterator[str]:
+                for _, texts in sorted(corpora.items()):
+                    for text in texts.iterate():
+                        yield text
+                        progress(1, 0)
+
+            engine = _train(iterate(), vocab_size)
         engine.save(str(folder / FILE))
         end = engine.token_to_id(END)
         (folder / SPECIAL).write_text(json.dumps({"first": end, "last": end}), encoding="utf-8")

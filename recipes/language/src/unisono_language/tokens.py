@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, cache_dir, prepare, safe_paths, whole_file
+from unisono import DataError, cache_dir, prepare, safe_paths, show_progress, whole_file
 from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, batches
 
@@ -194,7 +194,8 @@ def load_tokens(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> Token
     """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait."""
     folder = cache_entry(texts, tokenizer, cache)
     if not prepare.is_finished(folder):  # what is missing is made again
-        prepare.prepare(TokenisePreparation(texts, tokenizer), folder)
+        with show_progress("tokenising", len(texts), "tokens", "documents", patience=2.0) as progress:
+            prepare.prepare(TokenisePreparation(texts, tokenizer), folder, progress=progress)
     files = [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in texts.found.files]
     return TokenStore(folder, files)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments, plugins
-from unisono.runtime.console import clean, say
+from unisono.runtime.console import say
+from unisono.runtime.work_progress import show_progress
 
 if TYPE_CHECKING:
-    from unisono.data.prepare.preparation import ProgressCallback
     from unisono.data.prepare.shards import Shards
 
 TEXT = "prepare data, reshard it, preview what a run will see, audit what it has seen"
@@ -155,40 +153,3 @@ def _print_shards(made: Shards) -> None:
         f"{manifest['longest']} a row), {manifest['left_out']} records left out; {len(manifest['shards'])} shards, "
         f"{blocks} blocks, content {manifest['content']}"
     )
-
-
-@contextmanager
-def show_progress(folder: Path, total: int, unit: str = "units") -> Iterator[ProgressCallback]:
-    """A bar on a terminal, a line for every tenth elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from unisono.observe.progress import format_count
-
-    console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
-    counts = [0, 0]
-    if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
-            job = bar.add_task(clean(folder), total=total, rate="")
-
-            def progress(more: int, units: int) -> None:
-                counts[0], counts[1] = counts[0] + more, counts[1] + units
-                rate = f"{format_count(counts[0])} of {format_count(total)} records, {format_count(counts[1])} {unit}"
-                bar.update(job, completed=counts[0], rate=rate)
-
-            yield progress
-        return
-
-    def line(more: int, units: int) -> None:
-        before = 10 * counts[0] // total
-        counts[0], counts[1] = counts[0] + more, counts[1] + units
-        if 10 * counts[0] // total > before:
-            say(f"{folder}: {counts[0]} of {total} records, {format_count(counts[1])} {unit}", error=True)
-
-    yield line

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from unisono.runtime.console import clean, discard_output
+from unisono.runtime.text import format_count as format_count
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Speed:
         wait: Share of the time spent waiting for data, between 0 and 1.
         seconds: Per step.
         flops: Of the step over all processes; None if the task does not count them.
+        memory: Peak bytes of rank 0 so far, on its accelerator if it has one.
     """
 
     unit: str
@@ -34,6 +36,7 @@ class Speed:
     wait: float
     seconds: float
     flops: float | None = None
+    memory: int | None = None
 
 
 class RunConsole(Console):
@@ -86,9 +89,10 @@ class Progress:
         self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
         mfu = "–" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
         left = _format_duration((self._total - step) * self._smooth)
+        memory = "" if speed.memory is None else f"  memory {speed.memory / 1e9:.2f} GB"
         line = (
             f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {format_count(speed.rate)} "
-            f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %  eta {left}"
+            f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %{memory}  eta {left}"
         )
         if unsaved_since is not None:
             line += f"  unsaved since step {unsaved_since}"
@@ -121,18 +125,6 @@ class Stopwatch:
         seconds, share = now - self._last, self._waited / max(now - self._last, 1e-9)
         self._last, self._waited = now, 0.0
         return seconds, min(1.0, share)
-
-
-def format_count(number: float) -> str:
-    """Format a number for people: 950, 12.3k, 2.41M, 7.24G.
-
-    >>> format_count(2_412_480), format_count(12_345), format_count(950)
-    ('2.41M', '12.3k', '950')
-    """
-    for limit, sign, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e3, "k", 1)):
-        if number >= limit:
-            return f"{number / limit:.{digits}f}{sign}"
-    return f"{number:.0f}"
 
 
 def _format_duration(seconds: float) -> str:

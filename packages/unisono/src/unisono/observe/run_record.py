@@ -84,6 +84,8 @@ class RunRecord:
             values["mfu"] = speed.mfu
         if speed.flops is not None:
             values["flops"] = speed.flops
+        if speed.memory is not None:
+            values["memory_gb"] = round(speed.memory / 1e9, 3)
         if result.skipped:
             values |= {"skipped": result.skipped, "skipped_rows": list(skipped_rows)}
             rows = ", ".join(map(str, skipped_rows[:8])) + (", …" if len(skipped_rows) > 8 else "")

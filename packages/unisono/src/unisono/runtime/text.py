@@ -67,3 +67,15 @@ def join_names(names: Iterable[str], most: int = 4) -> str:
     """
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def format_count(number: float) -> str:
+    """Format a number for people: 950, 12.3k, 2.41M, 7.24G.
+
+    >>> format_count(2_412_480), format_count(12_345), format_count(950)
+    ('2.41M', '12.3k', '950')
+    """
+    for limit, sign, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e3, "k", 1)):
+        if number >= limit:
+            return f"{number / limit:.{digits}f}{sign}"
+    return f"{number:.0f}"

@@ -56,7 +56,9 @@ class Telemetry:
         say = self.record.say
         for note in resumption.build_events(steps):
             self.record.note(first, note)
-        say(f"{name}: {format_count(facts.parameters)} parameters, {where}, {steps} steps, global batch {batch}")
+        size = f"{format_count(facts.parameters + facts.frozen)} parameters"
+        size += f" ({format_count(facts.parameters)} of them trained)" if facts.frozen else ""
+        say(f"{name}: {size}, {where}, {steps} steps, global batch {batch}")
         for key, value in {**facts.kernels, **self._data_facts}.items():
             say(f"  {key}: {format_value(value)}")
         for line in facts.updates:
@@ -89,7 +91,7 @@ class Telemetry:
         """Facts of the run and its system, for trackers."""
         known = self._run.directory / "fingerprint.json"
         start = safe_paths.read_json(self._run.directory, known.name) if known.is_file() else {}
-        device = {"device": self._facts.device, "parameters": self._facts.parameters}
+        device = {"device": self._facts.device, "parameters": self._facts.parameters, "frozen": self._facts.frozen}
         return {**start, **device, "world_size": self._process.world_size, "data": self._data_facts}
 
     def _speed(self, result: StepResult, seconds: float, wait: float) -> Speed:
@@ -100,4 +102,5 @@ class Telemetry:
         flops = 0.0 if config.adapter else result.work.get("flops", 0.0)
         devices = self._process.world_size * self._facts.devices
         mfu = flops / seconds / (peak * devices) if peak and flops else None
-        return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds, flops or None)
+        memory = self._parts.engine.peak_memory() if self._process.is_first else None
+        return Speed(unit, result.work.get(unit, 0.0) / seconds, mfu, wait, seconds, flops or None, memory)
