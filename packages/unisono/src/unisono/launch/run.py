@@ -234,4 +234,5 @@ def evaluate(
         find_checkpoint(folder)
     run = resolve.resolve_for_reading(opened.config, folder)
     process = ProcessInfo()
-    return loop.evaluate(opened.task, run, process, rank_process.join_processes(run.config, process))
+    communicator = rank_process.join_processes(run.config, process)
+    return loop.evaluate(opened.task, run, process, communicator, is_trained=opened.is_trained)

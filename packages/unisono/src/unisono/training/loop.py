@@ -78,16 +78,22 @@ def train(
         logs.stop_logging()
 
 
-def evaluate(task: Task, run: ResolvedRun, process: ProcessInfo, communicator: Communicator) -> dict[str, float]:
-    """The loss and metrics of a run's newest checkpoint, or before the first step, on the held-out rows; as `train`.
+def evaluate(
+    task: Task, run: ResolvedRun, process: ProcessInfo, communicator: Communicator, *, is_trained: bool = True
+) -> dict[str, float]:
+    """The loss and metrics of a run's newest checkpoint on the held-out rows; arguments as for `train`.
+
+    A model that is not trained by a run (`is_trained=False`) is evaluated with the weights with which its task begins.
 
     Raises:
-        RunError: if the task has no held-out rows.
+        RunError: if the run has no checkpoint or its task has no held-out rows.
     """
     with TrainingParts(task, run, process, communicator, writing=False) as parts:
         if parts.held_out is None:
             raise RunError(f"{run.directory}: the task has no held-out rows")
         _, step = parts.setup(parts.resume())
+        if is_trained and not step:
+            raise RunError(f"{run.directory} has no checkpoint")
         return {"step": step, **parts.held_out.evaluate(parts.engine, step, parts.scalars(step))}
 
 
