@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import unisono
 from recipes.language.tests.corpora import BY_HEART, KNOWN, TEXTS, sentences, sign_assets, trained, write_jsonl
 from unisono.cli import main
-from unisono.runtime.errors import DataError, RunError
+from unisono.engines.torch import devices
+from unisono.runtime.errors import ConfigError, DataError, RunError
 from unisono_language.generate import generate
 
 
@@ -105,6 +106,16 @@ def test_a_local_model_without_a_run_is_continued_and_evaluated_as_the_run_that_
     assert "unknown key 'data.pth'" in capsys.readouterr().err
     assert main.main(["generate", str(tmp_path / "out"), "the", "ema=true"]) == 2
     assert "is not a run" in capsys.readouterr().err
+
+
+def test_the_model_is_on_the_accelerator_that_there_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim: `generate` used the CPU beside an idle GPU; `meta` stands in for one."""
+    monkeypatch.setattr(devices, "accelerators", lambda: ("meta", 1))
+    opened = unisono.open_run(run)
+    assert opened.load_model(device="auto").device.type == "meta"
+    assert opened.load_model().device.type == opened.load_model(device="cpu").device.type == "cpu"
+    with pytest.raises(ConfigError, match="device=cuda: this host has 1 × meta"):
+        opened.load_model(device="cuda")
 
 
 def test_the_command_prints_the_same_every_time_and_as_many_tokens_as_it_is_told(

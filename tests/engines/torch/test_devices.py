@@ -99,3 +99,13 @@ def test_a_device_is_called_what_its_maker_calls_it_or_by_its_kind(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Model {device.index}")
     found = (torch.device("cuda", 3), torch.device("cpu"), torch.device("meta"))
     assert [devices.device_name(device) for device in found] == ["Model 3", "cpu", "meta"]
+
+
+def test_a_verb_on_a_run_takes_the_accelerator_that_computes_in_its_precision(host: Host) -> None:
+    host("mps", 1)
+    assert [devices.find_device("auto", kind) for kind in ("fp32", "bf16", "fp64")] == ["mps", "mps", "cpu"]
+    assert devices.find_device("cpu", "fp32") == "cpu"
+    with pytest.raises(ConfigError, match="device=cuda: this host has 1 × mps"):
+        devices.find_device("cuda", "fp32")
+    host("cpu", 0)
+    assert devices.find_device("auto", "bf16") == "cpu"
