@@ -21,7 +21,7 @@ dataset_kwargs: {data_files: {test: FILE}}
 output_type: multiple_choice
 test_split: test
 doc_to_text: "{{text.split(' ')[0]}}"
-doc_to_choice: ["{{text.split(' ')[1:] | join(' ')}}", "quietly vex a jumbled zebra"]
+doc_to_choice: "{{[text.split(' ')[1:] | join(' '), 'quietly vex a jumbled zebra']}}"
 doc_to_target: 0
 """
 

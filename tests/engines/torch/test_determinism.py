@@ -10,7 +10,7 @@ import torch
 
 from tests.processes import alone
 from tests.runs import configuration, traces
-from tests.tasks import LinearTask
+from tests.tasks import LinearTask, TransformerTask
 from unisono.config.schema.layout import Layout
 from unisono.engines.torch import devices
 from unisono.engines.torch.numerics import determinism
@@ -53,6 +53,13 @@ def test_a_kernel_without_a_deterministic_implementation_is_refused_by_its_name(
     ):
         alone(traces, [(Putting(), configuration(layout={"deterministic": True}))])
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_two_runs_are_equal_bit_for_bit() -> None:
+    asked = configuration(layout={"deterministic": True})
+    one, two = (alone(traces, [(TransformerTask(), asked)])[0] for _ in range(2))
+    assert one.losses == two.losses and len(set(one.losses)) > 1
+    assert all((one.parameters[name] == two.parameters[name]).all() for name in one.parameters)
 
 
 def test_it_is_told_with_the_machine() -> None:
