@@ -15,7 +15,7 @@ TESTS := $(if $(PACKAGE),$(firstword $(wildcard recipes/$(PACKAGE)/tests package
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
-.PHONY: demo test test-all quick slow again lint types measure native wheels wheel fuzz fuzz-readers clean
+.PHONY: demo test test-all quick slow again lint types measure native wheels wheel fuzz fuzz-readers docs clean
 
 # Install the core and one recipe, train its embedded example on two processes for about a minute, and evaluate it.
 demo: $(DEMO)
@@ -71,6 +71,10 @@ fuzz: $(READY)
 fuzz-readers: $(READY)
 	$(BIN)/python -m tests.security.fuzz --count 20000
 
+# The documentation site, into build/docs/html; nothing is loaded from a network, now or when it is read.
+docs: $(READY)
+	$(BIN)/python docs/site/build.py
+
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECTS := $(wildcard packages/*/pyproject.toml recipes/*/pyproject.toml)
 
@@ -88,4 +92,4 @@ $(READY): $(BIN)/python $(PROJECTS) workspace.txt constraints.txt packages/uniso
 	touch $(READY) $(DEMO)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 110
+_FONTS = re.compile(r"\s*@font-face \{.*?\n    \}(?=\n)", re.DOTALL)  # of a server: the reader's own will do
 _PROGRESS = re.compile(r"^(all cases run|\d+ process(es)?$|case \d|\[\d| *\d+/\d+ )")
 
 
@@ -33,7 +34,8 @@ def main(file: Path, command: list[str]) -> None:
             text.highlight_regex(r"\bFAIL\b", "bold red")
             console.print(text, soft_wrap=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(console.export_svg(title="unisono prove"), "utf-8")
+    picture = console.export_svg(title="unisono prove")
+    file.write_text(_FONTS.sub("", picture), "utf-8")
 
 
 if __name__ == "__main__":

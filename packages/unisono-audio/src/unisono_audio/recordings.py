@@ -74,7 +74,10 @@ class Window:
         return min(room, int(self.place * (room + 1)))
 
 
-FIRST, CENTRE = Window(), Window(None, 0.5)
+FIRST = Window()
+"""The window at the beginning of a recording."""
+CENTRE = Window(None, 0.5)
+"""The window in the middle of a recording."""
 
 
 def windows(frames: int, rate: int, duration: float, hop: float | None = None) -> list[Window]:
