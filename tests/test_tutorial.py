@@ -62,3 +62,12 @@ def test_every_answer_of_how_do_i_is_a_command_or_snippet_that_works(tmp_path: P
     assert "PASS" in next(out for command, out in said.items() if " prove " in command)
     assert "PASS: every sample" in next(out for command, out in said.items() if "audit" in command)
     assert (tmp_path / "predictions.csv").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_same_job_in_other_trainers_comes_to_the_same_loss(tmp_path: Path) -> None:
+    for peer in ("pytorch_lightning", "transformers", "accelerate"):
+        pytest.importorskip(peer)
+    said = follow(DOCS / "coming-from.md", tmp_path)
+    losses = [re.findall(r"(?:eval after step 60: loss|held-out loss) (\d\.\d{4})", out)[-1] for out in said.values()]
+    assert losses == ["0.2697"] * 4, "Unisono, Lightning, Trainer, Accelerate"
