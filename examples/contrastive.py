@@ -52,9 +52,6 @@ class Pairs(unisono.Task):
     def build(self):
         return Towers(self.config.width)
 
-    def counts(self, batch):
-        return {"pair": len(batch["left"])}
-
     def outputs(self, model, batch, context):  # gathered from all processes; gradients flow back
         return model(batch["left"], batch["right"])
 

@@ -51,10 +51,7 @@ class Reviews(unisono.Task):
     def build(self):
         from transformers import AutoModel
 
-        return Classifier(AutoModel.from_pretrained(self.config.model))
-
-    def counts(self, batch):
-        return {"row": len(batch["label"])}
+        return Classifier(AutoModel.from_pretrained(self.config.model, add_pooling_layer=False))
 
     def outputs(self, model, batch, context):
         return model(batch["tokens"], batch["mask"])
@@ -89,7 +86,8 @@ def main() -> None:
     torch.manual_seed(0)
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    BertModel(BertConfig(vocab_size=256, max_position_embeddings=64, **size, **quiet)).save_pretrained("tiny-bert")
+    config = BertConfig(vocab_size=256, max_position_embeddings=64, **size, **quiet)
+    BertModel(config, add_pooling_layer=False).save_pretrained("tiny-bert")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A variational auto-encoder: two losses, one of which is turned on slowly.
 
 unisono train examples/vae.py:Shapes optim.lr=3e-3
-unisono train examples/vae.py:Shapes optim.lr=3e-3 'schedules.kl={kind: constant, peak: 1.0, warmup: 500}'
+unisono train examples/vae.py:Shapes optim.lr=3e-3 'schedules.kl={kind: constant, peak: 1.0, warmup: 0.5}'
 unisono prove examples/vae.py:Shapes
 """
 
@@ -57,9 +57,6 @@ class Shapes(unisono.Task):
 
     def build(self):
         return Network(64, self.config.width, self.config.latent)
-
-    def counts(self, batch):
-        return {"pixels": len(batch["pixels"]), "kl": len(batch["pixels"])}
 
     def outputs(self, model, batch, context):
         return model(batch["pixels"], batch["noise"])

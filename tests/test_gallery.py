@@ -13,7 +13,7 @@ from tests.launch import jobs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LORA = ["adapter=lora", "adapter.rank=4", "optim.lr=1e-2"]
-KL = "schedules.kl={kind: constant, peak: 1.0, warmup: 50}"
+KL = "schedules.kl={kind: constant, peak: 1.0, warmup: 0.3}"
 GALLERY = {  # what each is trained with, and what its evaluation has to come to
     "images.py:Images": (["optim.lr=3e-3", "train.steps=200"], "accuracy", 0.85),
     "vae.py:Shapes": (["optim.lr=3e-3", "train.steps=200", KL], "error", 1.0),

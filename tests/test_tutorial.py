@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
-PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
-BROKEN = {'reduction="sum"': 'reduction="mean"'}
-=======
 from tests.walkthrough import follow
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BROKEN = {'reduction="sum"': 'reduction="mean"', 'return {"row": len(batch["label"])}': 'return {"row": 1}'}
->>>>>>> 6f3c6ca9 (A documentation site, built and read without a network: a first page, answers by question, the reference from docstrings, every setting from the schema, and a test in a browser)
+BROKEN = {'reduction="sum"': 'reduction="mean"'}
 
 
 @pytest.mark.slow
@@ -71,3 +66,27 @@ def test_the_same_job_in_other_trainers_comes_to_the_same_loss(tmp_path: Path) -
     said = follow(DOCS / "coming-from.md", tmp_path)
     losses = [re.findall(r"(?:eval after step 60: loss|held-out loss) (\d\.\d{4})", out)[-1] for out in said.values()]
     assert losses == ["0.2697"] * 4, "Unisono, Lightning, Trainer, Accelerate"
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_images_comes_to_the_accuracy_it_promises_on_one_process_and_on_two(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    said = follow(DOCS / "tutorial-images.md", tmp_path)
+    found = [re.findall(r"eval after step 300: loss \S+  accuracy (\S+)", out) for out in said.values()]
+    one, two = (float(accuracies[0]) for accuracies in found if accuracies)
+    assert one > 0.96
+    assert abs(one - two) < 0.01
+    assert "prediction" in next(out for command, out in said.items() if command.startswith("head"))
+    assert "PASS" in next(out for command, out in said.items() if " prove " in command)
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_a_transformers_model_ends_with_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    said = follow(DOCS / "tutorial-transformers.md", tmp_path)
+    accuracies = [re.findall(r"eval after .*accuracy (\S+)", out)[0] for out in said.values() if "eval after" in out]
+    assert len(accuracies) == 2
+    assert min(map(float, accuracies)) > 0.9
+    bad, good = re.findall(r"-?\d+\.\d+", list(said.values())[-1])[:2]
+    assert float(good) > float(bad), "the play was superb"

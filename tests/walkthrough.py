@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_SAVED = re.compile(r"[Ss]ave this (?:block )?as `([\w./-]+)`[^`]*\Z")
+_SAVED = re.compile(r"[Ss]ave\s+this\s+as\s+`([\w./-]+)`[^`]*\Z")
 
 
 def follow(page: Path, folder: Path, before: Callable[[str], None] = lambda command: None) -> dict[str, str]:
@@ -55,7 +55,7 @@ def follow(page: Path, folder: Path, before: Callable[[str], None] = lambda comm
 def _run(words: list[str], folder: Path, *, fails: bool, stopped: bool) -> str:
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
+        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200
     )
     ended = f"{shlex.join(words)}: {done.returncode}\n{done.stdout[-3000:]}"
     assert stopped or done.returncode == (1 if fails else 0), ended
