@@ -50,9 +50,12 @@ def config(recipe: str) -> Any:
 @pytest.mark.usefixtures("registered")
 def test_each_engine_runs_by_itself_torch_first_and_jax_with_its_weights() -> None:
     proof = ProofSettings.model_validate({"engines": ["jax", "torch"]})
-    one, other = engines.cases(proof, config("both"))
+    one, one_perturbed, other, other_perturbed = engines.cases(proof, config("both"))
     assert (one.engine, other.engine, other.reference, other.weights_from) == ("torch", "jax", one.name, one.name)
     assert proof.steps == 10 and ProofSettings.model_validate({"engines": ["torch", "jax"], "steps": 4}).steps == 4
+    for plain, perturbed in ((one, one_perturbed), (other, other_perturbed)):
+        assert perturbed.perturbed and perturbed.perturbed_steps and not perturbed.reference
+        assert (perturbed.engine, perturbed.weights_from) == (plain.engine, plain.weights_from)
     assert plan_phases([other, one]) == [[one], [other]]
     assert ProofSettings.model_validate(proof.model_dump()) == proof
 
@@ -88,10 +91,14 @@ def renamed(change: Change | None = None) -> Change:
     return made
 
 
-def marks(tmp_path: Path, change: Change | None = None) -> dict[str, str]:
+def marks(
+    tmp_path: Path, change: Change | None = None, rounding: dict[tuple[str, int], float] | None = None
+) -> dict[str, str]:
+    tmp_path.mkdir(exist_ok=True)
     one = trace(tmp_path / "torch")
     write_tensors(tmp_path / "torch", INITIAL_BUFFERS, None, {"b": np.ones(1)})
-    return {c.quantity: c.mark for c in engines.compared(trace(tmp_path / "jax", 1, renamed(change)), one, "both")}
+    mine = trace(tmp_path / "jax", 1, renamed(change))
+    return {c.quantity: c.mark for c in engines.compared(mine, one, "both", rounding or {})}
 
 
 @pytest.mark.usefixtures("registered")
@@ -114,6 +121,26 @@ def test_equal_runs_pass_under_their_own_names(tmp_path: Path) -> None:
 )
 def test_a_difference_fails(tmp_path: Path, change: Change, quantity: str) -> None:
     assert marks(tmp_path, change)[quantity] == "FAIL"
+
+
+def grown(_: Any, tensors: Any) -> None:
+    """Gradients of the second step differ by 1e-9, as rounding does that a recursive model amplifies."""
+    tensors["raw gradients", 1]["w"] *= 1 + 1e-9
+
+
+@pytest.mark.usefixtures("registered")
+def test_rounding_is_allowed_in_the_step_where_an_engine_shows_it_and_in_no_other(tmp_path: Path) -> None:
+    proof = ProofSettings.model_validate({"engines": ["torch", "jax"]})
+    one, _, other, other_perturbed = every = engines.cases(proof, config("both"))
+    traces = {one.name: trace(tmp_path / "one"), other.name: trace(tmp_path / "other", 1, renamed())}
+    traces[other_perturbed.name] = trace(tmp_path / "perturbed", 1, renamed(grown))
+    rounding = engines.measure_rounding(other, every, traces)
+    assert rounding["raw gradients", 2] == pytest.approx(8e-9)
+    assert rounding["raw gradients", 1] == rounding["loss", 2] == 0.0
+    assert marks(tmp_path / "right", grown, rounding)["raw gradients"] == "PASS"
+    assert marks(tmp_path / "none", grown)["raw gradients"] == "FAIL"
+    elsewhere = {("raw gradients", 1): 8e-9}
+    assert marks(tmp_path / "elsewhere", grown, elsewhere)["raw gradients"] == "FAIL"
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ class ModelView(Protocol):
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """By term, the gradient of its unscaled sum, for a pass whose backward is next; empty if unknown."""
 
-    def perturb(self, size: float) -> None:
+    def perturb(self, size: float, step: int = 0) -> None:
         """Change every parameter by a random relative amount of at most `size`, the same on every layout."""
 
     def update_from(self, gradients: Mapping[str, Array], step: int, scalars: Mapping[str, float]) -> None:

@@ -101,6 +101,7 @@ class Case:
         attention: the kernel of scaled dot product attention, a name of `torch.nn.attention.SDPBackend`; empty for
             torch's own choice.
         perturbed: size of the relative change of the initial weights, to find out what rounding comes to.
+        perturbed_steps: whether the weights are changed so before every step, as two engines round otherwise in each.
         other_micro_batch: whether its micro-batches are not those of its reference, so that what is drawn or shared
             by the rows of one differs.
         weights_from: the case with whose first weights it begins; empty for those of its own task.
@@ -124,6 +125,7 @@ class Case:
     reversed: bool = False
     attention: str = ""
     perturbed: float = 0.0
+    perturbed_steps: bool = False
     other_micro_batch: bool = False
     synchronised: bool = False
     whole: bool = False

@@ -31,6 +31,7 @@ NEIGHBOURS = "rows are computed by themselves"
 DOCUMENTS = "documents of a packed row are computed by themselves"
 SWITCHED = "an evaluation is computed in evaluation mode"
 GRADIENT = "there is a gradient"
+MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing
 
 
@@ -78,7 +79,11 @@ class ComparedQuantity:
 
 
 def compare_traces(
-    mine: Trace, reference: Trace, tolerance: Mapping[str, float], adaptive: bool
+    mine: Trace,
+    reference: Trace,
+    tolerance: Mapping[str, float],
+    adaptive: bool,
+    by_step: Mapping[tuple[str, int], float] | None = None,
 ) -> list[ComparedQuantity]:
     """Compare two traces.
 
@@ -87,6 +92,7 @@ def compare_traces(
         reference: of the run that it must equal.
         tolerance: the largest relative difference of each quantity; 0 for equality in every bit.
         adaptive: whether the optimizer divides by the size of gradients.
+        by_step: what more is allowed of a quantity in a step; steps count from 1, and 0 is what is of no step.
     """
     result = []
     floor = min(tolerance["raw gradients"] or 1e-12, _MAX_FLOOR)
@@ -97,19 +103,30 @@ def compare_traces(
         if not found:
             result.append(ComparedQuantity(quantity, "ABSTAIN", why="there is none"))
             continue
-        over = [difference for difference in found if not difference.size <= tolerance[quantity]]
+        limits = {d.step: max(tolerance[quantity], (by_step or {}).get((quantity, d.step), 0.0)) for d in found}
+        over = [difference for difference in found if not difference.size <= limits[difference.step]]
+        allowed = max(limits.values())
         first = min((difference.step for difference in over), default=0)
         earliest = [difference for difference in over if difference.step == first]
         worst = max(earliest or found, key=lambda difference: difference.size)
         why = _explain_local_statistics(quantity, over, mine, reference)
-        if not over and tolerance[quantity] > _MAX_TOLERANCE:
+        if not over and allowed > _MAX_TOLERANCE:
             why = (
-                f"rounding alone comes to a relative difference of {tolerance[quantity]:.1g}: so far apart are two "
+                f"rounding alone comes to a relative difference of {allowed:.1g}: so far apart are two "
                 "runs on one process whose initial weights differ in their last bit"
             )
         mark: Mark = "ABSTAIN" if why else "FAIL" if over else "PASS"
         shown = left_out.shown if moved and not why else ()
-        result.append(ComparedQuantity(quantity, mark, worst, tolerance[quantity], why, shown))
+        result.append(ComparedQuantity(quantity, mark, worst, allowed, why, shown))
+    return result
+
+
+def measure_distances(mine: Trace, reference: Trace) -> dict[tuple[str, int], float]:
+    """The largest difference of every quantity in every step; steps count from 1, and 0 is what is of no step."""
+    result: dict[tuple[str, int], float] = {}
+    for quantity in QUANTITIES:
+        for one in _differences(quantity, mine, reference, LeftOut()):
+            result[quantity, one.step] = max(result.get((quantity, one.step), 0.0), one.size)
     return result
 
 

@@ -7,7 +7,7 @@ What is held against each other is what any framework has; how an optimizer keep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,19 +15,19 @@ from pathlib import Path
 from unisono.config import recipes
 from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
-from unisono.proof.cases import Case, ProofSettings
-from unisono.proof.comparison import ComparedQuantity, compare_traces
+from unisono.proof.cases import EPSILON, Case, ProofSettings
+from unisono.proof.comparison import MARGIN, ComparedQuantity, compare_traces, measure_distances
 from unisono.proof.recording.trace import INITIAL_BUFFERS, QUANTITIES, Array, StepFacts, Trace, trace_folder
 from unisono.runtime.errors import ConfigError
 
-FLOOR = 1e-10
+FLOOR = 1e-12  # where rounding comes to less
 _EACH_ITS_OWN = ("learning rate", "update", "optimizer state", "replicas", "buffers")
 _ONE_PROCESS = {"strategy": "single", "devices": 1, "shards": None, "threads": None, "bucket_mb": None}
 Names = Callable[[str], str]
 
 
 def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
-    """One process with each engine.
+    """One process with each engine, and the same with weights that are changed in their last bit before every step.
 
     Raises:
         ConfigError: for a task that is no recipe's, or a recipe without a task for one of the engines.
@@ -42,8 +42,10 @@ def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
     rows = math.gcd(proof.global_batch, *rows_of_sources(config, proof.global_batch))
     named = {"micro_batch": rows, **_ONE_PROCESS}
     first = Case(f"torch m{rows} fp64", 1, {**named, "engine": "torch"}, "fp64")
-    other = Case(f"jax m{rows} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name)
-    return [first, replace(other, weights_from=first.name)]
+    other = Case(f"jax m{rows} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name, weights_from=first.name)
+    rounding = {"perturbed": EPSILON["fp64"], "perturbed_steps": True, "reference": ""}
+    perturbed = [replace(one, name=f"{one.engine} m{rows} perturbed fp64", **rounding) for one in (first, other)]
+    return [first, perturbed[0], other, perturbed[1]]
 
 
 def names_of(recipe: str) -> Names:
@@ -69,13 +71,33 @@ def weights(root: Path, case: Case, recipe: str) -> dict[str, Array]:
     return {rename(name): value for name, value in {**trace.tensors(INITIAL_BUFFERS), **_first(trace)}.items()}
 
 
-def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantity]:
+def measure_rounding(case: Case, every: Sequence[Case], traces: Mapping[str, Trace]) -> dict[tuple[str, int], float]:
+    """What rounding comes to in either engine, by quantity and step; a recursive model amplifies it from step to step.
+
+    Args:
+        case: that is compared with its reference.
+        every: all cases.
+        traces: by the names of cases.
+    """
+    result: dict[tuple[str, int], float] = {}
+    plain = {one.engine: one.name for one in every if one.name in (case.name, case.reference)}
+    for one in every:
+        if one.perturbed and one.name in traces and not traces[one.name].facts.fault:
+            for place, size in measure_distances(traces[one.name], traces[plain[one.engine]]).items():
+                result[place] = max(result.get(place, 0.0), MARGIN * size)
+    return result
+
+
+def compared(
+    mine: Trace, reference: Trace, recipe: str, rounding: Mapping[tuple[str, int], float]
+) -> list[ComparedQuantity]:
     """Hold a run in JAX against one in torch.
 
     Args:
         mine: of the run in JAX.
         reference: of the run in torch.
         recipe: whose tasks they ran.
+        rounding: see `measure_rounding`.
     """
     rename = names_of(recipe)
     in_torch = {rename(name): name for name in {**reference.tensors(INITIAL_BUFFERS), **_first(reference)}}
@@ -83,7 +105,7 @@ def compared(mine: Trace, reference: Trace, recipe: str) -> list[ComparedQuantit
     ours = _Renamed(mine, in_torch, trained)
     ours.facts = replace(mine.facts, steps=list(map(_outputs_of_both, mine.facts.steps, reference.facts.steps)))
     allowed = {**dict.fromkeys(QUANTITIES, FLOOR), "initial parameters": 0.0, "sample ids": 0.0}
-    found = compare_traces(ours, _Renamed(reference, {}, trained), allowed, adaptive=False)
+    found = compare_traces(ours, _Renamed(reference, {}, trained), allowed, adaptive=False, by_step=rounding)
     return [one for one in found if one.quantity not in _EACH_ITS_OWN]
 
 

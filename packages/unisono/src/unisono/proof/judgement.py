@@ -17,7 +17,6 @@ from unisono.runtime.text import join_names
 FLOOR = {"fp64": 1e-12, "fp32": 1e-5}
 # In the last place, relative.
 _UNIT = {"float16": 2.0 ** (1 - predictions.LOWER["fp16"]), "bfloat16": 2.0 ** (1 - predictions.LOWER["bf16"])}
-_MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 
 
 def judge_cases(
@@ -139,7 +138,8 @@ def _judge_case(case: Case, proof: _Proof) -> Verdict:
     if not found.fault:
         found.invariants = comparison.check_invariants(mine)
         if case.weights_from:
-            found.compared = engines.compared(mine, reference, proof.recipe)
+            rounding = engines.measure_rounding(case, proof.every, proof.traces)
+            found.compared = engines.compared(mine, reference, proof.recipe, rounding)
         else:
             # What the reference fails on by itself is reported of the reference.
             failed = proof.failed_invariants(case.reference)
@@ -322,12 +322,12 @@ def measure_tolerance(case: Case, every: list[Case], traces: Mapping[str, Trace]
         found = comparison.compare_traces(*pair, infinite, adaptive=False)
         if adaptive:  # what is left out of a comparison must not widen it: Lion and Adam-atan2 step as far by rounding
             (gradients,) = (c for c in found if c.quantity == "raw gradients")
-            known = {**infinite, "raw gradients": max(floor, _MARGIN * gradients.worst.size)}
+            known = {**infinite, "raw gradients": max(floor, comparison.MARGIN * gradients.worst.size)}
             found = comparison.compare_traces(*pair, known, adaptive=True)
         same = all(not one.worst.size for one in found if one.quantity in ("sample ids", "samples"))
         for compared in found if same else ():  # else it is no rounding
             if compared.quantity not in exact:
-                result[compared.quantity] = max(floor, _MARGIN * compared.worst.size)
+                result[compared.quantity] = max(floor, comparison.MARGIN * compared.worst.size)
     # From equal gradients and equal state there is nothing to amplify.
     return {**result, "update": FLOOR["fp64" if case.precision == "fp64" else "fp32"]}
 
@@ -366,6 +366,9 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
     found.fault = trace.facts.fault
     if not found.fault:
         found.invariants = comparison.check_invariants(trace)
+    if case.engine:  # which is compared with another on the same micro-batches
+        by_neighbours = (comparison.NEIGHBOURS, comparison.DOCUMENTS)
+        found.invariants = [c for c in found.invariants if c.quantity not in by_neighbours]
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
     if "neighbours" in trace.facts.accepted and (said := _describe_neighbours(trace.facts)):

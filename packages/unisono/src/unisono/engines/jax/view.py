@@ -188,13 +188,13 @@ class JaxModelView:
             self._programs[text] = lowered.compile()
         return self._programs[text](*given)
 
-    def perturb(self, size: float) -> None:
-        """Change every parameter by a random relative change of at most this size."""
+    def perturb(self, size: float, step: int = 0) -> None:
+        """Change every parameter by a random relative change of at most this size, another one in every step."""
         engine = self._engine
 
         def changed(name: str, array: jax.Array) -> jax.Array:
             whole = self._whole(array)
-            change = rng.generator(engine.seed, "perturb", name).uniform(-size, size, whole.shape)
+            change = rng.generator(engine.seed, "perturb", name, step).uniform(-size, size, whole.shape)
             return self._place(whole * (1 + change), array)
 
         parameters = {name: changed(name, array) for name, array in engine.train_state.parameters.items()}

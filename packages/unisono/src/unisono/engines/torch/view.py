@@ -150,10 +150,10 @@ class TorchModelView:
         return result
 
     @torch.no_grad()
-    def perturb(self, size: float) -> None:
-        """Change every parameter by a random relative change of at most this size."""
+    def perturb(self, size: float, step: int = 0) -> None:
+        """Change every parameter by a random relative change of at most this size, another one in every step."""
         for name, parameter in self.module.named_parameters():
-            generator = rng.generator(self._job.config.run.seed, "perturb", name)
+            generator = rng.generator(self._job.config.run.seed, "perturb", name, step)
             change = torch.from_numpy(generator.uniform(-size, size, parameter.shape)).to(parameter)
             parameter.mul_(1 + change)
 

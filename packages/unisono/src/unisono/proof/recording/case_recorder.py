@@ -223,13 +223,13 @@ class _CaseRun:
         self.open(facts)
         self._check_room()
         view = self.engine.view
-        if case.perturbed:
-            view.perturb(case.perturbed)
         if case.weights_from:
             from unisono.engines.jax.view import JaxModelView
 
             assert isinstance(view, JaxModelView)
             view.replace(engines.weights(self.root, case, self.config.recipe))
+        if case.perturbed:
+            view.perturb(case.perturbed)
         self.recorder.write(INITIAL_BUFFERS, None, view.whole("buffers"))
         self.recorder.write("initial parameters", None, view.whole("parameters"))
         facts.initial_buffers = view.find_differing_buffers()
@@ -244,6 +244,8 @@ class _CaseRun:
         batches = self.loader.steps(first)
         for step in range(first, self.plan.steps):
             micro_batches = next(batches)
+            if step and case.perturbed_steps:
+                view.perturb(case.perturbed, step)
             if step == 0 and [content_digest(micro) for micro in micro_batches] != self.first_samples:
                 facts.unrepeatable = "the first rows came out otherwise when they were read again"
             self.engine.step(micro_batches, step, self.scalars(step))
