@@ -348,3 +348,10 @@ def test_any_other_error_has_a_page_too(called: str) -> None:
 def test_errors_of_torch_and_gloo_are_known_by_their_words(text: str, fault: str) -> None:
     assert diagnose_error("", text).fault == fault
     assert diagnose_error("Nothing is learnt", text).fault == "Nothing is learnt"  # what says its name is believed
+
+
+def test_a_graph_that_was_said_to_be_static_has_a_remedy_of_its_own() -> None:
+    text = "Your training graph has changed in this iteration, ... this is not compatible with static_graph set to True"
+    found = diagnosis.diagnose_error("", text)
+    assert found.fault == "Parameters are left out"
+    assert "static_graph=True" in found.remedy and "find_unused_parameters" not in found.remedy

@@ -107,6 +107,20 @@ def train_with_batch_norm(world):
     return train(world, model=Normed)
 
 
+def train_counting_on_rank_0(world):
+    class Counting(Tied):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, words):
+            if world.rank == 0:
+                self.seen += 1
+            return super().forward(words)
+
+    return train(world, lambda model: DistributedDataParallel(model, broadcast_buffers=False), Counting)
+
+
 def train_from_numpy(world):
     class Scaled(Tied):
         def forward(self, words):
@@ -205,6 +219,16 @@ def test_local_batch_statistics_are_named(script: ModuleType) -> None:
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.fault == "Buffers are those of one process"
     assert "inner.2.num_batches_tracked" in verdict.diagnosis.because
+
+
+@pytest.mark.slow
+def test_a_buffer_that_rank_0_alone_has_as_one_process_has_it_is_a_fault(script: ModuleType) -> None:
+    report = compare(script.train_counting_on_rank_0, quiet=True)
+    (verdict,) = report.verdicts
+    assert verdict.first is not None and verdict.diagnosis is not None
+    assert (report.mark, verdict.first.quantity) == ("FAIL", "buffers are equal on all ranks"), text(report)
+    assert verdict.diagnosis.fault == "Buffers are those of one process"
+    assert "seen" in verdict.diagnosis.because
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ REPEATED = (
 NEIGHBOURS = "rows are computed by themselves"
 DOCUMENTS = "documents of a packed row are computed by themselves"
 SWITCHED = "an evaluation is computed in evaluation mode"
+EQUAL_BUFFERS = "buffers are equal on all ranks"
 GRADIENT = "there is a gradient"
 MARGIN = 8.0  # a perturbed run is one draw of what rounding can do
 _MAX_TOLERANCE = 0.5  # where rounding alone may come to this, agreement says nothing

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import DOCUMENTS, GRADIENT, NEIGHBOURS, SWITCHED, ComparedQuantity, first_failure
+from unisono.proof.comparison import DOCUMENTS, EQUAL_BUFFERS, GRADIENT, NEIGHBOURS, SWITCHED, ComparedQuantity, first_failure
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
@@ -123,11 +123,15 @@ def diagnose_error(called: str, text: str = "") -> Diagnosis:
         return build_diagnosis(called, "the error says so")
     for words, fault in _ERRORS.items():
         if words.lower() in text.lower():
-            return build_diagnosis(fault, f"the error says '{words}'")
+            found = build_diagnosis(fault, f"the error says '{words}'")
+            return replace(found, remedy=_OF_STATIC_GRAPH) if words == _STATIC_GRAPH else found
     return build_diagnosis("The run ended with an error", "the error says so")
 
 
+_STATIC_GRAPH = "not compatible with static_graph set to True"
+_OF_STATIC_GRAPH = "leave out static_graph=True of DDP: which parameters a pass uses changes from step to step"
 _ERRORS = {  # of torch and gloo, by what is always in them
+    _STATIC_GRAPH: "Parameters are left out",
     "Expected to have finished reduction": "Parameters are left out",
     "Connection closed by peer": "Processes wait for each other",
     "Connection reset by peer": "Processes wait for each other",
@@ -326,7 +330,9 @@ def _diagnose_buffers(pattern: Pattern) -> Diagnosis:
     if pattern.step.buffers:
         detail = f"parameters agree, and buffer {pattern.step.buffers[0]}"
         return build_diagnosis("Buffers are those of one process", detail)
-    detail = f"buffer '{pattern.worst.name}' is the same on all ranks and not that of one process, parameters agree"
+    checked = [c.mark for c in pattern.compared if c.quantity == EQUAL_BUFFERS]  # of a script; a task's always are
+    alike = "" if pattern.mine.facts.optimizer and checked != ["PASS"] else "is the same on all ranks and "
+    detail = f"buffer '{pattern.worst.name}' {alike or 'is '}not that of one process, parameters agree"
     return build_diagnosis("The buffers depend on the layout", detail)
 
 

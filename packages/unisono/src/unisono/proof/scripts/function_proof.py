@@ -13,8 +13,10 @@ from typing import Any, Literal
 from unisono.config import code_digest, environment
 from unisono.launch import cluster
 from unisono.launch.task_objects import reference_to
-from unisono.proof import certificate, judgement
+from unisono.proof import certificate, diagnosis, judgement
 from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.scripts import self_check
+from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
@@ -99,8 +101,22 @@ def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict],
     for case in many:
         runs.record(case)
     verdicts, alone = runs.judge(divides)
+    for judged in verdicts:
+        if judged.case in runs.traces:
+            _check_beginnings_and_buffers(judged, runs.traces[judged.case], reference)
     name_local_statistics(verdicts, runs.traces, reference)
     return verdicts, alone
+
+
+def _check_beginnings_and_buffers(judged: Verdict, trace: ScriptTrace, reference: ScriptTrace) -> None:
+    """Add what ranks show of each other that is not compared with one process: rank 0's buffers may be its."""
+    check = self_check.check_run(trace)
+    judged.invariants += [c for c in check.found if c.quantity in (self_check.BEGIN, self_check.BUFFERS)]
+    if judged.first is None or judged.first.quantity not in ("buffers", self_check.BEGIN, self_check.BUFFERS):
+        return
+    judged.diagnosis = diagnosis.diagnose(trace, reference, [*judged.compared, *judged.invariants], len(trace.ranks[0]))
+    if check.failed in judged.invariants:
+        judged.diagnosis = check.diagnosis
 
 
 def _versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.comparison import EQUAL_BUFFERS, ComparedQuantity, Difference
 from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
@@ -43,7 +43,7 @@ EQUAL = "gradients are equal on all ranks"
 REDUCED = "gradients are a weighted sum of those of the ranks"
 CLIPPED = "gradients are equal on all ranks when they are clipped"
 RATES = "learning rates are equal on all ranks"
-BUFFERS = "buffers are equal on all ranks"
+BUFFERS = EQUAL_BUFFERS
 DIFFERENT = "ranks were given different rows"
 MODES = "ranks compute in the same mode"
 APART = "updates of equal gradients begin with equal parameters"
