@@ -31,6 +31,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache for tokenised documents that all tests of a session share."""
     path = tmp_path_factory.mktemp("cache")
     os.environ["UNISONO_CACHE"] = str(path)
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))  # the key of own runs
     return path
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests import tasks
 from tests.launch import jobs
+from unisono import task_config
 from unisono.checkpoint.core import commit
 from unisono.engines.torch import devices
 from unisono.launch import train
@@ -146,6 +147,38 @@ def test_check_says_what_would_run_and_leaves_nothing_behind(unisono: Command, h
         f"{SPIRALS} can run: 1 × cpu, single, fp32", "  rows: 2000", "  held_out: 500", "  steps: 3", "  run: runs/a",
     ]  # fmt: skip
     assert list(here.iterdir()) == []
+
+
+# a file of the user's, named without its class -----------------------------------------------------------------------
+
+TASK = "from tests.tasks import LinearTask\n"
+ONE = f"{TASK}class Mine(LinearTask): pass\n"
+
+
+def test_a_file_with_one_task_is_trained_by_its_path_alone_and_used_by_it(unisono: Command, here: Path):
+    (here / "mine.py").write_text(ONE)
+    assert unisono("train", "mine.py", *SHORT, "run.name=a")[0] == 0
+    assert f"recipe: {here}/mine.py:Mine" in Path("runs/a/config.yaml").read_text()
+    assert unisono("predict", "runs/a", "rows=training", "--task", "mine.py")[0] == 0
+
+
+def test_of_several_tasks_in_a_file_one_is_asked_for_with_what_to_type(refused: Callable[..., str], here: Path):
+    (here / "mine.py").write_text(f"{ONE}class Other(Mine): pass\n")
+    assert refused("mine.py") == "mine.py has 2 tasks; write which one: mine.py:Mine or mine.py:Other"
+
+
+def test_a_class_that_is_only_extended_in_the_file_is_not_asked_about(here: Path):
+    (here / "mine.py").write_text(
+        f"import unisono\n{TASK}class Base(unisono.Task): pass\nclass Mine(LinearTask): pass\n"
+    )
+    assert task_config.find_task("mine.py").__name__ == "Mine"
+
+
+def test_a_file_without_a_task_says_so_and_one_that_was_meant_is_suggested(refused: Callable[..., str], here: Path):
+    (here / "mine.py").write_text(TASK)
+    assert refused("mine.py") == "mine.py has no class that extends unisono.Task"
+    assert refused("mine") == "unknown recipe 'mine', did you mean the file mine.py?"
+    assert refused("mien.py") == f"{here}/mien.py: no such file; a task is given as path/to/file.py:Class"
 
 
 # train, on one process ----------------------------------------------------------------------------------------------

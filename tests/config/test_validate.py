@@ -340,7 +340,7 @@ def test_several_mistakes_are_told_at_once_each_on_its_line():
 
 
 def test_a_mistake_that_lies_between_two_keys_is_told_too():
-    assert mistakes("train.epochs=2") == [
+    assert mistakes("train.epochs=2", "train.steps=1000") == [
         "give either train.steps or train.epochs (got both steps=1000 and epochs=2.0); set the other one to null"
     ]
 

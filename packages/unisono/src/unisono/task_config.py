@@ -7,6 +7,7 @@ validated; `unisono.config` itself does not depend on tasks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def read_config(path: Path, task: str, overrides: Sequence[str] = ()) -> RunConf
 
 def validate_config(composed: ComposedConfig) -> RunConfig:
     """A typed configuration from composed values; see `load_config`."""
-    kind = find_task(validate.task_reference(composed), composed_engine(composed.values))
+    reference = references.complete_reference(validate.task_reference(composed), Task)  # type: ignore[type-abstract]
+    composed = replace(composed, values={**composed.values, "recipe": reference})
+    kind = find_task(reference, composed_engine(composed.values))
     groups = {group: getattr(kind, attribute) for group, attribute in validate.TASK_GROUPS.items()}
     return validate.validate(composed, groups)
 
@@ -99,6 +102,8 @@ def resolve_engine(config: RunConfig) -> str:
 def find_task(reference: str, engine: str = "auto") -> type[Task]:
     """The task class for a reference: a packaged recipe, `path/to/file.py:Class` or `package.module:Class`.
 
+    A file with one task may be named alone.
+
     Args:
         reference: to the task.
         engine: `layout.engine`, which selects among the tasks of a recipe.
@@ -106,8 +111,9 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
     Raises:
         ConfigError: if the file, the class or one of its methods is missing, or a recipe has no task for the engine.
     """
-    resolved = references.resolve_reference(reference, engine)
-    found = references.load_class(reference, resolved, Task)  # type: ignore[type-abstract]
+    named = references.complete_reference(reference, Task)  # type: ignore[type-abstract]
+    resolved = references.resolve_reference(named, engine)
+    found = references.load_class(named, resolved, Task)  # type: ignore[type-abstract]
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{reference} does not define {', '.join(f'{method}()' for method in missing)}")

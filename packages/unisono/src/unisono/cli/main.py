@@ -126,7 +126,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
         ("config", _config, "print every setting and where it comes from"),
     ):
         verb = add(name, run, text)
-        arguments.add_recipe(verb, "a recipe (language), path/to/file.py:Class, or a config of --config-dir")
+        arguments.add_recipe(verb, "a recipe (language), path/to/file.py[:Class], or a config of --config-dir")
         arguments.add_overrides(verb, "group=choice or key=value")
         if name == "train":
             proved = (

@@ -97,7 +97,7 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
 
 def _reference(target: str, task: str | None, trust: bool) -> str:
     """Return the task that a command is about: that of a run, if it may be imported, or the one named directly."""
-    from unisono.config import foreign_run, recipes
+    from unisono.config import foreign_run, recipes, references
 
     if (Path(target) / foreign_run.CONFIG_FILE).is_file():
         return foreign_run.resolve_task(Path(target), task, trust=trust)
@@ -107,7 +107,7 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
         raise ConfigError(
             f"{target} is not a run (no {target}/{foreign_run.CONFIG_FILE}); --task and --trust are about a run's task"
         )
-    if ":" in target or target in recipes.recipe_names():
+    if references.names_code(target) or target in recipes.recipe_names():
         return target
     raise ConfigError(
         f"{target} is neither a run (no {target}/config.yaml) nor a task; {recipes.suggest_recipe(target)}"
@@ -129,7 +129,8 @@ def _verbs_of(reference: str) -> Mapping[str, Any]:
     name = recipes.find_recipe_name(reference)
     if name is not None:
         return recipes.find_recipe(name).verbs
-    module = references.load_module(reference, reference.rpartition(":")[0])
+    place = reference if reference.endswith(".py") else reference.rpartition(":")[0]
+    module = references.load_module(reference, place)
     verbs = getattr(module, "VERBS", {})
     if not isinstance(verbs, Mapping) or not all(callable(function) for function in verbs.values()):
         raise ConfigError(f"{reference}: VERBS must be a dictionary from the names of verbs to functions")

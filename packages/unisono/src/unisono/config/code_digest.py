@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -35,6 +36,17 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
 
 def digest_task_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
     """Return the SHA-256 of the files of the task and of what it imports alone; see `digest_sources`."""
+    return {name: _file_digest(path) for name, path in _task_sources(recipe, engine).items()}
+
+
+def digest_task_files(reference: str) -> dict[str, str]:
+    """Return the same by the files' paths, without importing the class of the reference, before or now."""
+    place = reference if reference.endswith(".py") else reference.rpartition(":")[0]
+    with references.search_path(Path(place).resolve()) if place.endswith(".py") else nullcontext():
+        return {str(path): _file_digest(path) for path in _task_sources(reference, "auto").values()}
+
+
+def _task_sources(recipe: str, engine: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     named = references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe
     place = named.rpartition(":")[0]
@@ -45,7 +57,7 @@ def digest_task_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
         files |= _project_files(references.find_package(path)[1] or path.stem, path)
     elif place:  # empty for a recipe without a file, as callers of `unisono.training.loop` may have
         files |= _project_files(place, None)
-    return {name: _file_digest(path) for name, path in files.items()}
+    return files
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

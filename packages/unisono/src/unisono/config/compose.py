@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import interpolation, recipes, safe_yaml
+from unisono.config import interpolation, precedence, recipes, references, safe_yaml
 from unisono.config.schema import store_options
 from unisono.runtime import secrets
 from unisono.runtime.errors import ConfigError, nearest
@@ -66,7 +66,8 @@ def compose(
     """Compose a recipe, a task of the user's own (`path/to/file.py:Class`) or a config of the user's own folder.
 
     Args:
-        recipe: a packaged recipe, `file.py:Class`, `package.module:Class`, or the name of a YAML file in `config_dir`.
+        recipe: a packaged recipe, `file.py:Class`, `file.py` with one task in it, `package.module:Class`, or the name
+            of a YAML file in `config_dir`.
         overrides: `group=choice` and `key=value`, in Hydra's grammar.
         config_dir: folder with the user's own groups and configs.
         settings: of a task object, by group: they stand in place of what the files say of these groups, unless an
@@ -124,9 +125,14 @@ class Composer:
             for dotted in given.sets:
                 _drop_origins_below(origins, dotted)
                 origins[dotted] = f"override '{given.text}'"
-        if ":" in self._recipe:
+        if references.names_code(self._recipe):
             values["recipe"] = self._recipe
             origins["recipe"] = "command line"
+        written = {key for key, origin in origins.items() if groups.packaged.get(key) != origin}
+        for key, value, other in list(precedence.yielding_defaults(values, written)):
+            group, _, name = key.partition(".")
+            values[group] = {**(values.get(group) or {}), name: value}
+            origins[key] = f"default, which yields to {other}"
         composed = ComposedConfig(values, origins)
         _refuse_instantiation(values, composed)
         return composed
@@ -171,7 +177,7 @@ def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]
     for folder in own:
         for path in sorted(folder.rglob("*.yaml")):
             safe_yaml.check_yaml(path)
-    if ":" in recipe:
+    if references.names_code(recipe):
         _refuse_shadows(own, [GROUPS_DIR])
         return "task", [GROUPS_DIR, *own]
     packaged = recipes.config_folders()
@@ -235,10 +241,12 @@ class _Groups:
     Attributes:
         config: of OmegaConf, whose references are not resolved yet.
         origins: dotted key of every value in the files -> `file.yaml:line`.
+        packaged: those of them that a packaged file has written last, so that they are our defaults.
     """
 
     config: Any
     origins: dict[str, str]
+    packaged: dict[str, str]
 
     def with_values(self, overrides: list[_Override], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """The composed values, with those of overrides and of a task object."""
@@ -283,6 +291,8 @@ def _read_groups(primary: str, folders: list[Path], choices: list[_Override]) ->
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(_summarise_error(str(error))) from error
     origins: dict[str, str] = {}
+    packaged: dict[str, str] = {}
+    ours = [GROUPS_DIR, *recipes.config_folders().values()]
     for default in listed.defaults:
         path = next((f for folder in folders if (f := folder / f"{default.config_path}.yaml").is_file()), None)
         if path is None or (default.package or "").startswith("hydra"):
@@ -291,7 +301,9 @@ def _read_groups(primary: str, folders: list[Path], choices: list[_Override]) ->
             full = f"{default.package}.{dotted}" if default.package else dotted
             _drop_origins_below(origins, full)
             origins[full] = f"{_display_path(path)}:{line}"
-    return _Groups(config, origins)
+            if any(path.is_relative_to(folder) for folder in ours):
+                packaged[full] = origins[full]
+    return _Groups(config, origins, packaged)
 
 
 def _escape_values(value: Any) -> Any:

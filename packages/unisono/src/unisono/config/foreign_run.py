@@ -2,8 +2,8 @@
 
 A run folder arrives by a copy, a shared disk or an object store, and its `config.yaml` names the file of its task. To
 import that file is to run whatever its author wrote. So the task of a run comes from the command (`--task`), from a
-packaged recipe, or from what this process has imported already; else the verb stops, says which file it would run and
-whose it is, and asks for `--trust`.
+packaged recipe, or from what this process has imported already; or this user has made the run (`own_runs`), and its
+code is what it was then. Else the verb stops, says which file it would run and whose it is, and asks for `--trust`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, recipes, safe_yaml, validate
+from unisono.config import fingerprint, own_runs, recipes, safe_yaml, validate
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
@@ -28,7 +28,7 @@ from unisono.runtime.text import one_line
 if TYPE_CHECKING:
     from unisono.task import Task
 
-CONFIG_FILE = "config.yaml"
+CONFIG_FILE = own_runs.CONFIG_FILE
 
 
 class TrustError(ConfigError):
@@ -66,19 +66,23 @@ def resolve_task(folder: Path, task: str | type[Task] | None = None, *, trust: b
 
     Raises:
         RunError: if the folder is not that of a run.
-        TrustError: if the run names a file that nobody has vouched for.
+        TrustError: if the run names a file that nobody has vouched for, and it is not this user's own run.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no {CONFIG_FILE})")
     if task is not None:
         return task if isinstance(task, str) else _reference_to(task)
-    named = str(safe_yaml.read_yaml(folder / CONFIG_FILE).get("recipe"))
+    config = safe_yaml.read_yaml(folder / CONFIG_FILE)
+    named = str(config.get("recipe"))
     if trust or recipes.find_recipe_name(named) is not None or is_imported(named):
         return named
+    reason = own_runs.why_not_own(folder, config)
+    if reason is None:
+        return named
     raise TrustError(
-        f"{folder / CONFIG_FILE} names a task of its own, {describe_reference(named)}. Using this run would execute "
-        "that file with your rights, so it was not imported. Name the task yourself (--task path/to/file.py:Class), or "
-        "add --trust if you trust everyone who can write that file"
+        f"{folder / CONFIG_FILE} names a task of its own, {describe_reference(named)}. {one_line(reason, 2000)}. Using "
+        "this run would execute that file with your rights, so it was not imported. Name the task yourself "
+        "(--task path/to/file.py:Class), or add --trust if you trust everyone who can write that file"
     )
 
 

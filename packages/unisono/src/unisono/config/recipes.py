@@ -157,6 +157,8 @@ def find_folder_recipe(folder: Path) -> tuple[str, list[str]] | None:
 def suggest_recipe(name: str) -> str:
     """The end of an error about a name that is no recipe."""
     known = recipe_names()
+    if Path(f"{name}.py").is_file():
+        return f"did you mean the file {name}.py?"
     if known:
         return f"{nearest(name, known)} (or a task of your own: path/to/file.py:Class)"
     return (

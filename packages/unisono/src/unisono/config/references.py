@@ -1,6 +1,6 @@
 """From the name of a task or callback to its module.
 
-A name is that of a recipe, `path/to/file.py:Name`, or `package.module:Name`.
+A name is that of a recipe, `path/to/file.py:Name`, or `package.module:Name`; of a file with one task, its path alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +28,36 @@ def resolve_reference(reference: str, engine: str = "auto") -> str:
         ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
     """
     return reference if ":" in reference else recipes.task_of(reference, engine)
+
+
+def names_code(reference: str) -> bool:
+    """Whether a reference names a class or a file of code, and not a recipe."""
+    return ":" in reference or reference.endswith(".py")
+
+
+def complete_reference(reference: str, base: type[T]) -> str:
+    """The reference with its class: a file that is named alone has one that extends `base`; others stay as they are.
+
+    Classes that the file imports are not meant, nor are those that other classes of the file complete.
+
+    Raises:
+        ConfigError: where the file is missing, or has none of that kind, or several.
+    """
+    if not reference.endswith(".py"):
+        return reference
+    module = load_module(reference, reference)
+    found = {
+        name: kind
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and issubclass(kind, base) and kind.__module__ == module.__name__
+    }
+    whole = [name for name, kind in found.items() if not inspect.isabstract(kind)] or list(found)
+    if not whole:
+        raise ConfigError(f"{reference} has no class that extends unisono.{base.__name__}")
+    if len(whole) > 1:
+        named = " or ".join(f"{reference}:{name}" for name in whole)
+        raise ConfigError(f"{reference} has {len(whole)} tasks; write which one: {named}")
+    return f"{reference}:{whole[0]}"
 
 
 def load_class(reference: str, resolved: str, base: type[T]) -> type[T]:
@@ -89,11 +121,9 @@ def _import_file(path: Path) -> types.ModuleType:
         raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
     if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
         return sys.modules["__main__"]
-    root, packaged = find_package(path)
+    _extend_search_path(path)
+    packaged = find_package(path)[1]
     if packaged:
-        for position, folder in ((0, root), (len(sys.path), path.parent)):  # the latter as below, but after all others
-            if str(folder) not in sys.path:
-                sys.path.insert(position, str(folder))
         found = importlib.import_module(packaged)
         if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
             return found
@@ -105,14 +135,32 @@ def _import_file(path: Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as `python file.py` would, for the modules beside it
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # half a module must not be found by the next attempt
         raise
     return module
+
+
+def _extend_search_path(path: Path) -> None:
+    """Let the modules beside a file be found, as `python file.py` would; those of its package by their whole name."""
+    root, packaged = find_package(path)
+    places = ((0, root), (len(sys.path), path.parent)) if packaged else ((0, path.parent),)
+    for position, folder in places:
+        if str(folder) not in sys.path:
+            sys.path.insert(position, str(folder))
+
+
+@contextmanager
+def search_path(path: Path) -> Iterator[None]:
+    """Within the context, modules are found as they are while a file is imported."""
+    before = list(sys.path)
+    _extend_search_path(path)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def find_package(path: Path) -> tuple[Path, str]:

@@ -18,7 +18,7 @@ import yaml
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
-from unisono.config import environment, fingerprint, foreign_run
+from unisono.config import environment, fingerprint, foreign_run, own_runs
 from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
@@ -160,6 +160,7 @@ def write_config(run: ResolvedRun) -> None:
     values = run.plain()
     try:
         write_with_backup(run.directory / "config.yaml", yaml.safe_dump(values["config"], sort_keys=False))
+        own_runs.mark_run(run.directory, values["config"])
         write_whole(run.directory / RESOLVED_FILE, json.dumps(values, indent=1) + "\n")
     except OSError as error:
         raise _unwritable_error(run.directory, error) from error

@@ -57,7 +57,7 @@ def imported_libraries() -> list[str]:
 def _task_files(reference: str) -> list[Path]:
     """Return a task's file, and those next to it if it is part of a package."""
     named = references.resolve_reference(reference) if reference in recipes.recipe_names() else reference
-    place = named.rpartition(":")[0]
+    place = named if named.endswith(".py") else named.rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _module_file(place)
     if file is None or not file.is_file():
         return []
