@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from tests.runs import configuration
 from unisono.config.schema.schedules import Schedule, ScheduleGroup
-from unisono.optim.schedules import ScheduledScalars, check, schedule_factor
+from unisono.optim.schedules import ScheduledScalars, check, first_change, schedule_factor
 from unisono.runtime.errors import ConfigError
 
 KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
@@ -179,3 +179,25 @@ def test_compilations_of_a_step_are_the_different_whole_numbers_of_what_its_prog
     assert told.startswith(f"{len(pairs)} (deep=1, wide=1; ") and len(pairs) == 7
     level = ScheduledScalars(configuration(schedules={"deep": {"kind": "constant", "peak": 6}}), 9)
     assert scalars.step_programs([]) == scalars.step_programs(["elsewhere"]) == level.step_programs(["deep"]) == {}
+
+
+# another number of steps --------------------------------------------------------------------------------------------
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    warmup=st.sampled_from([0, 0.1, 3]),
+    steps=st.sampled_from([None, None, 20]),
+    before=st.integers(6, 40),
+    after=st.integers(6, 40),
+)
+def test_the_first_change_by_another_length_is_where_the_factors_part(
+    kind: str, warmup: float, steps: int | None, before: int, after: int
+) -> None:
+    """A run may be extended up to there: every factor before is the same, and one of a falling shape soon is not."""
+    made = schedule(kind, warmup=warmup, steps=steps)
+    first = first_change(made, before, after)
+    same = [schedule_factor(made, n, before) == schedule_factor(made, n, after) for n in range(50)]
+    assert all(same[:first])
+    if first is not None and kind in FALLING:
+        assert not all(same[first:])

@@ -69,7 +69,7 @@ def read_config(path: Path, task: str, overrides: Sequence[str] = ()) -> RunConf
     """
     values = {**safe_yaml.read_yaml(path), "recipe": task}
     composed = ComposedConfig(values, {name: str(path) for name in values})
-    return validate_config(_apply_overrides(composed, overrides) if overrides else composed)
+    return validate_config(override_run(composed, overrides) if overrides else composed)
 
 
 def validate_config(composed: ComposedConfig) -> RunConfig:
@@ -120,8 +120,8 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
     return found
 
 
-def _apply_overrides(composed: ComposedConfig, overrides: Sequence[str]) -> ComposedConfig:
-    """A run's values with overrides applied."""
+def override_run(composed: ComposedConfig, overrides: Sequence[str]) -> ComposedConfig:
+    """A run's values with overrides applied; imports its task."""
     reference = validate.task_reference(composed)
     folders = [GROUPS_DIR]
     if reference in recipes.recipe_names():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, data, export, new, plugins, script
+from unisono.cli import arguments, data, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
 from unisono.runtime.text import format_value
@@ -28,6 +28,7 @@ examples:
   unisono train language data=corpus data.path=DIR train.steps=200
   unisono train path/to/file.py:MyTask layout.world_size=4      train a task of your own
   unisono train language --proved                               only if `unisono prove` passed for this code and config
+  unisono resume runs/NAME                                      go on with a run; unisono list shows them
   unisono prove train.py worlds=[1,2] -- --batch-size '{16/world}'     check a training script of any library as it is
   unisono check language optim.lr=1e-3                          check a run without starting it
   unisono config language                                       print every setting and where it comes from
@@ -172,6 +173,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
         ("save", "make a run write a checkpoint after its next step"),
     ):
         arguments.add_run(add(name, _request, text), "folder of a run that is training, on this host or another")
+    runs.add_verbs(verbs)
+    verbs.choices["resume"].set_defaults(run=_train, proved=False, fault=None)
     data.add_verb(verbs, with_plugins=list(words[:1]) == ["data"])
     export.add_verbs(verbs)
     new.add_verb(verbs)
@@ -199,9 +202,21 @@ def _start(parsed: argparse.Namespace) -> None:
     from unisono.launch import train
     from unisono.task_config import validate_config
 
-    recipe, *words = arguments.recipe_words(parsed)
-    command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
-    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+    if parsed.verb == "resume":
+        from unisono.launch.resume import compose_run
+        from unisono.supervise.run_status import read_status
+
+        if not parsed.overrides and read_status(parsed.folder).state == "finished":
+            done = read_status(parsed.folder).step
+            extend = f"unisono resume {parsed.folder} train.steps={2 * done}"
+            say(f"{parsed.folder} is finished, after step {done}. To extend it: {extend}")
+            return
+        command = ["unisono", "resume", str(parsed.folder), *parsed.overrides]
+        parsed.composed = compose_run(parsed.folder, parsed.overrides, trust=parsed.trust)
+    else:
+        recipe, *words = arguments.recipe_words(parsed)
+        command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
+        parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
     with train.start_fork_server(parsed.composed) as server:
         config, origins = validate_config(parsed.composed), parsed.composed.origins
         train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)

@@ -73,7 +73,15 @@ class Events:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events of a run; a truncated last line is skipped."""
-    lines = _read_lines(path)
+    return _parse_lines(_read_lines(path))
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """Return the events in a part of the file; lines that are cut off are skipped."""
+    return _parse_lines(text.splitlines())
+
+
+def _parse_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if _step_of_line(line) is not None]
 
 

@@ -76,6 +76,34 @@ def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float
     raise AssertionError(schedule)
 
 
+def first_change(schedule: ScheduleGroup, before: int, after: int) -> int | None:
+    """The first step (from 0) whose factor depends on whether the run has `before` or `after` steps; None if none does.
+
+    A warm-up or a decay that is a fraction of all steps moves with their number, and so does a shape that ends with
+    the run. A constant has neither, so its run can be extended at any step.
+
+    >>> from unisono.config.schema.schedules import Constant, Wsd
+    >>> first_change(Constant(kind="constant", warmup=10), 100, 200), first_change(Wsd(kind="wsd", decay=20), 100, 200)
+    (None, 81)
+    """
+    points = zip(*(_points(schedule, schedule.steps or total) for total in (before, after)), strict=True)
+    changed = [min(one[0], other[0]) for one, other in points if one != other]
+    return min(changed, default=None)
+
+
+def _points(schedule: ScheduleGroup, total: int) -> list[tuple[int, int]]:
+    """What the factor depends on: the first step at which it does, and the number itself."""
+    warmup = _steps(schedule.warmup, total)
+    match schedule:
+        case Linear() | Cosine():
+            return [(0, warmup), (warmup + 1, total)]
+        case Wsd():
+            decay = _steps(schedule.decay, total)
+            start = max(warmup, total - decay)
+            return [(0, warmup), (start + 1, start), (start + 1, decay)]
+    return [(0, warmup)]
+
+
 class ScheduledScalars:
     """All scheduled values of a step: `lr` and `clip_norm`, and whatever else `schedules` names."""
 

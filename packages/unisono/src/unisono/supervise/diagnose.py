@@ -87,7 +87,7 @@ def _resume_command(folder: Path) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = safe_paths.read_json(folder, RESOLVED_FILE)
         command = tuple(map(str, values["command"]))
-        if command[:2] in ((), ("unisono", "train")):  # the file is untrusted
+        if command[:2] in ((), ("unisono", "train"), ("unisono", "resume")):  # the file is untrusted
             return one_line(resume_command(command, str(values["config"]["run"]["name"])), _MAX_COMMAND_LENGTH)
     return ""
 

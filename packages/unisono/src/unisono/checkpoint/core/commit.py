@@ -297,9 +297,14 @@ def _remove_older(folder: Path, made: int, retention: Retention) -> None:
             log.warning("%s could not be removed: %s", old, error)
 
 
+def find_interrupted(folder: Path) -> list[Path]:
+    """Return what an interrupted save left behind."""
+    return sorted(folder.glob(f"{_TEMPORARY}*"))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted save left behind. What cannot be removed is logged."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
+    for path in find_interrupted(folder):
         try:
             remove_folder(path)
         except OSError as error:

@@ -19,6 +19,7 @@ from typing import Any
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.run import RunConfig
 from unisono.engines import device_modules
+from unisono.optim import schedules
 from unisono.runtime.communicator import Channel, Json, ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError, nearest
 from unisono.task_config import resolve_engine
@@ -152,8 +153,16 @@ def compare_host(there: Provenance, here: Provenance) -> ProvenanceDifference:
     return ProvenanceDifference(around={name: pairs for name, pairs in parts.items() if pairs})
 
 
-def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfig) -> None:
+def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfig, done: int | None = None) -> None:
     """Raise if this start is a different run than that of the checkpoint in `where`.
+
+    Another number of steps is the same run as long as no step that was made would have been another one.
+
+    Args:
+        where: the folder of the run.
+        differs: from that of this start.
+        config: of this start.
+        done: steps that the checkpoint holds; None if there is none.
 
     Raises:
         RunError: naming every key and the way out.
@@ -166,7 +175,11 @@ def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfi
     exact = config.run.resume == "exact"
     allowed = config.run.allow_change
     changed = differs.bits if exact else {k: p for k, p in differs.mathematics.items() if k not in allowed}
+    reason = _find_change_by_length(changed, config, done)
+    if reason == "" and not exact:
+        changed.pop("train.steps", None)
     listed = [f"  {key}: {before!r} there, {after!r} here" for key, (before, after) in changed.items()]
+    listed += [f"  {reason}"] if reason else []
     if exact:
         listed += [
             f"  {part}: {entry}" for part, pairs in differs.around.items() for entry in _list_entries(part, pairs)
@@ -182,6 +195,25 @@ def check_compatible(where: str, differs: ProvenanceDifference, config: RunConfi
             f"{where} already holds another run:\n" + "\n".join(listed) + "\nChoose another run.name, or resume with "
             f"these changes: run.allow_change=[{','.join(changed)}]"
         )
+
+
+def _find_change_by_length(changed: Mapping[str, Any], config: RunConfig, done: int | None) -> str | None:
+    """What another number of steps would have changed in the steps that were made.
+
+    Returns:
+        A sentence; empty if it would have changed nothing; None if the number is the same, or nothing can be said.
+    """
+    before, after = changed.get("train.steps", (None, None))
+    if done is None or not (isinstance(before, int) and isinstance(after, int)) or after < done:
+        return None
+    for name, schedule in config.schedules.items():
+        first = schedules.first_change(schedule, before, after)
+        if first is not None and first < done:
+            return (
+                f"schedules.{name} ({schedule.kind}) depends on the number of steps: with {after}, it would have had "
+                f"other values from step {first + 1} on, and {done} steps are made"
+            )
+    return ""
 
 
 def check_names(config: RunConfig, there: Mapping[str, Any] | None = None) -> None:

@@ -141,7 +141,7 @@ def _check_candidate(
     folder: Path, config: RunConfig, here: Provenance, checkpoint: Checkpoint, steps: int | None, paths: Sequence[Path]
 ) -> Candidate:
     differs = provenance.compare(checkpoint.about, here, config, checkpoint.state["random"])
-    provenance.check_compatible(str(folder), differs, config)
+    provenance.check_compatible(str(folder), differs, config, checkpoint.step)
     if steps is not None:
         _check_resumable(checkpoint, steps, paths, differs)
     return Candidate(folder_name(checkpoint.step), checkpoint.step, differs.to_json(), tuple(differs.lines()))
