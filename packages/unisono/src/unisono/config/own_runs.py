@@ -125,12 +125,12 @@ def _read_key() -> bytes | None:
     """
     path = key_file()
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened = safe_paths.open_inside(path.parent, path.name)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    with opened as file:
         facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise UnusableKeyError(
                 f"{path} is the key that shows which runs are yours, but it is not a file that only you can read (mode "
                 f"{stat.S_IMODE(facts.st_mode):04o}, owner {facts.st_uid}). It was not used; delete it, and the next "
@@ -147,10 +147,9 @@ def _create_key() -> bytes | None:
     path = key_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary.touch(0o600, exist_ok=False)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
+        temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
         with suppress(FileExistsError):
             path.hardlink_to(temporary)  # complete, and never in place of another
     finally:
