@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from tests import tasks
 from tests.launch import jobs
+from tests.security.runs import stranger
 from unisono import task_config
 from unisono.checkpoint.core import commit
 from unisono.engines.torch import devices
@@ -24,6 +26,9 @@ SPIRALS = f"{Path(__file__).parents[1]}/examples/spirals.py:Spirals"
 LINEAR = f"{tasks.__file__}:LinearTask"
 TRANSFORMER = f"{tasks.__file__}:TransformerTask"
 SHORT = ("train.steps=3", "train.global_batch=8", "observe.progress=false", "layout.threads=1", "layout.world_size=1")
+
+TASK = "from tests.tasks import LinearTask\n"
+ONE = f"{TASK}class Mine(LinearTask): pass\n"
 
 Told = tuple[int, str, str]
 Command = Callable[..., Told]
@@ -77,10 +82,21 @@ def test_asking_for_help_loads_nothing_heavy(words: tuple[str, ...]):
     assert not roots & {"torch", "jax", "pydantic", "hydra", "omegaconf", "numpy", "yaml", "rich", "transformers"}
 
 
-def test_help_lists_every_verb(unisono: Command):
+def test_help_lists_every_verb(unisono: Command, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        unisono("--help")
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert all(f"  {verb} " in told for verb in ("train", "check", "config", "evaluate", "generate", "resume", "list"))
+
+
+def test_the_word_alone_says_in_three_lines_what_to_type_first(unisono: Command):
     code, told, _ = unisono()
-    assert code == 0
-    assert all(f"  {verb} " in told for verb in ("train", "check", "config", "evaluate", "generate"))
+    assert (code, len(told.splitlines())) == (0, 3)
+    first, own, rest = told.splitlines()
+    assert "unisono train language" in first and "unisono train my_task.py" in own and "unisono --help" in rest
+    pages = re.findall(r"docs/\w+\.md", told)
+    assert pages and all((Path(__file__).parents[1] / page).is_file() for page in pages)
 
 
 def test_the_version_is_told(unisono: Command, capsys: pytest.CaptureFixture[str]):
@@ -105,7 +121,35 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
 def test_a_verb_that_is_spelt_wrongly_is_refused_with_the_nearest(unisono: Command):
     code, _, error = unisono("trian", "language")
     assert code == 2
-    assert "language has no verb 'trian', did you mean 'train'?" in error
+    assert "unknown verb 'trian', did you mean 'train'?" in error
+
+
+def test_a_verb_that_is_spelt_wrongly_is_told_before_what_is_wrong_with_the_run(unisono: Command, tmp_path: Path):
+    theirs, _ = stranger(tmp_path)
+    assert "unknown verb 'evalute', did you mean 'evaluate'?" in unisono("evalute", theirs)[2]
+    assert "--trust" in unisono("summarise_all", theirs)[2]  # which may be a verb of its own
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1\ndef f(:\n", 'File "{here}/bad.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax'),
+        (
+            "import beside\n",
+            'File "{here}/beside.py", line 1, in <module>\n    {}["key"]\n    ~~^^^^^^^\nKeyError: \'key\'',
+        ),
+        ("import no_such_library\n", "ModuleNotFoundError: No module named 'no_such_library'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_shows_the_user_s_frames_alone(
+    refused: Callable[..., str], here: Path, text: str, told: str
+):
+    (here / "bad.py").write_text(text)
+    (here / "beside.py").write_text('{}["key"]\n')
+    error = refused("bad.py:Mine")
+    assert error.startswith(f"{here}/bad.py cannot be imported:\n")
+    assert told.replace("{here}", str(here)) in error
+    assert set(re.findall(r'File "(.*?)"', error)) <= {f"{here}/bad.py", f"{here}/beside.py"}
 
 
 # config and check ---------------------------------------------------------------------------------------------------
@@ -119,6 +163,29 @@ def test_config_prints_every_setting_with_its_value_and_its_origin(unisono: Comm
     assert lines["task.rows"].split() == ["task.rows:", "9", "#", "override", "'task.rows=9'"]
     assert lines["schedules.lr.kind"].endswith("# unisono/config/groups/schedules/cosine.yaml:2")
     assert lines["launch.timeout"].split() == ["launch.timeout:", "600.0", "#", "default"]
+
+
+def test_config_prints_required_keys_as_missing_and_all_others(unisono: Command, here: Path):
+    (here / "mine.py").write_text(
+        f"import unisono\n{TASK}class Mine(LinearTask):\n"
+        "    class Config(unisono.Settings):\n        size: int\n        rows: int = 9\n"
+    )
+    code, told, error = unisono("config", "mine.py", "train.steps=5")
+    lines = {line.split(": ")[0]: line.split() for line in told.splitlines()}
+    assert (code, error.splitlines()[0]) == (2, "unisono: error: 'task.size' is missing; set task.size=…")
+    assert lines["task.size"] == ["task.size:", "missing", "#", "has", "no", "default"]
+    assert lines["task.rows"][1] == "9" and lines["train.steps"][1] == "5" and lines["optim.lr"][1] == "0.0003"
+    code, told, error = unisono("config", "mine.py", "optim.lrr=5")  # another mistake: nothing is printed
+    assert (code, told, "unknown key 'optim.lrr'" in error) == (2, "", True)
+
+
+def test_a_config_dir_without_yaml_is_warned_of(unisono: Command, here: Path):
+    (here / "conf").mkdir()
+    (here / "conf" / "mine.yml").touch()
+    error = unisono("config", LINEAR, "--config-dir", "conf")[2]
+    assert error == (
+        "unisono: WARNING: --config-dir conf holds no .yaml file (files named .yml are not read), so it changes nothing\n"
+    )
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -150,9 +217,6 @@ def test_check_says_what_would_run_and_leaves_nothing_behind(unisono: Command, h
 
 
 # a file of the user's, named without its class -----------------------------------------------------------------------
-
-TASK = "from tests.tasks import LinearTask\n"
-ONE = f"{TASK}class Mine(LinearTask): pass\n"
 
 
 def test_a_file_with_one_task_is_trained_by_its_path_alone_and_used_by_it(unisono: Command, here: Path):

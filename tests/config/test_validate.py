@@ -407,7 +407,7 @@ def test_a_file_is_imported_once_however_it_is_called(tmp_path: Path, monkeypatc
 def test_a_file_whose_import_failed_is_tried_again(tmp_path: Path):
     path = tmp_path / "broken.py"
     path.write_text("raise RuntimeError('not today')", encoding="utf-8")
-    with pytest.raises(RuntimeError, match="not today"):
+    with pytest.raises(ConfigError, match="not today"):
         find_task(f"{path}:Mine")
     path.write_text(f"import unisono\nclass Mine(unisono.Task):\n{METHODS}\n", encoding="utf-8")
     assert find_task(f"{path}:Mine").__name__ == "Mine"

@@ -67,8 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        say(_first_words())
+        return 0
     parser, core = _parser(words)
-    if words[:1] in ([], ["-h"], ["--help"]):
+    if words[:1] in (["-h"], ["--help"]):
         parser.epilog = f"{EPILOG}\n{recipe_verbs.list_verbs()}"
     elif not words[0].startswith("-") and (words[0] not in core or recipe_verbs.replaces_core(words)):
         return _print_errors(lambda: recipe_verbs.main(words, core), words[0])
@@ -79,10 +82,21 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides += rest  # argparse takes none after an option (python/cpython#60346)
-    if parsed.verb is None:
-        parser.print_help()
-        return 0
     return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
+
+
+def _first_words() -> str:
+    """What to type first, for whoever types `unisono` alone."""
+    from unisono.config import recipes
+
+    names = recipes.recipe_names()
+    example = "language" if "language" in names else next(iter(names), "")
+    train = f"unisono train {example}" if example else "pip install 'unisono[language]' && unisono train language"
+    return (
+        f"train an example       {train}\n"
+        "train your own task    unisono train my_task.py        (what a task is: docs/tutorial.md, docs/tasks.md)\n"
+        "every verb             unisono --help                  (what they do: docs/commands.md)"
+    )
 
 
 def _print_errors(act: Callable[[], int], verb: str, parsed: argparse.Namespace | None = None) -> int:
@@ -284,15 +298,23 @@ def _config(parsed: argparse.Namespace) -> int:
     import json
 
     from unisono.config import fingerprint
+    from unisono.config.validate import MissingKeysError
 
-    config = arguments.load_config(parsed)
+    incomplete: MissingKeysError | None = None
+    try:
+        values: Mapping[str, Any] = fingerprint.to_json(arguments.load_config(parsed))
+    except MissingKeysError as error:
+        incomplete, values = error, error.values
     lines = [
         (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
-        for key, value in fingerprint.flatten(fingerprint.to_json(config)).items()
+        for key, value in fingerprint.flatten(values).items()
     ]
+    lines += [(f"{key}: missing", "has no default") for key in (incomplete.keys if incomplete else ())]
     width = min(60, max(len(text) for text, _ in lines))
     for text, origin in lines:
         say(f"{text:<{width}}  # {origin}")
+    if incomplete is not None:
+        raise incomplete
     return 0
 
 

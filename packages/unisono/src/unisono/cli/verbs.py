@@ -86,8 +86,12 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
         if len(asked) < len(words):
             return 0
         raise ConfigError(f"unisono {verb} needs a run: unisono {verb} RUN")
-    reference = _reference(asked[0], parsed.task, parsed.trust)
-    function = _find(verb, reference, core)
+    try:
+        reference = _reference(asked[0], parsed.task, parsed.trust)
+        function = _find(verb, reference, core)
+    except ConfigError:
+        _refuse_misspelt(verb, core)  # the likelier mistake, whatever the word after it is
+        raise
     if len(asked) < len(words):
         say(_help(verb, asked[0], function))
         return 0
@@ -149,6 +153,16 @@ def _find_in_recipes(verb: str, core: Collection[str]) -> list[tuple[str, Callab
         names = [*DEFAULTS, *(verb for verbs in known.values() for verb in verbs)]
         raise ConfigError(f"unknown verb '{verb}', {_suggest(verb, names, core)}")
     return having
+
+
+def _refuse_misspelt(verb: str, core: Collection[str]) -> None:
+    """Refuse a word that is nearly a verb, and none of any recipe."""
+    from unisono.config import recipes
+
+    own = {*DEFAULTS, *(name for recipe in recipes.all_recipes().values() for name in recipe.verbs)}
+    hint = nearest(verb, [*own, *core])
+    if verb not in own and hint.startswith("did you mean"):
+        raise ConfigError(f"unknown verb '{verb}', {hint}")
 
 
 def _suggest(verb: str, own: Collection[str], core: Collection[str]) -> str:

@@ -20,6 +20,7 @@ import yaml
 from unisono.config import interpolation, precedence, recipes, references, safe_yaml
 from unisono.config.schema import store_options
 from unisono.runtime import secrets
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
 
 GROUPS_DIR = Path(__file__).parent / "groups"
@@ -174,6 +175,11 @@ def _search_path(recipe: str, config_dir: Path | None) -> tuple[str, list[Path]]
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     own = [config_dir.resolve()] if config_dir else []
+    if config_dir is not None and next(config_dir.rglob("*.yaml"), None) is None:
+        other = " (files named .yml are not read)" if next(config_dir.rglob("*.yml"), None) is not None else ""
+        say(
+            f"unisono: WARNING: --config-dir {config_dir} holds no .yaml file{other}, so it changes nothing", error=True
+        )
     for folder in own:
         for path in sorted(folder.rglob("*.yaml")):
             safe_yaml.check_yaml(path)

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from unisono.config import recipes
-from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.errors import ConfigError, UnisonoError, nearest
+from unisono.runtime.source_files import is_user_file
 
 T = TypeVar("T")
 
@@ -124,7 +126,8 @@ def _import_file(path: Path) -> types.ModuleType:
     _extend_search_path(path)
     packaged = find_package(path)[1]
     if packaged:
-        found = importlib.import_module(packaged)
+        with _explain_import(path):
+            found = importlib.import_module(packaged)
         if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
             return found
     name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
@@ -136,11 +139,29 @@ def _import_file(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _explain_import(path):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # half a module must not be found by the next attempt
         raise
     return module
+
+
+@contextmanager
+def _explain_import(path: Path) -> Iterator[None]:
+    """Report an error of the user's code as Python does, without the frames of ours and of the import system.
+
+    Raises:
+        ConfigError: instead of any error that is not ours already.
+    """
+    try:
+        yield
+    except UnisonoError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+        raise ConfigError(f"{path} cannot be imported:\n{''.join(lines).rstrip()}") from error
 
 
 def _extend_search_path(path: Path) -> None:

@@ -19,6 +19,19 @@ TASK_GROUPS = {"task": "Config", "model": "Model", "data": "Data"}  # group -> t
 Groups = Mapping[str, Any]  # the types of the three groups that belong to a task
 
 
+class MissingKeysError(ConfigError):
+    """A configuration that only lacks keys without a default.
+
+    Attributes:
+        values: Those of all other settings, nested.
+        keys: Dotted keys that are missing.
+    """
+
+    def __init__(self, text: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+        super().__init__(text)
+        self.values, self.keys = values, keys
+
+
 def task_reference(composed: ComposedConfig) -> str:
     """The reference to its task in a composed configuration, once it plainly holds no secret.
 
@@ -37,20 +50,29 @@ def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
 
     Raises:
         ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
+        MissingKeysError: if keys are missing, and nothing else is wrong.
     """
     values = composed.values
     reference = task_reference(composed)
     mistakes: list[str] = []
+    missing: list[str] = []
     typed: dict[str, Any] = {}
     for group, kind in groups.items():
+        given = values.get(group) or {}
         try:
-            typed[group] = TypeAdapter(kind).validate_python(values.get(group) or {}, extra="forbid")
+            typed[group] = TypeAdapter(kind).validate_python(given, extra="forbid")
         except ValidationError as error:
             mistakes += _format_mistakes(error, composed, groups, group)
+            missing += _missing_keys(error, group, given)
+            model = next(settings_models(kind, given), BaseModel)
+            typed[group] = model.model_construct(**given) if isinstance(given, dict) else model()
     try:
         config = RunConfig.model_validate({**values, **{group: {} for group in groups}})
     except ValidationError as error:
         mistakes += _format_mistakes(error, composed, groups)
+    if len(missing) == len(mistakes) > 0:
+        plain = {group: settings.model_dump(mode="json", warnings=False) for group, settings in typed.items()}
+        raise MissingKeysError("\n".join(dict.fromkeys(mistakes)), {**config.model_dump(mode="json"), **plain}, missing)
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
@@ -91,6 +113,12 @@ def _format_mistakes(
             yield f"'{dotted}' is a group of keys, not a value ({origin})" + (f"; set one of {keys}" if keys else "")
         else:
             yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
+
+
+def _missing_keys(error: ValidationError, group: str, values: Any) -> list[str]:
+    """The dotted keys of a group that have no default and no value."""
+    mistakes = [mistake for mistake in error.errors() if mistake["type"] == "missing"]
+    return [".".join(map(str, (group, *_strip_tags(mistake["loc"], values, "missing")))) for mistake in mistakes]
 
 
 def _description(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
