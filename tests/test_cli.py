@@ -183,9 +183,7 @@ def test_a_config_dir_without_yaml_is_warned_of(unisono: Command, here: Path):
     (here / "conf").mkdir()
     (here / "conf" / "mine.yml").touch()
     error = unisono("config", LINEAR, "--config-dir", "conf")[2]
-    assert error == (
-        "unisono: WARNING: --config-dir conf holds no .yaml file (files named .yml are not read), so it changes nothing\n"
-    )
+    assert "WARNING: --config-dir conf holds no .yaml file (files named .yml are not read), so it changes" in error
 
 
 @pytest.mark.parametrize("before", [True, False])
