@@ -22,7 +22,7 @@ from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from unisono.runtime.entry_points import EntryPoint
 
 ENTRY_POINT_GROUP = "unisono.recipes"
 
