@@ -53,9 +53,8 @@ class EntryPoint:
 @cache
 def find_entry_points(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name, in the order of their names; none of them is imported."""
-    found = {
-        entry.name: entry for entry in reversed(_read_all(tuple(sys.path))) if entry.group == group
-    }  # the first on the path wins
+    backwards = reversed(_read_all(tuple(sys.path)))  # so that the first on the path wins
+    found = {entry.name: entry for entry in backwards if entry.group == group}
     return dict(sorted(found.items()))
 
 
