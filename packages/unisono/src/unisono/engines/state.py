@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
 from unisono.runtime.errors import CheckpointError
 
@@ -54,6 +55,31 @@ class StateReader(Protocol):
 
     def fill(self, name: str, offset: tuple[int, ...], into: Array) -> None:
         """Read the piece of an array that begins at `offset` into a contiguous array of its shape and dtype."""
+
+
+def check_dtype(name: str, saved: np.dtype[Any], mine: str) -> None:
+    """Refuse an array of another kind of numbers than the model's: its values would be converted in silence.
+
+    Between floating-point dtypes the setting of the precision asks for a conversion, and a JAX process without 64-bit
+    numbers for one of counters.
+
+    Args:
+        name: of the array.
+        saved: the dtype in which it was saved.
+        mine: the name of the dtype into which it is read.
+
+    Raises:
+        CheckpointError: naming the array and both dtypes.
+    """
+    kinds = [_kind(saved), _kind(host_arrays.parse_dtype(mine))]
+    if saved.name != mine and (kinds[0] != kinds[1] or kinds[0] not in "fci"):
+        raise CheckpointError(
+            f"'{name}' is {saved.name} in the checkpoint and {mine} in the model; it is from another model, or forged"
+        )
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    return "f" if host_arrays.is_ml_dtype(dtype) and "float" in dtype.name else dtype.kind
 
 
 def check_arrays(mine: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:

@@ -129,7 +129,7 @@ class ArrayReader:
             CheckpointError: if the saved pieces do not cover it, or one of them is damaged.
         """
         self._check_covered(name, offset, shape)  # before allocating memory: a manifest may claim any shape
-        result = np.empty(shape, dtype=self.dtype(name))
+        result = np.zeros(shape, dtype=self.dtype(name))  # never what was in memory before
         self.fill(name, offset, result)
         return result
 
@@ -158,7 +158,7 @@ class ArrayReader:
                 before = (first[0] - piece["offset"][0]) * math.prod(piece["shape"][1:]) if shape else 0
                 self._read_piece(name, piece, target, before * into.itemsize)
             else:
-                saved = np.empty([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
+                saved = np.zeros([*piece["shape"], *values.shape[len(shape) :]], dtype=values.dtype)
                 self._read_piece(name, piece, saved)
                 target[...] = saved[there]
 
@@ -232,6 +232,28 @@ def hash_range(file: BufferedReader, at: int, length: int) -> str | None:
         sha256.update(buffer[:count])
         length -= count
     return sha256.hexdigest()
+
+
+def header_misfit(header: bytes, pieces: Iterable[tuple[dict[str, Any], str]]) -> str | None:
+    """How a file's header differs from what the manifest says of the file; None if it does not.
+
+    Args:
+        header: the beginning of the file, up to its first tensor.
+        pieces: all entries of the manifest for this file, each with the dtype of its array.
+    """
+    try:
+        entries = safe_paths.parse_json(header[8:])
+        entries.pop("__metadata__", None)
+        for piece, dtype in pieces:
+            entry = entries.pop(piece["entry"])
+            pair = dtype in _PAIR_DTYPES
+            code, shape = ("F64", [*piece["shape"], 2]) if pair else (CODES.get(dtype), piece["shape"])
+            begin = piece["at"] - len(header)
+            if entry != {"dtype": code, "shape": shape, "data_offsets": [begin, begin + piece["bytes"]]}:
+                return f"'{piece['entry']}' is {entry['dtype']} {entry['shape']}, and {dtype} {piece['shape']} there"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return f"it has the entry '{next(iter(entries))}', which is not there" if entries else None
 
 
 def _plan_file(file: str, shards: Sequence[ArrayShard]) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:

@@ -7,9 +7,11 @@ spell the same value in several ways, and a flipped bit could turn one into anot
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,7 @@ from unisono.runtime.text import one_line
 FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about a million pieces
+_MAX_CUT = 8  # axes along which an array is cut
 _FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")  # a file directly in the folder
 
 
@@ -190,6 +193,29 @@ def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
     )
 
 
+def _tile(pieces: list[Any], whole: list[int]) -> bool:
+    """Whether pieces, which lie within an array, have each of its elements exactly once.
+
+    A sum of boxes is one box if their corners, counted with the sign of their parity, are the corners of that box:
+    all others cancel. So this takes time in proportion to the pieces, however they are arranged. Only axes along which
+    some piece is cut have corners of interest.
+    """
+    if not math.prod(whole):
+        return not pieces
+    if len(pieces) == 1:
+        return bool(pieces[0]["shape"] == whole)
+    cut = [axis for axis in range(len(whole)) if any(piece["shape"][axis] != whole[axis] for piece in pieces)]
+    if len(cut) > _MAX_CUT or not cut:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    signed = [(piece["offset"], piece["shape"], 1) for piece in pieces]
+    for offset, shape, sign in [*signed, ([0] * len(whole), whole, -1)]:
+        ends = [((offset[axis], 1), (offset[axis] + shape[axis], -1)) for axis in cut]
+        for corner in itertools.product(*ends):
+            corners[tuple(place for place, _ in corner)] += sign * math.prod(side for _, side in corner)
+    return not any(corners.values())
+
+
 def _check(checkpoint: Checkpoint) -> None:
     """Reject a manifest that points outside its folder, or leaves bytes of a file unverified: it may be malicious."""
     if checkpoint.assets is not None and not all(isinstance(each, str) for each in dict(checkpoint.assets).values()):
@@ -210,9 +236,14 @@ def _check(checkpoint: Checkpoint) -> None:
                 )
             if min([piece["at"], *piece["shape"], *piece["offset"]]) < 0:
                 raise CheckpointError(f"{checkpoint.path}: a piece of '{one_line(name)}' has a negative offset or size")
-            if not _fits(piece, array["shape"], item):
+            if not _fits(piece, array["shape"], item) or not piece["bytes"]:
                 raise CheckpointError(f"{checkpoint.path}: a piece of '{one_line(name)}' lies outside of the array")
             ends[piece["file"]].append((piece["at"], piece["at"] + piece["bytes"]))
+        if not _tile(array["pieces"], array["shape"]):
+            raise CheckpointError(
+                f"{checkpoint.path}: the pieces of '{one_line(name)}' overlap or leave elements out, so its content is "
+                f"not determined; do not trust this checkpoint. {deletion_advice(checkpoint.path)}"
+            )
     for name, spans in ends.items():
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{checkpoint.path}: '{one_line(name)}' is not a valid file name")

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unisono.checkpoint.core.arrays import hash_range
+from unisono.checkpoint.core.arrays import hash_range, header_misfit
 from unisono.checkpoint.core.manifest import Checkpoint, deletion_advice
 from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Communicator, usable_cores
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.text import one_line
 
 _THREADS = 4  # per rank; hashing releases the GIL
 
@@ -94,6 +95,9 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
             if size != written:
                 return f"{file} is damaged: it has {size} bytes instead of {written}. It holds parts of {holds()}"
             found = hash_range(opened, stretch.at, stretch.length)
+            if not stretch.entry and found == stretch.sha256:
+                opened.seek(0)
+                return _find_forged_header(checkpoint, stretch.file, opened.read(stretch.length))
     except safe_paths.UnsafePathError as error:
         return f"{error}. It should hold parts of {holds()}"
     except FileNotFoundError:
@@ -104,3 +108,16 @@ def _find_fault(checkpoint: Checkpoint, stretch: _HashedRange) -> str | None:
         return None
     what = f"the content of '{stretch.array}'" if stretch.entry else "its header"
     return f"{file} is damaged: {what} is not what was written" + ("" if stretch.entry else f". It holds {holds()}")
+
+
+def _find_forged_header(checkpoint: Checkpoint, file: str, header: bytes) -> str | None:
+    """How an intact header contradicts the manifest; None if it does not."""
+    pieces = (
+        (piece, array["dtype"])
+        for array in checkpoint.arrays.values()
+        for piece in array["pieces"]
+        if piece["file"] == file
+    )
+    if (wrong := header_misfit(header, pieces)) is None:
+        return None
+    return f"{checkpoint.path / file} does not have the arrays that its manifest says: {one_line(wrong)}"

@@ -11,7 +11,7 @@ from jax.tree_util import DictKey, keystr
 
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import State
-from unisono.engines.state import ArrayShard, StateReader, check_arrays
+from unisono.engines.state import ArrayShard, StateReader, check_arrays, check_dtype
 
 MODEL, AVERAGE, OPTIMIZER, CARRY = "model/", "ema/", "optimizer/", "carry/"
 
@@ -126,6 +126,8 @@ def _copies(array: jax.Array) -> int:
 
 
 def _read(reader: StateReader, name: str, like: jax.Array) -> jax.Array:
+    check_dtype(name, reader.dtype(name), like.dtype.name)
+
     def piece(index: Any) -> Any:
         shape = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, like.shape, strict=True))
         return np.asarray(reader.read(name, _offset(index, like.shape), shape)).astype(like.dtype, copy=False)

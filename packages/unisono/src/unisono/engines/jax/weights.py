@@ -10,7 +10,7 @@ from jax.tree_util import keystr
 
 from unisono.engines.jax import model, state
 from unisono.engines.jax.numerics import precision
-from unisono.engines.state import StateReader, check_arrays
+from unisono.engines.state import StateReader, check_arrays, check_dtype
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 
@@ -52,6 +52,7 @@ def load_arrays(pytree: Any, reader: StateReader, ema: bool, folder: str) -> Any
         own = keystr(path, simple=True, separator=".")
         name = f"{state.AVERAGE}{own}" if ema and f"{state.AVERAGE}{own}" in reader.shapes else f"{state.MODEL}{own}"
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # a NumPy array of 64 bits is one of 32 in JAX
+        check_dtype(name, reader.dtype(name), dtype.name)
         return jnp.asarray(reader.read(name, (0,) * leaf.ndim, leaf.shape), dtype)
 
     return jax.tree_util.tree_map_with_path(array, pytree)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
-from unisono.engines.state import StateReader
+from unisono.engines.state import StateReader, check_dtype
 
 
 def read_tensor(reader: StateReader, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -27,6 +27,7 @@ def as_tensor(array: Array) -> Tensor:
 
 def read_into(reader: StateReader, name: str, offset: tuple[int, ...], into: Tensor) -> None:
     """Read a piece of an array into a tensor of its shape; directly into its memory if possible."""
+    check_dtype(name, reader.dtype(name), host_arrays.dtype_name(into))
     plain = into.device.type == "cpu" and into.is_contiguous() and not (into.is_conj() or into.is_neg())
     if plain and host_arrays.dtype_name(into) == reader.dtype(name).name:
         reader.fill(name, offset, host_arrays.to_numpy(into))

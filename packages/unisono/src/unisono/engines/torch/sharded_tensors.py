@@ -81,7 +81,7 @@ def load(tensors: Mapping[str, Tensor], reader: StateReader, kinds: tuple[str, .
 def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, reader: StateReader) -> None:
     """Create the optimizer's state tensors that a checkpoint has values for, laid out like their parameters.
 
-    Tensors with a parameter's shape are uninitialised until `load` fills them.
+    Tensors with a parameter's shape are zero until `load` fills them.
     """
     parameters = dict(model.named_parameters())
     for full, shape in reader.shapes.items():
@@ -98,7 +98,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, rea
         if shape == tuple(parameter.shape) and entry != "step":
             value = optimizer.state[parameter].get(entry)
             if value is None or value.shape != parameter.shape or value.dtype != parameter.dtype:
-                value = torch.empty_like(parameter.detach(), memory_format=torch.preserve_format)
+                value = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
         else:  # replicated; a step counter stays on the CPU unless the optimizer's kernel reads it
             device = local(parameter).device if shape or on_device else "cpu"
             value = saved_tensors.read_tensor(reader, full, (0,) * len(shape), shape).to(device)
