@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.engines.state import ArrayShard, StateReader
-from unisono.engines.torch import sharded_tensors
+from unisono.engines.torch import model_check, sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.numerics import precision
@@ -48,6 +48,7 @@ class TrainState:
             torch.set_default_dtype(torch.float64)
         precision.to_master(module, config.train.precision)
         module.train()
+        model_check.check_trainable(module)
         replicas.check_initial_weights(job.communicator, module)
         self.statistics = None
         if config.layout.sync_batch_norm:
@@ -144,7 +145,7 @@ def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
         seed: of the run.
 
     Raises:
-        ConfigError: if the result is not a torch module.
+        ConfigError: if the result is not a torch module, or has a parameter that not every layout can train.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "init"))
@@ -152,4 +153,5 @@ def build_model(build: Callable[[], Any], seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         owner = type(getattr(build, "__self__", build)).__name__
         raise ConfigError(f"{owner}.build returned a {type(model).__name__}, not a torch module")
+    model_check.make_layoutable(model)
     return model
