@@ -212,3 +212,15 @@ def test_an_array_whose_header_lies_is_not_allocated(folder: Path) -> None:
     (folder / "a.npy").write_bytes(content.replace(b"(4,), }" + b" " * 12, b"(4" + b"9" * 12 + b",), }"))
     with pytest.raises((ValueError, OSError)):
         safe_paths.load_array(folder, "a.npy")
+
+
+def test_a_new_file_is_created_in_the_folder_and_through_no_link(folder: Path) -> None:
+    """What `unisono stop` and `save` do: as root, a link made them create any file."""
+    safe_paths.create_inside(folder, "stop")
+    assert (folder / "stop").read_bytes() == b""
+    with pytest.raises(FileExistsError):
+        safe_paths.create_inside(folder, "stop")
+    (folder / "save").symlink_to(folder.parent / "anything")
+    with pytest.raises(UnsafePathError, match="save is a link; remove it"):
+        safe_paths.create_inside(folder, "save")
+    assert not (folder.parent / "anything").exists()

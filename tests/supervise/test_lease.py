@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +18,17 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.saved import save
 from tests.launch import jobs
+from unisono.checkpoint.core import commit
 from unisono.launch import run_directory as runs
-from unisono.runtime.errors import RunError
+from unisono.runtime.errors import RunError, SaveError
 from unisono.supervise import identity, run_lock
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from unisono.runtime.errors import RunError
+from unisono.runtime.errors import RunError, SaveError
 from unisono.supervise import run_lock
 folder = Path(sys.argv[1])
 with run_lock.hold_lock(folder, interval=0.1) as mine:
@@ -200,6 +203,39 @@ def test_processes_of_an_owner_know_its_lease(tmp_path: Path, monkeypatch: pytes
     assert run_lock.LOCK_VARIABLE not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("become", "told"),
+    [
+        (
+            lambda run: run.rename(run.with_name("b")),
+            "was renamed to {0}/b while the run trained in it. Rename it back",
+        ),
+        (shutil.rmtree, "was deleted, with its checkpoints, while"),
+        (lambda run: shutil.rmtree(run / "lease"), "has lost its lock (00000001.beat)"),
+        (lambda run: shutil.copytree(run.rename(run.with_name("b")), run), "was renamed to {0}/b while"),
+    ],
+)
+def test_a_lock_holds_only_while_its_own_folder_is_there(tmp_path: Path, become: Any, told: str):
+    """A run went on to its end in silence, and made a new folder for its checkpoints."""
+    run = tmp_path / "a"
+    run.mkdir()
+    with run_lock.hold_lock(run):
+        lock = run_lock.inherited_lock(run)
+        assert lock is not None
+        lock.check_held()
+        become(run)
+        with pytest.raises(RunError) as caught:
+            lock.check_held()
+    assert str(caught.value).startswith(f"{run} {told.format(tmp_path)}")
+    assert str(caught.value).endswith("The run ends here, and writes nothing more")
+
+
+def test_no_save_creates_the_folder_of_a_run(tmp_path: Path):
+    with pytest.raises(SaveError, match="No such file or directory"):
+        save(tmp_path / "gone" / "checkpoints", 4)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_who_takes_over_removes_what_the_last_one_was_writing(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
@@ -234,3 +270,25 @@ def test_a_run_that_slept_while_another_host_took_it_over_ends_without_a_commit(
             assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == before
     assert process.returncode == 2
     assert f"was taken over by process {os.getpid()} on " in told
+
+
+@pytest.mark.parametrize("gone", ["renamed", "deleted"])
+def test_a_run_whose_folder_vanishes_ends_at_its_next_look_and_creates_nothing(tmp_path: Path, gone: str):
+    jobs.task_file(tmp_path)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    words = ("train", "small.py:Small", *jobs.QUIET, "run.name=a", *LONG, f"task.marks={marks}")
+    run, kept = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    with jobs.started([jobs.UNISONO, *words], tmp_path) as process:
+        jobs.training(marks, 1)
+        jobs.wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir(), 60)
+        run.rename(kept)
+        if gone == "deleted":
+            shutil.rmtree(kept)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 2, told
+    assert ("was renamed to" if gone == "renamed" else "was deleted, with its checkpoints") in told
+    assert "Traceback" not in told
+    assert not run.exists()
+    if gone == "renamed":
+        commit.open_checkpoint(commit.find_checkpoints(kept / "checkpoints")[-1])

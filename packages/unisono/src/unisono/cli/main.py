@@ -7,6 +7,7 @@ import atexit
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -384,11 +385,13 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _request(parsed: argparse.Namespace) -> int:
+    from unisono.runtime import safe_paths
     from unisono.runtime.errors import RunError
     from unisono.supervise import run_lock
 
     if run_lock.find_holder(parsed.folder) is None:
         raise RunError(f"no training process is running in {parsed.folder}; nothing to {parsed.verb}")
-    (parsed.folder / parsed.verb).touch()
+    with suppress(FileExistsError):  # asked twice
+        safe_paths.create_inside(parsed.folder, parsed.verb)
     say(f"{parsed.folder} will {parsed.verb} after its next step")
     return 0

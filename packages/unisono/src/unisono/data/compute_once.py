@@ -21,7 +21,7 @@ from unisono.data.cache_lock import lock_entry
 from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import atomic_folder, cache_dir
+from unisono.runtime.files import atomic_folder, cache_dir, check_private, make_cache_folder, make_private
 
 T = TypeVar("T")
 _LOCK_TIMEOUT = 24 * 3600.0  # seconds
@@ -48,7 +48,8 @@ def compute_once(
         wait: seconds to wait for another process that computes the same entry.
 
     Raises:
-        DataError: if the cache cannot be written, or if the wait times out, naming the other process.
+        DataError: if the cache cannot be written, if others can write into it, or if the wait times out,
+            naming the other process.
 
     Example:
         def make(folder: Path) -> None:
@@ -57,11 +58,17 @@ def compute_once(
         mean = compute_once("mine", [rows.fingerprint], make, lambda folder: np.load(folder / "mean.npy"))
     """
     root = cache or cache_dir()
+    check_private(root)
+    check_private(root / kind)
     folder = root / kind / hashlib.sha256(json.dumps(address, sort_keys=True).encode()).hexdigest()[:24]
+    with suppress(FileNotFoundError):  # another process is replacing it
+        for part in (folder, *(folder.iterdir() if folder.is_dir() else ())):
+            check_private(part)
     with suppress(*_DAMAGED_ERRORS):
         if folder.is_dir():
             return load(folder)
     try:
+        make_cache_folder(folder.parent)
         create_cache_folder(folder.parent)
         with lock_entry(folder, wait):
             with suppress(*_DAMAGED_ERRORS):
@@ -70,6 +77,7 @@ def compute_once(
             shutil.rmtree(folder, ignore_errors=True)
             with atomic_folder(folder) as temporary:
                 make(temporary)
+                make_private(temporary)
             return load(folder)
     except OSError as error:
         raise DataError(

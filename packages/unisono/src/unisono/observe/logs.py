@@ -51,7 +51,7 @@ class _MaskingFormatter(logging.Formatter):
 
 def _log_file(run: Path, place: ProcessInfo) -> Path:
     folder = run / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # never the run's folder, which somebody may have renamed
     return folder / f"rank-{place.rank:05d}.log"
 
 

@@ -8,14 +8,16 @@ import glob
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import RecordError
+from unisono.runtime.errors import DataError, RecordError
 
 TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})
@@ -179,5 +181,71 @@ def fsync_path(path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Return this user's folder for data that can be recreated: `$UNISONO_CACHE`, else `~/.cache/unisono`."""
-    return Path(os.environ.get("UNISONO_CACHE", Path.home() / ".cache" / "unisono"))
+    """Return this user's folder for data that can be recreated: `$UNISONO_CACHE`, else `~/.cache/unisono`.
+
+    Raises:
+        DataError: If it belongs to another user, or others can write into it.
+    """
+    folder = Path(os.environ.get("UNISONO_CACHE", Path.home() / ".cache" / "unisono"))
+    check_private(folder)
+    return folder
+
+
+def check_private(path: Path) -> None:
+    """Refuse a file or folder of a cache in which another user may have written: what is in it is believed.
+
+    Raises:
+        DataError: Naming its owner or its mode, and the commands that make a cache of one's own.
+    """
+    try:
+        status = path.stat()
+    except OSError:  # not there yet
+        return
+    user = getattr(os, "geteuid", lambda: status.st_uid)()
+    group = stat.S_IWGRP if not _is_own_group(status.st_gid) else 0
+    if status.st_uid not in (user, 0):
+        why = f"belongs to another user ({_user_name(status.st_uid)})"
+    elif status.st_mode & (stat.S_IWOTH | group):
+        why = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
+    raise DataError(
+        f"{path} {why}, who could have put anything into this cache. Use one of your own: `mkdir -m 700 -p "
+        f"~/.cache/unisono-own && export UNISONO_CACHE=~/.cache/unisono-own`; if nobody else has written into this "
+        f"one: `chmod -R go-w {shlex.quote(str(path))}`"
+    )
+
+
+def make_private(path: Path) -> None:
+    """Take from others the right to write into what this process has made, whatever its umask is."""
+    for part in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        part.chmod(stat.S_IMODE(part.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+
+
+def make_cache_folder(path: Path) -> None:
+    """Create a folder of a cache, and those above it, into which only this user can write; see `check_private`."""
+    if not path.is_dir():
+        make_cache_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the one that many systems give each user, whose files it may write by default."""
+    try:
+        import grp
+        import pwd
+
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except (ImportError, KeyError):
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user_name(number: int) -> str:
+    try:
+        import pwd
+
+        return pwd.getpwuid(number).pw_name
+    except (ImportError, KeyError):
+        return str(number)

@@ -161,6 +161,25 @@ def copy_inside(folder: Path | str, name: object, target: Path) -> None:
                 made.write(part)
 
 
+def create_inside(folder: Path | str, name: str) -> None:
+    """Create an empty file in a folder, in which others may have put a link of that name.
+
+    Raises:
+        FileExistsError: If there is a regular file of that name.
+        UnsafePathError: If there is anything else.
+    """
+    with ExitStack() as opened:
+        at = _open_folder(folder, opened)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            os.close(os.open(name, flags, 0o666, dir_fd=at))
+        except FileExistsError:
+            mode = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
+            if not stat.S_ISREG(mode):
+                raise UnsafePathError(f"{folder}/{name} is {_describe_kind(mode)}; remove it") from None
+            raise
+
+
 def link_inside(folder: Path | str, name: object, target: Path) -> None:
     """Give a file opened with `open_inside` a second name, which must not exist; copy it where that is impossible."""
     with open_inside(folder, name) as source:

@@ -243,7 +243,8 @@ class Monitor:
 
         def keep() -> None:
             if texts:
-                where.mkdir(parents=True, exist_ok=True)
+                where.parent.mkdir(exist_ok=True)
+                where.mkdir(exist_ok=True)
             for name, text in texts.items():
                 (where / name).write_text(text, encoding="utf-8")
             write_finding(finding_path(self._folder, node), finding, node, stored)

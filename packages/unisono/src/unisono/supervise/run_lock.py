@@ -6,7 +6,8 @@
 A token is claimed by a hard link to a finished file, which fails if another process holds it, also on network file
 systems. An owner that has not released its token is dead if its process is gone, where that can be checked; otherwise
 if its counter has not moved for some seconds by the challenger's own clock. So neither wall clocks nor file times
-matter. An owner that was only suspended finds a newer token and must not write any more (`RunLock.describe_takeover`).
+matter. An owner that was only suspended finds a newer token and must not write any more. Nor must one whose folder was
+deleted, renamed or replaced: its own counter is not there any more (`RunLock.describe_loss`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole
+from unisono.runtime.text import one_line
 from unisono.supervise import identity
 
 FOLDER = "lease"
@@ -44,11 +47,15 @@ class RunLock:
         folder: Of the run.
         token: Larger than any token before.
         seized: Whether the previous owner had not released the lock.
+        inode: Device and inode of the counter, which stay the same as long as the folder does; None if not known.
+        descriptor: Of the folder, which tells where it went; None if it is not open.
     """
 
     folder: Path
     token: int
     seized: bool = False
+    inode: str | None = None
+    descriptor: int | None = None
 
     @property
     def owner_file(self) -> Path:
@@ -60,30 +67,57 @@ class RunLock:
         """Counts the owner's heartbeats."""
         return self.owner_file.with_suffix(".beat")
 
-    def describe_takeover(self) -> str | None:
-        """Describe in one sentence which process has taken over the run; None if there is none."""
+    def describe_loss(self) -> str | None:
+        """Describe who has taken over the run, or what became of its folder; None while the lock holds."""
         newest = _newest_token(self.folder)
         if newest <= self.token:
-            return None
+            return self._describe_vanished()
         return (
             f"{self.folder} was taken over by {_format_owner(_read_owner(self.folder, newest))}, because this run had "
             "given no sign of life for some time. The other process continues the run; this one writes nothing more"
         )
 
     def check_held(self) -> None:
-        """Refuse to continue if another process has taken over.
+        """Refuse to continue if another process has taken over, or the folder has vanished.
 
         Raises:
-            RunError: Naming the new owner.
+            RunError: Naming the new owner, or where the folder went.
         """
-        if takeover := self.describe_takeover():
-            raise RunError(takeover)
+        if loss := self.describe_loss():
+            raise RunError(loss)
+
+    def _describe_vanished(self) -> str | None:
+        try:
+            found = _inode(self.counter_file)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return None  # a file system that does not answer now; the next look will tell
+            found = ""
+        if self.inode is None or found == self.inode:
+            return None
+        there = ""
+        if self.descriptor is not None:
+            with suppress(OSError):
+                there = str(Path(f"/proc/self/fd/{self.descriptor}").readlink())
+        if there.endswith(" (deleted)"):
+            what = "was deleted, with its checkpoints, while the run trained in it"
+        elif there and there != str(self.folder.resolve()):
+            what = f"was renamed to {one_line(there)} while the run trained in it. Rename it back to resume the run"
+        else:
+            what = f"has lost its lock ({self.counter_file.name}): it was replaced, or somebody emptied it"
+        return f"{self.folder} {what}. The run ends here, and writes nothing more"
 
 
 def inherited_lock(folder: Path) -> RunLock | None:
     """Return the lock on a folder that this process or its launcher holds."""
-    token, _, locked = os.environ.get(LOCK_VARIABLE, "").partition(":")
-    return RunLock(folder, int(token)) if locked == str(folder.resolve()) else None
+    token, _, rest = os.environ.get(LOCK_VARIABLE, "").partition(":")
+    inode, _, locked = rest.partition(":")
+    if locked != str(folder.resolve()):
+        return None
+    descriptor = os.open(folder, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = RunLock(folder, int(token), inode=inode, descriptor=descriptor)
+    weakref.finalize(lock, os.close, descriptor)
+    return lock
 
 
 @contextmanager
@@ -101,7 +135,7 @@ def hold_lock(folder: Path, interval: float = BEAT_INTERVAL, patience: float = T
     """
     lease = _acquire(folder, interval, patience)
     before = os.environ.get(LOCK_VARIABLE)
-    os.environ[LOCK_VARIABLE] = f"{lease.token}:{folder.resolve()}"
+    os.environ[LOCK_VARIABLE] = f"{lease.token}:{lease.inode}:{folder.resolve()}"
     stop = threading.Event()
     thread = threading.Thread(
         target=_send_heartbeats, args=(lease.counter_file, interval, stop), name="lease", daemon=True
@@ -151,7 +185,7 @@ def _acquire(folder: Path, interval: float, patience: float) -> RunLock:
         lease = RunLock(folder, newest + 1, seized)
         if _claim_token(lease, interval) and _newest_token(folder) == lease.token:
             _remove_old_tokens(lease)
-            return lease
+            return replace(lease, inode=_inode(lease.counter_file))
 
 
 def _claim_token(lease: RunLock, interval: float) -> bool:
@@ -208,6 +242,11 @@ def _send_heartbeats(path: Path, interval: float, stop: threading.Event) -> None
                 os.close(descriptor)
         if stop.wait(interval):
             return
+
+
+def _inode(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_dev}-{status.st_ino}"
 
 
 def _read_counter(folder: Path, token: int) -> str:

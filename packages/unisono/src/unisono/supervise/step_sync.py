@@ -120,7 +120,7 @@ class StepSync:
             saving: Estimated duration of a save in seconds, as far as this rank knows.
 
         Raises:
-            RunError: On every rank, if another start has taken over the run.
+            RunError: On every rank, if another start has taken over the run, or its folder has vanished.
             Exception: On every rank, the error of a callback that failed on one of them.
         """
         requests = requests or RankRequests()
@@ -216,4 +216,4 @@ class StepSync:
         if self._lease is None or time.monotonic() - self._last_lock_look < _LOCK_INTERVAL:
             return None
         self._last_lock_look = time.monotonic()
-        return self._lease.describe_takeover()
+        return self._lease.describe_loss()

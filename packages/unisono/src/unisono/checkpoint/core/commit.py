@@ -106,7 +106,7 @@ def save_checkpoint(
             if allowed is not None:
                 allowed()
             if not folder.is_dir():
-                folder.mkdir(parents=True)
+                folder.mkdir()  # not the run's: if that is gone, so is what this checkpoint belongs to
                 fsync_path(folder.parent)
             remove_leftovers(folder)
             _refuse_to_overwrite(final)

@@ -217,7 +217,8 @@ class Uploads:
         if held == path:
             return held
         remove_folder(held)
-        held.mkdir(parents=True)
+        held.parent.mkdir(exist_ok=True)
+        held.mkdir()
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):  # the manifest last
             safe_paths.link_inside(path, file.name, held / file.name)
         return held
@@ -244,7 +245,7 @@ class Uploads:
             "start": store_lock.read_local(self._folder).get("start"),
             "retention": asdict(replace(kept, newest=self._given.upload.keep or kept.newest)),
         }
-        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        (self._folder / "logs").mkdir(exist_ok=True)
         with (self._folder / "logs" / "upload.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "unisono.checkpoint.remote.upload_process"],

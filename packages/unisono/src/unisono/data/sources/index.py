@@ -21,7 +21,7 @@ from unisono.data.cache_lock import lock_entry
 from unisono.data.sources import npy
 from unisono.data.sources.storage import File, create_cache_folder, wrap_read_errors
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import atomic_file, cache_dir
+from unisono.runtime.files import atomic_file, cache_dir, check_private, make_cache_folder, make_private
 
 _LAYOUT = 1  # version of the cache's layout
 _WAIT = 3600.0  # seconds to wait for another process that reads the same file
@@ -66,11 +66,16 @@ def _cache_file(file: File, what: str, suffix: str, write: Callable[[Any], objec
     path = file.path if "://" in file.path else str(Path(file.path).absolute())
     address = json.dumps([_LAYOUT, what, path, file.size, file.stamp])
     place = _folder() / (hashlib.sha256(address.encode()).hexdigest()[:24] + suffix)
+    make_cache_folder(place.parent)
     create_cache_folder(place.parent)
+    check_private(place.parent)
+    check_private(place)
     with lock_entry(place, _WAIT):
         if not place.is_file():
-            with atomic_file(place) as temporary, temporary.open("wb") as out:
-                write(out)
+            with atomic_file(place) as temporary:
+                with temporary.open("wb") as out:
+                    write(out)
+                make_private(temporary)
     return place
 
 

@@ -25,7 +25,7 @@ from unisono.launch.autobatch import memory
 from unisono.launch.processes import local_processes
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
-from unisono.runtime.files import cache_dir, write_whole
+from unisono.runtime.files import cache_dir, check_private, make_cache_folder, write_whole
 
 # Files by which the processes of a search communicate.
 REQUEST_FILE, RESULT_FILE, CURRENT_SIZE_FILE = "asked.json", "found.json", "under-way.json"
@@ -87,6 +87,7 @@ def find_micro_batch(config: RunConfig, processes: bool = True) -> SearchResult:
         )
     rows = config.train.global_batch // config.layout.world_size
     kept = cache_dir() / "autobatch" / f"{_cache_key(config)}.json"
+    check_private(kept)
     known = _read_json(kept)
     if known and (found := _choose_size(known, rows, _current_limit(config, known), known=True)):
         return found
@@ -98,7 +99,7 @@ def find_micro_batch(config: RunConfig, processes: bool = True) -> SearchResult:
         )
     measured = _measure(config, divisors(rows), known)
     if measured["peaks"]:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(kept.parent)
         write_whole(kept, json.dumps(measured))
     found = _choose_size(measured, rows, (measured["limit"], measured["source"]))
     if found is None:

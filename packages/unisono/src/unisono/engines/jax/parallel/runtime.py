@@ -28,7 +28,7 @@ from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo, format_address
 from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import ConfigError, DeadlineError
-from unisono.runtime.files import cache_dir
+from unisono.runtime.files import cache_dir, check_private, make_cache_folder
 from unisono.runtime.listening import listen, reserve_port
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ def _use_program_cache() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = cache_dir() / "jax"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_cache_folder(folder)
+            check_private(folder)  # compiled programs are code
         except OSError as error:
             log.warning("compiled programs cannot be cached in %s: %s", folder, error)
             return
