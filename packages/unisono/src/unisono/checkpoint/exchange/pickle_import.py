@@ -29,6 +29,7 @@ from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import atomic_file, atomic_folder, own_folder, remove_folder
 
 _MIN_BYTES_PER_SECOND = 4 << 20  # bytes per second, after a minute to start
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # it may start no others
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # of the environment
 _COPIED_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # of a folder, besides tensors
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -183,7 +184,7 @@ def _run(
             capture_output=True,
             text=True,
             errors="replace",
-            env={**kept, "PYTHONPATH": path},
+            env={**kept, **_ONE_THREAD, "PYTHONPATH": path},
             pass_fds=(file.fileno(), pickle.fileno()),
             cwd="/",
             timeout=60 + size / _MIN_BYTES_PER_SECOND,

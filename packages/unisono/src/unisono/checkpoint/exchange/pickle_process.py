@@ -13,6 +13,7 @@ import resource
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.exchange import sandbox
@@ -57,7 +58,9 @@ def limit_resources(source: str, limit: int) -> list[str]:
     packages = [
         entry for entry in sys.path if entry.rstrip("/").endswith(("-packages", ".zip")) or "/lib/python" in entry
     ]
-    return sandbox.enter([source, sys.prefix, sys.base_prefix, *packages, "/usr/lib", "/lib", "/lib64"])
+    own = Path(__file__).parents[2]  # where this package is, if it is not among the others
+    system = ["/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/proc/self", "/dev/null", "/dev/urandom"]
+    return sandbox.enter([source, sys.prefix, sys.base_prefix, *packages, str(own), *system])
 
 
 def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -> dict[str, Any]:
@@ -69,7 +72,6 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
     from unisono.checkpoint.exchange.hf_shards import TensorEntry, blocks, write
 
     torch.set_num_threads(1)
-    missing = limit_resources(source, limit)
     try:
         # Without mmap only where the file is older than what can be mapped; always the restricted reader.
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
@@ -98,7 +100,7 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
 
     with os.fdopen(descriptor, "wb") as file:
         write(file, [TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], cut)
-    return {"left": left, "without": missing}
+    return {"left": left}
 
 
 def _tensors(content: Any, key: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -175,8 +177,10 @@ def main() -> None:
     """Entry point of the process."""
     leave_network()
     asked = json.loads(sys.stdin.read())
+    missing = limit_resources(asked["source"], asked["limit"])  # before torch, whose import starts threads
+    sys.modules["dill"] = None  # type: ignore[assignment] - torch imports it, which opens devices for writing
     answer = extract_tensors(asked["source"], asked["key"], asked["limit"], int(sys.argv[1]))
-    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")
 
 
 if __name__ == "__main__":
