@@ -8,6 +8,7 @@ from typing import Any
 from unisono.cli import arguments
 
 SWEEP = "train a recipe many times, with every combination of some settings"
+COMPARE = "show what several runs reached and what distinguishes them"
 
 
 def add_verbs(verbs: Any) -> None:
@@ -24,9 +25,28 @@ def add_verbs(verbs: Any) -> None:
         "configs=FILE.py, name=NAME, jobs=2, launcher=local, trial=false",
     )
     verb.add_argument("--dry-run", action="store_true", help="check all runs and print them, without starting any")
+    verb = verbs.add_parser("compare", help=COMPARE, description=f"{COMPARE}: a table, as Parquet too, and pictures")
+    verb.set_defaults(run=_compare)
+    verb.add_argument(
+        "paths",
+        nargs="+",
+        metavar="RUN|SWEEP|KEY=VALUE",
+        help="folders of runs or sweeps; and metric=…, mode=min|max, fit=COLUMN, out=FOLDER",
+    )
 
 
 def _sweep(parsed: argparse.Namespace) -> int:
     from unisono_sweeps.sweep import run_sweep
 
     return run_sweep(parsed.recipe, parsed.config_dir, parsed.overrides, dry_run=parsed.dry_run)
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from unisono_sweeps.compare.verb import CompareSettings, compare
+    from unisono_sweeps.sweep import split_words
+
+    own, paths = split_words(parsed.paths, CompareSettings)
+    compare([Path(path) for path in paths], arguments.validate_words(own, CompareSettings))
+    return 0

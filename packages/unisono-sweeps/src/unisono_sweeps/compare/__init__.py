@@ -1,0 +1,1 @@
+"""What several runs show together: one table, and pictures."""

@@ -1,0 +1,153 @@
+"""One row for each run: what distinguishes it from the others, what it reached, and what it took.
+
+The configurations of runs are read as data; no task is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pyarrow as pa
+
+from unisono.config import fingerprint, foreign_run
+from unisono.runtime.errors import RunError
+from unisono.supervise.run_facts import RunFacts, read_run_facts
+from unisono_sweeps.axes import SEED
+
+_UNTOLD = ("run.name", "run.dir", "run.resume", "run.stop_after")  # differences that say nothing of a run
+_ABOUT_TIME = ("step", "eval", "rows", "seconds")
+# Student's t for 95 % by degrees of freedom, from 1; beyond, the normal distribution's 1.96 is 2 % away at most.
+_STUDENT_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunFacts]:
+    """The runs that paths name: a run's own folder, or a folder of runs, as a sweep is.
+
+    Raises:
+        RunError: if a path is neither.
+    """
+    folders: dict[Path, None] = {}
+    for path in paths:
+        if (path / foreign_run.CONFIG_FILE).is_file():
+            folders[path] = None
+            continue
+        inside = sorted(inner.parent for inner in path.glob(f"*/{foreign_run.CONFIG_FILE}"))
+        if not inside:
+            raise RunError(f"{path} is neither a run (no {path}/{foreign_run.CONFIG_FILE}) nor a folder of runs")
+        folders |= dict.fromkeys(inside)
+    return [read_run_facts(folder) for folder in folders]
+
+
+def different_keys(runs: Sequence[RunFacts]) -> list[str]:
+    """The keys of the configuration that are not the same in all runs."""
+    flat = [fingerprint.flatten(dict(run.config)) for run in runs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    return [key for key in keys if key not in _UNTOLD and len({_as_text(values.get(key)) for values in flat}) > 1]
+
+
+def compare_runs(runs: Sequence[RunFacts]) -> pa.Table:
+    """A row for each run.
+
+    Returns:
+        Columns: `run`, `state`, each key that differs, `steps`, `loss` (of the last step), `best_loss` (the smallest of
+        an evaluation, else of a step), `eval/NAME` (of the last evaluation) with its `min` and `max`, `seconds` (of all
+        steps), and `flops` (of all steps, where the task counts them).
+    """
+    keys = different_keys(runs)
+    flat = [fingerprint.flatten(dict(run.config)) for run in runs]
+    columns: dict[str, list[Any]] = {"run": [str(run.folder.name) for run in runs], "state": [r.state for r in runs]}
+    if len(set(columns["run"])) < len(runs):
+        columns["run"] = [str(run.folder) for run in runs]
+    columns |= {key: _column([values.get(key) for values in flat]) for key in keys}
+    measured = [measure(run) for run in runs]
+    names = dict.fromkeys(name for values in measured for name in values)
+    columns |= {name: [values.get(name) for values in measured] for name in names}
+    return pa.table(columns)
+
+
+def measure(run: RunFacts) -> dict[str, float | int | None]:
+    """What a run reached and took, by column."""
+    found: dict[str, float | int | None] = {"steps": run.steps_done, "loss": run.loss}
+    series: dict[str, list[float]] = {}
+    for event in run.evaluations:
+        for name, value in event.items():
+            if name not in _ABOUT_TIME and _is_number(value):
+                series.setdefault(f"eval/{name}", []).append(float(value))
+    losses = series.get("eval/loss") or [float(step["loss"]) for step in run.steps if _is_number(step["loss"])]
+    found["best_loss"] = min(losses, default=None)
+    for name, values in series.items():
+        found |= {name: values[-1], f"{name} min": min(values), f"{name} max": max(values)}
+    found["seconds"] = _total(run.steps, "seconds")
+    if any("flops" in step for step in run.steps):
+        found["flops"] = _total(run.steps, "flops")
+    return found
+
+
+def metric_names(table: pa.Table, keys: Sequence[str]) -> list[str]:
+    """The columns of a comparison that were measured."""
+    return [name for name in table.column_names if name not in ("run", "state", *keys)]
+
+
+def aggregate_seeds(table: pa.Table, keys: Sequence[str]) -> pa.Table:
+    """One row for the runs that differ only in their seed: means, with 95 % intervals of them.
+
+    Returns:
+        Columns: the keys but the seed, `runs` (their number), each metric's mean, and its `±` (half the width of the
+        interval by Student's t; null for a single run).
+    """
+    settings = [key for key in keys if key != SEED]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(json.dumps([row[key] for key in settings]), []).append(row)
+    metrics = metric_names(table, keys)
+    rows = []
+    for members in groups.values():
+        row: dict[str, Any] = {**{key: members[0][key] for key in settings}, "runs": len(members)}
+        for name in metrics:
+            values = [float(member[name]) for member in members if member[name] is not None]
+            row[name] = fmean(values) if values else None
+            row[f"{name} ±"] = half_width(values)
+        rows.append(row)
+    names = [*settings, "runs", *(column for name in metrics for column in (name, f"{name} ±"))]
+    return pa.table({name: [row[name] for row in rows] for name in names})
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of a mean; None for fewer than two values.
+
+    >>> half_width([1.0]), round(half_width([1.0, 2.0, 3.0]), 2)
+    (None, 2.48)
+    """
+    if len(values) < 2:
+        return None
+    freedom = len(values) - 1
+    quantile = _STUDENT_T[freedom - 1] if freedom <= len(_STUDENT_T) else 1.96
+    return quantile * stdev(values) / math.sqrt(len(values))
+
+
+def _column(values: Sequence[Any]) -> list[Any]:
+    """Values of one type: numbers where all are, else texts."""
+    if all(value is None or _is_number(value) for value in values):
+        whole = all(value is None or isinstance(value, int) for value in values)
+        return [None if value is None else value if whole else float(value) for value in values]
+    return [value if isinstance(value, str) or value is None else _as_text(value) for value in values]
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _total(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(sum(step[name] for step in steps if _is_number(step.get(name))))

@@ -1,0 +1,107 @@
+"""`unisono compare`: a row for each run, seeds together with intervals, and pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from unisono.runtime.errors import UnisonoError
+from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs
+from unisono_sweeps.compare.verb import CompareSettings, compare
+
+from .written import write_fault, write_run
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for lr in (0.1, 0.01):
+        for seed in (0, 1, 2):
+            losses = [3.0, 2.0 + lr + seed / 10, 2.5]
+            write_run(tmp_path / "s" / f"lr{lr}-seed{seed}", losses, evaluations=1, optim__lr=lr, run__seed=seed)
+    return tmp_path / "s"
+
+
+def test_a_table_has_the_differences_and_what_each_run_reached_and_took(sweep: Path) -> None:
+    runs = find_runs([sweep])
+    assert different_keys(runs) == ["run.seed", "optim.lr"]
+    row = compare_runs(runs).to_pylist()[0]
+    assert row == {
+        "run": "lr0.01-seed0", "state": "finished", "run.seed": 0, "optim.lr": 0.01, "steps": 3, "loss": 2.5,
+        "best_loss": 2.01, "eval/loss": 2.5, "eval/loss min": 2.01, "eval/loss max": 3.0, "eval/accuracy": 0.03,
+        "eval/accuracy min": 0.01, "eval/accuracy max": 0.03, "seconds": 1.5, "flops": 3e9,
+    }  # fmt: skip
+
+
+def test_seeds_are_aggregated_with_the_interval_of_their_mean(sweep: Path) -> None:
+    scipy = pytest.importorskip("scipy.stats")
+    runs = find_runs([sweep])
+    row = aggregate_seeds(compare_runs(runs), different_keys(runs)).to_pylist()[0]
+    values = [2.01, 2.11, 2.21]
+    low, high = scipy.t.interval(0.95, 2, loc=2.11, scale=scipy.sem(values))
+    assert (row["optim.lr"], row["runs"]) == (0.01, 3)
+    assert row["best_loss"] == pytest.approx(2.11)
+    assert row["best_loss ±"] == pytest.approx((high - low) / 2, rel=1e-3)
+
+
+def test_states_and_reasons_of_runs_that_are_not_finished_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "s" / "a", [2.0, 1.0], optim__lr=0.1)
+    failed = write_run(tmp_path / "s" / "b", [2.0], total=2, optim__lr=0.2)
+    write_fault(failed, "the file is gone\x1b[31m")
+    compare([tmp_path / "s"], CompareSettings())
+    said = capsys.readouterr().out
+    assert "b: failed after step 1: rank 0: the file is gone\\x1b[31m" in said
+    assert re.search(r"^a +finished", said, re.MULTILINE)
+
+
+def test_the_command_writes_one_table_and_pictures(sweep: Path, command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, _ = command("compare", sweep)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["lr", "0.01", "0.1"]
+    table = parquet.read_table(sweep / "comparison" / "runs.parquet")
+    assert table.num_rows == 6
+    pictures = {path.name: path.read_bytes()[:4] for path in (sweep / "comparison").glob("*.png")}
+    assert pictures == dict.fromkeys(["curves.png", "by_lr.png", "pareto.png"], b"\x89PNG")
+
+
+def test_a_fit_is_printed_and_drawn(tmp_path: Path, command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    for rows in (8, 16, 32, 64, 128):
+        for seed in (0, 1):
+            loss = 1.0 + 4 * rows**-0.5 + seed / 1000
+            write_run(tmp_path / "s" / f"{rows}-{seed}", [loss], train__global_batch=rows, run__seed=seed)
+    code, out, _ = command("compare", tmp_path / "s", "metric=loss", "fit=train.global_batch")
+    assert code == 0
+    assert re.search(r"loss over train.global_batch: (1|1\.00\d*) \+ (4|4\.0\d*|3\.99\d*) · x\^−0\.5", out)
+    assert (tmp_path / "s/comparison/power_law.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["metric=los"], "metric=los: the runs have no such column, did you mean 'loss'"),
+        (["fit=run"], "fit=run: the runs have no such column of numbers"),
+        (["fit=optim.lr"], "a power law has 3 parameters, and the runs have 2 different x"),
+        (["mode=mim"], "mode: input should be 'min' or 'max'"),
+        (["nowhere"], "nowhere is neither a run"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(sweep: Path, command: Command, words: list[str], message: str) -> None:
+    code, _, err = command("compare", sweep, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_a_run_whose_configuration_is_damaged_is_refused_by_its_file(sweep: Path) -> None:
+    (sweep / "lr0.1-seed0" / "config.yaml").write_text("recipe: [")
+    with pytest.raises(UnisonoError, match=r"lr0\.1-seed0/config\.yaml"):
+        find_runs([sweep])
