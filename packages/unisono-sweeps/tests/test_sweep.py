@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,40 +14,15 @@ from typing import Any
 import pytest
 
 from unisono.runtime.errors import ConfigError
+from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import sweep as sweeps
-from unisono_sweeps.launchers.interface import Ended, Job
+from unisono_sweeps.launchers.interface import Job
 from unisono_sweeps.launchers.local import LocalLauncher
 
-TASK = f"{Path(__file__).parents[3] / 'tests' / 'tasks.py'}:LinearTask"
+from .written import TASK
+
 BASE = ("optim=sgd", "train.steps=3", "train.global_batch=8", "layout.device=cpu", "name=s")
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(TASK).parents[1]), *sys.path]))
-    return tmp_path
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The jobs that a launcher was given; each is run in this process."""
-    from unisono.cli import main
-
-    names: list[str] = []
-
-    def run(self: LocalLauncher, jobs: Any, started: Any, ended: Any) -> None:
-        for job in jobs:
-            names.append(job.name)
-            started(job)
-            try:
-                ended(job, Ended(main.main(list(job.command[3:])), 1.0, "it failed"))
-            except Exception as error:
-                ended(job, Ended(1, 1.0, str(error)))
-
-    monkeypatch.setattr(LocalLauncher, "run", run)
-    return names
 
 
 def test_a_sweep_runs_once_and_the_same_command_runs_only_what_is_new(command: Command, started: list[str]) -> None:
@@ -151,10 +125,16 @@ def test_words_that_do_not_fit_are_refused(words: list[str], message: str) -> No
 
 
 def sweep_process(folder: Path) -> subprocess.Popen[bytes]:
-    words = ["optim=adamw", "optim.lr=0.1,0.01", "task.features=3,4", "seeds=2", "train.steps=60", "name=s", "jobs=2"]
-    more = ["train.global_batch=8", "layout.device=cpu", "checkpoint.every=5", "eval.every=20", "trial=false"]
+    words = ["optim=adamw", "optim.lr=0.1,0.01", "task.features=3,4", "seeds=2", "train.steps=400", "name=s", "jobs=2"]
+    more = ["train.global_batch=8", "layout.device=cpu", "checkpoint.every=20", "eval.every=40", "trial=false"]
     command = [sys.executable, "-m", "unisono", "sweep", TASK, *words, *more]
     return subprocess.Popen(command, cwd=folder)
+
+
+def half_done(folder: Path) -> list[Path]:
+    """The runs that have a checkpoint, and are not finished."""
+    runs = {path.parents[1] for path in folder.glob("runs/s/*/checkpoints/step-*")}
+    return [run for run in sorted(runs) if 20 < read_run_facts(run).steps_done < 380]
 
 
 @pytest.mark.slow
@@ -168,17 +148,17 @@ def test_a_sweep_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(h
     assert sweep_process(whole).wait(900) == 0
     process, deadline = sweep_process(broken), time.monotonic() + 900
     outcomes = broken / "runs/s/outcomes.jsonl"
-    while not outcomes.exists() or len(outcomes.read_text().splitlines()) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    while not list((broken / "runs/s").glob("*/lease/*.beat")):
+    while not outcomes.exists() or len(outcomes.read_text().splitlines()) < 3 or not half_done(broken):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    cut = half_done(broken)
+    assert cut
     done = len(outcomes.read_text().splitlines())
-    assert done < 8
     assert sweep_process(broken).wait(900) == 0
-    assert len(outcomes.read_text().splitlines()) == 8
+    again = [json.loads(line)["run"] for line in outcomes.read_text().splitlines()[done:]]
+    assert {run.name for run in cut} <= set(again)
     tables = []
     for folder in (whole, broken):
         table = compare_runs(find_runs([folder / "runs/s"]))

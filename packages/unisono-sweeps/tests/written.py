@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+ROOT = Path(__file__).parents[3]
+TASK = f"{ROOT / 'tests' / 'tasks.py'}:LinearTask"
+
 
 def write_run(
     folder: Path, losses: Sequence[float | None], *, total: int | None = None, evaluations: int = 0, **settings: Any

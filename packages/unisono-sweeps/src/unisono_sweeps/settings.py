@@ -16,6 +16,12 @@ def _parse_list(value: Any) -> Any:
     return yaml.safe_load(value) if isinstance(value, str) else value
 
 
+def read_list(value: Any) -> Any:
+    """A list that may be written as its only item."""
+    read = _parse_list(value)
+    return read if isinstance(read, list) else [read]
+
+
 Seeds = Annotated[PositiveInt | list[int], BeforeValidator(_parse_list)]
 Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(_parse_list)]
 

@@ -8,6 +8,7 @@ from typing import Any
 from unisono.cli import arguments
 
 SWEEP = "train a recipe many times, with every combination of some settings"
+SEARCH = "look for the best settings of a recipe, with Optuna"
 COMPARE = "show what several runs reached and what distinguishes them"
 
 
@@ -25,6 +26,14 @@ def add_verbs(verbs: Any) -> None:
         "configs=FILE.py, name=NAME, jobs=2, launcher=local, trial=false",
     )
     verb.add_argument("--dry-run", action="store_true", help="check all runs and print them, without starting any")
+    verb = verbs.add_parser("search", help=SEARCH, description=f"{SEARCH}; the same command resumes")
+    verb.set_defaults(run=_search)
+    arguments.add_recipe(verb)
+    arguments.add_overrides(
+        verb,
+        "as for sweep: 'optim.lr=tag(log,interval(1e-5,1e-2))' model.width=128,256; and trials=50, metric=eval/loss, "
+        "mode=min, prune=true, space=FILE.py, name=NAME, jobs=2, launcher=local",
+    )
     verb = verbs.add_parser("compare", help=COMPARE, description=f"{COMPARE}: a table, as Parquet too, and pictures")
     verb.set_defaults(run=_compare)
     verb.add_argument(
@@ -39,6 +48,12 @@ def _sweep(parsed: argparse.Namespace) -> int:
     from unisono_sweeps.sweep import run_sweep
 
     return run_sweep(parsed.recipe, parsed.config_dir, parsed.overrides, dry_run=parsed.dry_run)
+
+
+def _search(parsed: argparse.Namespace) -> int:
+    from unisono_sweeps.search import run_search
+
+    return run_search(parsed.recipe, parsed.config_dir, parsed.overrides)
 
 
 def _compare(parsed: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ It never decides what runs: runs that are finished are not passed to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,8 +71,20 @@ class Launcher(Protocol):
             ConfigError: naming what does not fit, and the remedy.
         """
 
-    def run(self, jobs: Sequence[Job], started: Callable[[Job], None], ended: Callable[[Job, Ended], None]) -> None:
+    def run(
+        self,
+        jobs: Iterable[Job],
+        started: Callable[[Job], None],
+        ended: Callable[[Job, Ended], None],
+        stops: Callable[[Job], bool] | None = None,
+    ) -> None:
         """Run all jobs, and return when the last one has ended; a failed one does not end the others.
+
+        Args:
+            jobs: taken one by one, whenever there is room for another.
+            started: called when a job has started.
+            ended: called when a job has ended.
+            stops: asked repeatedly about each running job; if true, the job is asked to save and stop.
 
         Raises:
             KeyboardInterrupt: if interrupted, after the jobs under way have saved and stopped.

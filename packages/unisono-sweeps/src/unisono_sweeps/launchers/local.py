@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,21 +110,30 @@ class LocalLauncher:
                     f"{share.threads} core{'s' * (share.threads != 1)}; use a smaller jobs="
                 )
 
-    def run(self, jobs: Sequence[Job], started: Callable[[Job], None], ended: Callable[[Job, Ended], None]) -> None:
+    def run(
+        self,
+        jobs: Iterable[Job],
+        started: Callable[[Job], None],
+        ended: Callable[[Job, Ended], None],
+        stops: Callable[[Job], bool] | None = None,
+    ) -> None:
         """See the interface."""
-        waiting, running = list(jobs), dict[int, _Process]()
+        waiting, running = iter(jobs), dict[int, _Process]()
         try:
             with _terminated_as_interrupt():
-                while waiting or running:
+                while True:
                     for slot in range(self._jobs):
-                        if slot not in running and waiting:
-                            job = waiting.pop(0)
+                        if slot not in running and (job := next(waiting, None)) is not None:
                             running[slot] = _Process(job, self._shares[slot])
                             started(job)
+                    if not running:
+                        return
                     for slot, process in list(running.items()):
                         if process.has_ended():
                             del running[slot]
                             ended(process.job, process.outcome())
+                        elif stops is not None and stops(process.job):
+                            process.signal(signal.SIGTERM)
                     time.sleep(_POLL)
         finally:
             _stop(list(running.values()), ended)

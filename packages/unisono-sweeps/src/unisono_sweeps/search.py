@@ -1,0 +1,293 @@
+"""`unisono search`: Optuna proposes settings, and each trial is a run like any other.
+
+The study is a journal file in the folder of the search, which several processes may share. A trial that was interrupted
+is the same run when the search starts again: it resumes from its checkpoint, and its result is that of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+
+from unisono.cli import arguments
+from unisono.config import fingerprint, references
+from unisono.config.compose import Composer
+from unisono.config.schema.base import Settings
+from unisono.launch.task_objects import format_override
+from unisono.runtime.console import say
+from unisono.runtime.errors import ConfigError, UnisonoError, nearest
+from unisono.runtime.files import write_whole
+from unisono.runtime.text import one_line
+from unisono.supervise import identity
+from unisono.supervise.run_facts import read_run_facts
+from unisono_sweeps import record
+from unisono_sweeps.axes import Setting, Space, Variant, read_space
+from unisono_sweeps.compare.table import measure
+from unisono_sweeps.extras import import_optuna
+from unisono_sweeps.launchers.interface import Ended, Job, Launcher, find_launcher
+from unisono_sweeps.planning import Sweep, plan_runs
+from unisono_sweeps.settings import read_list
+from unisono_sweeps.sweep import build_job, split_place, split_words
+from unisono_sweeps.text_table import format_number
+
+STUDY = "study.journal"
+BEST = "best"  # folder of YAML files that `unisono train` takes
+_OWNER = "owner"  # of a trial: which process runs it
+_LOOK_EVERY = 1.0  # seconds between looks at the evaluations of a run
+
+
+class SearchSettings(Settings):
+    """The words of `unisono search`."""
+
+    trials: PositiveInt = Field(description="number of trials of the whole search, with those of earlier starts")
+    metric: Annotated[list[str], BeforeValidator(read_list)] = Field(
+        ["eval/loss"], min_length=1, description="column of `unisono compare` to optimise, or a list of them"
+    )
+    mode: Annotated[list[Literal["min", "max"]], BeforeValidator(read_list)] = Field(
+        ["min"], description="whether the smallest or the largest value is best; one for each metric"
+    )
+    prune: bool = Field(True, description="stop a run early if its evaluations are worse than the median's")
+    name: str | None = Field(None, min_length=1, description="folder of the search; null: the recipe and the keys")
+    seed: int = Field(0, description="of the sampler")
+    space: Path | None = Field(None, description="Python file with space(trial), which returns settings of a run")
+    launcher: str = Field("local", description="where the runs run")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and (Path(name).name != name or name in (".", "..")):
+            raise ValueError(f"must be the name of one folder, not {name!r}; use run.dir for the place")
+        return name
+
+    @model_validator(mode="after")
+    def _check_modes(self) -> SearchSettings:
+        if len(self.mode) not in (1, len(self.metric)):
+            raise ValueError(f"mode has {len(self.mode)} values for {len(self.metric)} metrics")
+        return self
+
+    @property
+    def directions(self) -> list[str]:
+        """In Optuna's words, one for each metric."""
+        modes = self.mode * len(self.metric) if len(self.mode) == 1 else self.mode
+        return ["minimize" if mode == "min" else "maximize" for mode in modes]
+
+
+@dataclass
+class _Search:
+    """A search under way."""
+
+    settings: SearchSettings
+    study: Any
+    recipe: str
+    config_dir: Path | None
+    composer: Composer
+    fixed: tuple[str, ...]
+    propose: Callable[[Any], dict[str, str]]
+    folder: Path
+    _running: dict[str, _Trial] = field(default_factory=dict)
+
+    def jobs(self) -> Iterator[Job]:
+        """The trials that an earlier start left unfinished, then new ones."""
+        optuna = import_optuna()
+        for frozen in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            owner = frozen.user_attrs.get(_OWNER)
+            if owner is not None and identity.is_alive(owner) is not False:
+                continue  # another process runs it
+            if (job := self._prepare(optuna.trial.Trial(self.study, frozen._trial_id))) is not None:
+                yield job
+        while self._count() < self.settings.trials:
+            if (job := self._prepare(self.study.ask())) is not None:
+                yield job
+
+    def _count(self) -> int:
+        return len(self.study.get_trials(deepcopy=False))
+
+    def _prepare(self, trial: Any) -> Job | None:
+        """The job of a trial; None if its settings do not fit together, which is said.
+
+        Raises:
+            UnisonoError: if that is so in the first trial: the search itself is then wrong.
+        """
+        trial.set_user_attr(_OWNER, identity.own_identity())
+        words = self.propose(trial)
+        settings = tuple(Setting(key, text) for key, text in words.items())
+        variant = Variant(f"trial-{trial.number:05d}", settings)
+        sweep = Sweep(self.recipe, self.config_dir, self.fixed, (variant,), self.folder)
+        try:
+            run = plan_runs(sweep, self.composer, trial=False)[0]
+        except UnisonoError as error:
+            self._tell(trial, "FAIL")
+            if trial.number == 0:
+                raise
+            say(f"{variant.name}: {one_line(str(error), 600)}", error=True)
+            return None
+        record.write_sweep(self.folder, [], {variant.name: words})
+        self._running[variant.name] = _Trial(trial, run.folder)
+        return build_job(sweep, run)
+
+    def started(self, job: Job) -> None:
+        """Say which settings a trial has."""
+        trial = self._running[job.name].trial
+        shown = ", ".join(f"{key}={format_number(value)}" for key, value in trial.params.items())
+        say(f"{job.name}: {shown}")
+
+    def stops(self, job: Job) -> bool:
+        """Report the new evaluations of a run to the study; true once it is to be pruned."""
+        one = self._running[job.name]
+        if not self.settings.prune or len(self.settings.metric) > 1 or time.monotonic() < one.next_look:
+            return False
+        one.next_look = time.monotonic() + _LOOK_EVERY
+        metric = self.settings.metric[0]
+        if one.pruned or not metric.startswith("eval/") or not (one.folder / "events.jsonl").is_file():
+            return False
+        for event in read_run_facts(one.folder).evaluations:
+            value = event.get(metric.removeprefix("eval/"))
+            if event["step"] > one.reported and isinstance(value, int | float):
+                one.trial.report(float(value), event["step"])
+                one.reported = event["step"]
+        one.pruned = one.reported > 0 and one.trial.should_prune()
+        return one.pruned
+
+    def ended(self, job: Job, how: Ended) -> None:
+        """Tell the study how a trial ended; one that was interrupted stays open."""
+        one = self._running.pop(job.name)
+        if how.code == 0:
+            found = measure(read_run_facts(one.folder))
+            values = [found.get(metric) for metric in self.settings.metric]
+            if None not in values:
+                self._tell(one.trial, "COMPLETE", [float(value) for value in values if value is not None])
+                reached = zip(self.settings.metric, values, strict=True)
+                say(f"{job.name}: {', '.join(f'{metric} {format_number(value)}' for metric, value in reached)}")
+                return
+            missing = self.settings.metric[values.index(None)]
+            why = f"the run has no {missing}; {nearest(missing, found)}"
+        elif how.code == 75 and one.pruned:
+            self._tell(one.trial, "PRUNED")
+            say(f"{job.name}: pruned after step {one.reported}")
+            return
+        elif how.code == 75:
+            say(f"{job.name}: saved and stopped")
+            return
+        else:
+            why = how.why
+        self._tell(one.trial, "FAIL")
+        say(f"{job.name}: failed: {one_line(why, 600)}; all that it printed is in {job.console}", error=True)
+
+    def _tell(self, trial: Any, state: str, values: Sequence[float] | None = None) -> None:
+        self.study.tell(trial, values, state=import_optuna().trial.TrialState[state])
+
+
+@dataclass
+class _Trial:
+    """A trial whose run is under way."""
+
+    trial: Any
+    folder: Path
+    reported: int = 0
+    pruned: bool = False
+    next_look: float = 0.0
+
+
+def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> int:
+    """Run a search until it has its number of trials; returns 0 if any of them succeeded, else 1.
+
+    Raises:
+        UnisonoError: for settings that do not fit, before the first trial.
+    """
+    optuna = import_optuna()
+    own, rest = split_words(words, SearchSettings)
+    settings = arguments.validate_words(own, SearchSettings)
+    kind = find_launcher(settings.launcher)
+    own, rest = split_words(rest, kind.Settings)
+    launcher: Launcher = kind(arguments.validate_words(own, kind.Settings))
+    composer = Composer(recipe, config_dir)
+    space = read_space(rest, composer)
+    propose = _propose_from_file(settings.space) if settings.space is not None else None
+    if propose is None and not (space.choices or space.intervals):
+        raise ConfigError(
+            "no key has several values to search; write e.g. 'optim.lr=tag(log,interval(1e-5,1e-2))', or space=FILE.py"
+        )
+    swept = Variant("", tuple(Setting(key, "") for key in (*space.choices, *(one.key for one in space.intervals))))
+    fixed, _, folder = split_place(space.fixed, [swept], recipe, settings.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(backend),
+        study_name="search",
+        directions=settings.directions,
+        sampler=optuna.samplers.TPESampler(seed=settings.seed, multivariate=False),
+        pruner=optuna.pruners.MedianPruner() if settings.prune else optuna.pruners.NopPruner(),
+        load_if_exists=True,
+    )
+    asked = [direction.name.lower() for direction in study.directions]
+    if asked != settings.directions:
+        raise ConfigError(f"{folder} holds a search with other directions ({', '.join(asked)}); choose another name=")
+
+    def propose_words(trial: Any) -> dict[str, str]:
+        return {**_suggest(trial, space), **(propose(trial) if propose is not None else {})}
+
+    search = _Search(settings, study, recipe, config_dir, composer, fixed, propose_words, folder)
+    launcher.run(search.jobs(), search.started, search.ended, search.stops)
+    return _report_best(study, settings, folder)
+
+
+def _suggest(trial: Any, space: Space) -> dict[str, str]:
+    """The settings that Optuna proposes within the intervals and choices of a command."""
+    words = {key: str(trial.suggest_categorical(key, values)) for key, values in space.choices.items()}
+    for one in space.intervals:
+        if one.whole:
+            words[one.key] = str(trial.suggest_int(one.key, int(one.low), int(one.high)))
+        else:
+            words[one.key] = repr(trial.suggest_float(one.key, one.low, one.high, log=one.log))
+    return words
+
+
+def _propose_from_file(path: Path) -> Callable[[Any], dict[str, str]]:
+    """A function of the user's own that proposes settings, some of which may depend on others."""
+    if not path.is_file():
+        raise ConfigError(f"space={path}: no such file")
+    function = getattr(references.load_module(f"space={path}", str(path)), "space", None)
+    if not callable(function):
+        raise ConfigError(f"{path} has no function space(trial) -> dict")
+
+    def propose(trial: Any) -> dict[str, str]:
+        given = function(trial)
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path}: space(trial) must return a dictionary of settings")
+        return {key: format_override(value) for key, value in fingerprint.flatten(given).items()}
+
+    return propose
+
+
+def _report_best(study: Any, settings: SearchSettings, folder: Path) -> int:
+    """Say which trials were best, and write their configurations."""
+    complete = import_optuna().trial.TrialState.COMPLETE
+    finished = study.get_trials(states=(complete,))
+    if not finished:
+        say("no trial succeeded", error=True)
+        return 1
+    best = study.best_trials
+    for number, frozen in enumerate(best):
+        name = "best" if len(best) == 1 else f"best_{number + 1}"
+        values = ", ".join(f"{m} {format_number(v)}" for m, v in zip(settings.metric, frozen.values, strict=True))
+        run = folder / f"trial-{frozen.number:05d}"
+        write_best(run, folder / BEST / f"{name}.yaml")
+        say(f"best of {len(finished)}: {run.name} with {values}")
+        say(f"  train it: unisono train --config-dir {folder / BEST} {name}")
+    return 0
+
+
+def write_best(run: Path, path: Path) -> None:
+    """Write the configuration of a run as one that `unisono train --config-dir` takes, for any layout."""
+    config = dict(read_run_facts(run).config)
+    kept = {name: value for name, value in config.items() if name not in ("layout", "launch", "run")}
+    kept["run"] = {"seed": config["run"]["seed"]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, yaml.safe_dump(kept, sort_keys=False))
