@@ -10,6 +10,7 @@ from unisono.cli import arguments
 SWEEP = "train a recipe many times, with every combination of some settings"
 SEARCH = "look for the best settings of a recipe, with Optuna"
 COMPARE = "show what several runs reached and what distinguishes them"
+REPORT = "write a run or a sweep as one HTML file, readable without a network"
 
 
 def add_verbs(verbs: Any) -> None:
@@ -42,6 +43,10 @@ def add_verbs(verbs: Any) -> None:
         metavar="RUN|SWEEP|KEY=VALUE",
         help="folders of runs or sweeps; and metric=…, mode=min|max, fit=COLUMN, out=FOLDER",
     )
+    verb = verbs.add_parser("report", help=REPORT, description=REPORT)
+    verb.set_defaults(run=_report)
+    verb.add_argument("folder", metavar="RUN|SWEEP", help="folder of a run, or of several")
+    verb.add_argument("out", nargs="?", metavar="out=FILE", help="file to write (default: report.html in that folder)")
 
 
 def _sweep(parsed: argparse.Namespace) -> int:
@@ -64,4 +69,23 @@ def _compare(parsed: argparse.Namespace) -> int:
 
     own, paths = split_words(parsed.paths, CompareSettings)
     compare([Path(path) for path in paths], arguments.validate_words(own, CompareSettings))
+    return 0
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from unisono.runtime.console import say
+    from unisono.runtime.errors import ConfigError
+    from unisono.runtime.files import write_whole
+    from unisono_sweeps.report.content import describe
+
+    key, sign, value = (parsed.out or "out=").partition("=")
+    if key != "out" or not sign:
+        raise ConfigError(f"unknown word '{parsed.out}'; write out=FILE")
+    folder = Path(parsed.folder)
+    page = describe(folder).render()
+    path = Path(value) if value else folder / "report.html"
+    write_whole(path, page)
+    say(path)
     return 0

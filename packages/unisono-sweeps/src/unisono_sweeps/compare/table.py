@@ -110,12 +110,12 @@ def aggregate_seeds(table: pa.Table, keys: Sequence[str]) -> pa.Table:
     metrics = metric_names(table, keys)
     rows = []
     for members in groups.values():
-        row: dict[str, Any] = {**{key: members[0][key] for key in settings}, "runs": len(members)}
+        summary: dict[str, Any] = {**{key: members[0][key] for key in settings}, "runs": len(members)}
         for name in metrics:
             values = [float(member[name]) for member in members if member[name] is not None]
-            row[name] = fmean(values) if values else None
-            row[f"{name} ±"] = half_width(values)
-        rows.append(row)
+            summary[name] = fmean(values) if values else None
+            summary[f"{name} ±"] = half_width(values)
+        rows.append(summary)
     names = [*settings, "runs", *(column for name in metrics for column in (name, f"{name} ±"))]
     return pa.table({name: [row[name] for row in rows] for name in names})
 

@@ -96,6 +96,7 @@ def read_run_facts(folder: Path) -> RunFacts:
         state = "finished"
     else:
         state = "ended early" if run_lock.was_released(folder) else "killed"
+        why = [str(event["stopped"]) for event in seen if "stopped" in event][-1:]
     return RunFacts(folder, config, seen, total, state, " ".join(why), code)
 
 

@@ -1,0 +1,247 @@
+"""What a report says: of a run, and of many."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unisono.checkpoint.core import commit
+from unisono.config.resolved_run import RESOLVED_FILE
+from unisono.runtime import safe_paths
+from unisono.runtime.text import format_value
+from unisono.supervise.run_facts import RunFacts, read_run_facts
+from unisono_sweeps import record
+from unisono_sweeps.axes import SEED
+from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs, metric_names
+from unisono_sweeps.report.page import Chart, Curve, Page
+from unisono_sweeps.report.series import collect_series
+from unisono_sweeps.text_table import format_number, format_seconds
+
+_POINTS = 2000  # of a curve of a run
+_POINTS_OF_MANY = 40_000  # of all curves of a chart of a sweep
+_WIDE = 30.0
+_MOST_NAMES = 40  # curves of a run
+_MEDIA_BYTES = 2_000_000  # of all pictures and sounds together
+_MEDIA = {".png": ("image/png", b"\x89PNG"), ".wav": ("audio/wav", b"RIFF")}
+_NO_MEDIA = ("checkpoints", "tensorboard", "wandb", "comparison", "uploading")
+_FIRST = ("loss", "grad_norm", "lr")
+
+
+def describe(folder: Path) -> Page:
+    """The report of a run, or of a folder of runs.
+
+    Raises:
+        UnisonoError: if it is neither.
+    """
+    if (folder / "config.yaml").is_file():
+        return describe_run(read_run_facts(folder))
+    return describe_many(folder, find_runs([folder]))
+
+
+def describe_run(run: RunFacts) -> Page:
+    """The report of a run."""
+    page = Page(run.folder.resolve().name)
+    page.paragraph(_state(run), "state")
+    known = _read(run.folder, "fingerprint.json")
+    resolved = _read(run.folder, RESOLVED_FILE)
+    if command := resolved.get("command"):
+        page.code(shlex.join(map(str, command)))
+    seconds = sum(step["seconds"] for step in run.steps if isinstance(step.get("seconds"), int | float))
+    flops = [step["flops"] for step in run.steps if isinstance(step.get("flops"), int | float)]
+    facts = {
+        "recipe": run.config["recipe"],
+        "time of all steps": format_seconds(seconds),
+        **({"FLOPs of all steps": f"{sum(flops):.3e}"} if flops else {}),
+        "global batch": run.config["train"]["global_batch"],
+        "precision": run.config["train"]["precision"],
+        "layout": _layout(run.config["layout"]),
+        "checkpoints": ", ".join(path.name for path in commit.find_checkpoints(run.folder / "checkpoints")) or "none",
+    }
+    page.facts(facts)
+    if run.evaluations:
+        page.heading("Evaluations")
+        _evaluations(page, run)
+    page.heading("Steps")
+    curves = collect_series(run.steps, _POINTS)
+    names = [*(name for name in _FIRST if name in curves), *(name for name in curves if name not in _FIRST)]
+    charts = [Chart(name, [Curve(name, *curves[name])]) for name in names[:_MOST_NAMES]]
+    page.charts(charts) if charts else page.paragraph("No step is recorded.")
+    if charts and len(run.steps) > _POINTS:
+        page.paragraph(
+            f"Of {len(run.steps)} steps, each chart shows the smallest and largest value of short stretches."
+        )
+    if notes := list(_notes(run)):
+        page.heading("Faults and restarts")
+        page.table(["after step", "what happened"], notes, texts=2)
+    _profile(page, run.folder)
+    if media := list(_media(run.folder)):
+        page.heading("Samples")
+        page.media(media)
+    _certificate(page, run.folder)
+    if data := known.get("data"):
+        page.heading("Data")
+        page.facts({name: format_value(value) for name, value in data.items()} if isinstance(data, dict) else {})
+        if mixture := run.config["data"].get("mixture"):
+            page.facts({"mixture": format_value(mixture)})
+    page.heading("Environment")
+    versions = known.get("versions")
+    page.facts({"host": known.get("host", "unknown"), **(versions if isinstance(versions, dict) else {})})
+    page.heading("Configuration")
+    page.details("config.yaml", yaml.safe_dump(dict(run.config), sort_keys=False))
+    return page
+
+
+def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
+    """The report of a sweep, or of any folder of runs."""
+    page = Page(folder.resolve().name)
+    finished = sum(run.state == "finished" for run in runs)
+    listed = record.read_sweep(folder)
+    missing = sorted(set(listed["runs"]) - {run.folder.name for run in runs})
+    total = len(runs) + len(missing)
+    page.paragraph(f"{finished} of {total} runs finished", "state")
+    if listed["command"]:
+        page.code(shlex.join(listed["command"]))
+    table, keys = compare_runs(runs), different_keys(runs)
+    metrics = metric_names(table, keys)
+    metric = "eval/loss" if "eval/loss" in metrics else "loss"
+    if SEED in keys:
+        page.heading("Means over seeds, with 95 % intervals")
+        means = aggregate_seeds(table, keys).to_pylist()
+        settings = [key for key in keys if key != SEED]
+        means.sort(key=lambda row: float("inf") if row[metric] is None else row[metric])
+        rows = [
+            [_cell(row[key]) for key in settings] + [str(row["runs"])] + [_mean(row, m) for m in metrics]
+            for row in means
+        ]
+        page.table([*settings, "runs", *metrics], rows, texts=len(settings))
+    page.heading("Runs")
+    rows = [[_cell(row[name]) for name in ("run", "state", *keys, *metrics)] for row in table.to_pylist()]
+    page.table(["run", "state", *keys, *metrics], rows, texts=2)
+    if missing:
+        page.paragraph(f"Not started: {', '.join(missing)}")
+    page.heading("Curves")
+    each = max(50, min(_POINTS, _POINTS_OF_MANY // max(1, len(runs))))
+    steps = {run.folder.name: collect_series(run.steps, each) for run in runs}
+    evaluations = {run.folder.name: collect_series(run.evaluations, each) for run in runs}
+    charts = []
+    for title, curves, name in (("loss", steps, "loss"), ("eval/loss", evaluations, "loss")):
+        drawn = [Curve(run, *found[name]) for run, found in curves.items() if name in found]
+        if drawn:
+            charts.append(Chart(title, drawn))
+    for key in keys:
+        if key != SEED and (points := _points(table.to_pylist(), key, metric)):
+            charts.append(Chart(f"{metric} by {key}", [points], key, points=True, logx=_is_wide(points.x)))
+    cost = "flops" if "flops" in metrics else "seconds"
+    if points := _points(table.to_pylist(), cost, metric):
+        charts.append(Chart(f"{metric} by {cost}", [points], cost, points=True, logx=_is_wide(points.x)))
+    page.charts(charts)
+    if problems := [[run.folder.name, run.state, run.why] for run in runs if run.state != "finished"]:
+        page.heading("Runs that are not finished")
+        page.table(["run", "state", "why"], problems, texts=3)
+    return page
+
+
+def _state(run: RunFacts) -> str:
+    total = f" of {run.total}" if run.total else ""
+    loss = "" if run.loss is None else f", loss {run.loss:.4g}"
+    why = f": {run.why}" if run.why else ""
+    return f"{run.state} after step {run.steps_done}{total}{loss}{why}"
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    return f"{layout['world_size']} × {layout['device']}, {layout['strategy']}, engine {layout['engine']}"
+
+
+def _evaluations(page: Page, run: RunFacts) -> None:
+    curves = collect_series(run.evaluations, _POINTS)
+    shown = [name for name in curves if name != "seconds"]
+    if len(run.evaluations) > 1:
+        page.charts([Chart(f"eval/{name}", [Curve(name, *curves[name])]) for name in shown[:_MOST_NAMES]])
+    last = run.evaluations[-1]
+    page.table(
+        ["after step", *shown], [[str(last["step"]), *(format_number(last.get(name)) for name in shown)]], texts=0
+    )
+
+
+def _notes(run: RunFacts) -> Iterator[list[str]]:
+    for event in run.events:
+        told = {name: value for name, value in event.items() if name not in ("step", "seconds")}
+        if "loss" not in told:
+            yield [str(event["step"]), format_value(told)]
+        elif "skipped" in told:
+            yield [str(event["step"]), f"update skipped: {told['skipped']}"]
+    if run.why:
+        yield [str(run.steps_done), run.why]
+
+
+def _profile(page: Page, folder: Path) -> None:
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        table = _read(folder / "profile", "table.json")
+        ranks = table["ranks"]
+        parts = list(ranks[0])
+        rows = [[part, *(f"{float(rank[part]):.2f}" for rank in ranks)] for part in parts]
+        page.heading("Where the time of a step goes")
+        page.table([str(table["unit"]), *(f"rank {number}" for number in range(len(ranks)))], rows)
+
+
+def _certificate(page: Page, folder: Path) -> None:
+    certificate = _read(folder, "certificate.json")
+    if not certificate:
+        return
+    page.heading("Certificate of unisono prove")
+    page.facts({"verdict": certificate.get("verdict", "unknown"), "time": certificate.get("time", "unknown")})
+    cases = certificate.get("cases")
+    if isinstance(cases, list):
+        rows = [[str(case.get("case")), str(case.get("mark"))] for case in cases if isinstance(case, dict)]
+        page.table(["case", "verdict"], rows, texts=2)
+
+
+def _media(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    """The newest pictures and sounds of a run, as long as they are small together."""
+    left = _MEDIA_BYTES
+    found = [path for path in folder.rglob("*") if path.suffix in _MEDIA and path.is_file() and not path.is_symlink()]
+    inside = [path for path in found if path.relative_to(folder).parts[0] not in _NO_MEDIA]
+    for path in sorted(inside, key=lambda path: path.stat().st_mtime, reverse=True):
+        kind, begins = _MEDIA[path.suffix]
+        with suppress(OSError, ValueError):
+            content = safe_paths.read_bytes(folder, str(path.relative_to(folder)), left)
+            if content.startswith(begins):
+                left -= len(content)
+                yield str(path.relative_to(folder)), kind, content
+
+
+def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> Curve | None:
+    """The runs as points; None where x is not a number."""
+    kept = [row for row in rows if isinstance(row[x], int | float) and row[y] is not None]
+    if len(kept) < 2:
+        return None
+    return Curve(y, [row[x] for row in kept], [row[y] for row in kept], [str(row["run"]) for row in kept])
+
+
+def _is_wide(x: Sequence[float]) -> bool:
+    """Whether numbers differ so much that a logarithmic axis shows them better."""
+    return min(x) > 0 and max(x) > _WIDE * min(x)
+
+
+def _mean(row: Mapping[str, Any], name: str) -> str:
+    spread = row[f"{name} ±"]
+    return format_number(row[name]) + (f" ± {spread:.2g}" if spread else "")
+
+
+def _cell(value: Any) -> str:
+    return format_number(value) if isinstance(value, int | float) else "–" if value is None else str(value)
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a run, which may be missing or damaged."""
+    with suppress(OSError, ValueError, json.JSONDecodeError):
+        values = safe_paths.read_json(folder, name)
+        if isinstance(values, dict):
+            return values
+    return {}
