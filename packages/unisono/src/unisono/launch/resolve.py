@@ -352,7 +352,7 @@ def _resume_words(command: tuple[str, ...], config: RunConfig) -> tuple[str, ...
     """Return the words of a command that resumes the run: with its name, and without settings for one start."""
     if not command:
         return ()
-    changes = {"run.stop_after": None}
+    changes: dict[str, str | None] = {"run.stop_after": None}
     if command[1:2] != ("resume",):  # which names the folder
         changes["run.name"] = config.run.name
     if config.run.resume == "never":

@@ -10,7 +10,15 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof import gradient_rules, loss_rules, predictions
-from unisono.proof.comparison import DOCUMENTS, EQUAL_BUFFERS, GRADIENT, NEIGHBOURS, SWITCHED, ComparedQuantity, first_failure
+from unisono.proof.comparison import (
+    DOCUMENTS,
+    EQUAL_BUFFERS,
+    GRADIENT,
+    NEIGHBOURS,
+    SWITCHED,
+    ComparedQuantity,
+    first_failure,
+)
 from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from unisono.config import recipes
 from unisono.config.batch_split import rows_of_sources
@@ -43,7 +44,7 @@ def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
     named = {"micro_batch": rows, **_ONE_PROCESS}
     first = Case(f"torch m{rows} fp64", 1, {**named, "engine": "torch"}, "fp64")
     other = Case(f"jax m{rows} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name, weights_from=first.name)
-    rounding = {"perturbed": EPSILON["fp64"], "perturbed_steps": True, "reference": ""}
+    rounding: dict[str, Any] = {"perturbed": EPSILON["fp64"], "perturbed_steps": True, "reference": ""}
     perturbed = [replace(one, name=f"{one.engine} m{rows} perturbed fp64", **rounding) for one in (first, other)]
     return [first, perturbed[0], other, perturbed[1]]
 

@@ -20,7 +20,7 @@ from unisono.runtime.errors import DeadlineError, Preempted, RunError
 from unisono.runtime.shapes import Integer, misfit
 from unisono.supervise import records, run_lock
 
-State = Literal["running", "finished", "stopped", "failed", "ended early", "killed"]
+State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 _STOPPED_CODES = (Preempted.exit_code, 130)  # 130: Ctrl-C
 
 
@@ -33,8 +33,8 @@ class RunFacts:
         config: its configuration, with defaults; the groups of its task as the file has them.
         events: all lines of `events.jsonl`.
         total: steps of the whole run; None if unknown.
-        state: `running`: a process holds its lock; `finished`: all steps are done; `stopped`: on request; `failed`:
-            with an error; `ended early`: in order, before its last step, without an error; `killed`: without a word.
+        state: `running`: a process holds its lock; `finished`: all steps are done; `stopped`: on request, or in order
+            before its last step; `failed`: with an error; `killed`: without a word; `not started`: no step is recorded.
         why: the error of a failed run, or why it stopped; empty if none is recorded.
         code: exit code that belongs to `why`.
     """
@@ -82,22 +82,26 @@ def read_run_facts(folder: Path) -> RunFacts:
     seen = events.read_events(written) if written.is_file() else []
     total = planned_steps(folder) or config["train"]["steps"]
     steps = events.step_events(seen)
-    finished = total is not None and bool(steps) and int(steps[-1]["step"]) >= total
+    state, code, why = find_state(folder, int(steps[-1]["step"]) if steps else 0, total)
+    if state == "stopped" and code is None:
+        why = next((str(event["stopped"]) for event in reversed(seen) if "stopped" in event), "")
+    return RunFacts(folder, config, seen, total, state, why, code)
+
+
+def find_state(folder: Path, steps_done: int, total: int | None) -> tuple[State, int | None, str]:
+    """Return the state of a run that made so many of its steps, and the exit code and message that belong to it."""
+    if run_lock.find_holder(folder) is not None:
+        return "running", None, ""
     logs = folder / "logs"
     faults = records.read(logs, "*.fault.json", records.Fault)
-    findings = records.read(logs, "monitor-node-*.json", records.Finding)
-    code, why = find_cause(faults, findings)
-    state: State
-    if run_lock.find_holder(folder) is not None:
-        state, code, why = "running", None, []
-    elif code is not None:
-        state = "stopped" if code in _STOPPED_CODES else "failed"
-    elif finished:
-        state = "finished"
-    else:
-        state = "ended early" if run_lock.was_released(folder) else "killed"
-        why = [str(event["stopped"]) for event in seen if "stopped" in event][-1:]
-    return RunFacts(folder, config, seen, total, state, " ".join(why), code)
+    code, why = find_cause(faults, records.read(logs, "monitor-node-*.json", records.Finding))
+    if code is not None:
+        return "stopped" if code in _STOPPED_CODES else "failed", code, " ".join(why)
+    if total is not None and steps_done >= total:
+        return "finished", None, ""
+    if not steps_done:
+        return "not started", None, ""
+    return "stopped" if run_lock.was_released(folder) else "killed", None, ""
 
 
 def planned_steps(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,11 @@ from typing import Any
 
 from unisono.observe import events
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import UnisonoError
-from unisono.runtime.shapes import Integer, misfit
 from unisono.runtime.text import one_line
-from unisono.supervise import records, run_lock
+from unisono.supervise import run_lock
+from unisono.supervise.run_facts import find_state, planned_steps
 
 _TAIL = 256 << 10  # bytes of events that are read
-_NO_FAILURE = (75, 130)  # exit codes of a run that was asked to end
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class RunStatus:
 
     Attributes:
         folder: Of the run.
-        state: `running`, `finished`, `failed (exit code N)`, `stopped`, or `not started`.
+        state: See `RunFacts.state`; a failed one with its exit code.
         step: Updates made.
         total: Updates of the whole run; None if unknown.
         loss: Of the last step; None if there is none, or it was not finite.
@@ -82,13 +80,9 @@ def read_status(folder: Path) -> RunStatus:
     loss = steps[-1]["loss"] if steps else None
     total, holder = planned_steps(folder), run_lock.find_holder(folder)
     place = f"{one_line(holder['host'], 60)} (pid {one_line(holder['pid'], 20)})" if holder else ""
-    if holder:
-        state = "running"
-    elif total is not None and step >= total:
-        state = "finished"
-    else:
-        state = _find_failure(folder) or ("stopped" if steps else "not started")
-    return RunStatus(folder, state, step, total, loss, max(0.0, time.time() - written), place)
+    state, code, _ = find_state(folder, step, total)
+    shown = f"failed (exit code {code})" if state == "failed" else state
+    return RunStatus(folder, shown, step, total, loss, max(0.0, time.time() - written), place)
 
 
 def read_tail(folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -119,22 +113,3 @@ def _walk(folder: Path) -> Iterator[os.stat_result]:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
                     yield entry.stat(follow_symlinks=False)
-
-
-def planned_steps(folder: Path) -> int | None:
-    """Return the number of steps of the whole run; the configuration may state it in epochs. None if unknown."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        steps = safe_paths.read_json(folder, "fingerprint.json")["data"]["steps"]
-        return steps if misfit(steps, Integer) is None else None
-    return None
-
-
-def _find_failure(folder: Path) -> str:
-    faults: list[Mapping[str, Any]] = []
-    with suppress(OSError, UnisonoError):
-        faults = [
-            *records.read(folder / "logs", "*.fault.json", records.Fault),
-            *records.read(folder / "logs", "monitor-node-*.json", records.Finding),
-        ]
-    code = int(min(faults, key=lambda fault: fault["time"])["code"]) if faults else 0
-    return f"failed (exit code {code})" if code and code not in _NO_FAILURE else ""

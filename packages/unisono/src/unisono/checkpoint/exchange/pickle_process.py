@@ -14,7 +14,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from unisono.checkpoint.exchange import sandbox
 from unisono.runtime.resource_limits import lower_limit
@@ -178,7 +178,7 @@ def main() -> None:
     leave_network()
     asked = json.loads(sys.stdin.read())
     missing = limit_resources(asked["source"], asked["limit"])  # before torch, whose import starts threads
-    sys.modules["dill"] = None  # type: ignore[assignment] - torch imports it, which opens devices for writing
+    cast(dict[str, Any], sys.modules)["dill"] = None  # torch would import it, which opens devices for writing
     answer = extract_tensors(asked["source"], asked["key"], asked["limit"], int(sys.argv[1]))
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")
 
