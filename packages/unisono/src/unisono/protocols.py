@@ -93,7 +93,10 @@ class Prepared(Protocol):
 
 @runtime_checkable
 class Predictive(Protocol):
-    """A task that defines what `unisono predict` writes; for other tasks, it writes their outputs unchanged."""
+    """A task that defines what `unisono predict` writes.
+
+    For other tasks it writes their outputs; for a classifier the likeliest class, its probability and the true class.
+    """
 
     def predictions(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Columns by name, each with a value per row: tensors, arrays or lists. May include inputs and targets.

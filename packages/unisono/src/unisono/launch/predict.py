@@ -1,7 +1,8 @@
 """The verb `predict`, which every task has: rows in, and a table with predictions and known values out.
 
-A task defines the columns by `predictions` (the protocol `Predictive`). Without it, they are the tensors that `outputs`
-returns, row by row, and the numbers in the batch, including targets.
+A task defines the columns by `predictions` (the protocol `Predictive`). Without it, a classifier gets `prediction`,
+`probability` and `truth` (`launch.class_columns`); for other tasks the columns are the tensors that `outputs` returns,
+row by row, and the numbers in the batch, including targets.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from unisono.data.order.grouped import plan_evaluation
 from unisono.data.order.mixture import Joined
 from unisono.data.table_files import check_table_suffix, write_table
 from unisono.engines import rules
+from unisono.launch.class_columns import describe_classes
 from unisono.launch.run import Run
 from unisono.optim import schedules
 from unisono.runtime.communicator import ProcessInfo
@@ -31,6 +33,7 @@ from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, Context, Loss, Source, Task, expand_counts, run_setup
 
 RowSelection = Literal["held_out", "training", "all"]
+TableFormat = Literal["csv", "tsv", "jsonl", "parquet"]
 Forward = Callable[[MicroBatch, Context], tuple[dict[str, Any], Loss | None]]
 _MAX_COLUMN_WIDTH = 64  # maximum numbers per row for an output to become a column by default
 
@@ -43,22 +46,28 @@ def predict(
     step: int | None = None,
     micro_batch: int = 32,
     device: str = "auto",
+    format: TableFormat | None = None,
 ) -> Iterator[str]:
     """Predict rows with a run's newest checkpoint: a table with one line per row, including what is known of it.
 
     Args:
         run: The run's folder; settings of `data` may be overridden, e.g. data.path=FILE.
         rows: Which rows of the data: held_out, training or all.
-        out: Table to write: .csv, .tsv, .jsonl or .parquet; by default RUN/predictions.csv.
+        out: Table to write: .csv, .tsv, .jsonl or .parquet; by default predictions.csv in the run's folder.
         ema: Use the exponential moving average of the weights.
         step: Use the checkpoint of this step instead of the newest.
         micro_batch: Rows to compute at a time.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
+        format: Of the table, without out: csv, tsv, jsonl or parquet. The last two also have a classifier's logits.
     """
-    out = out or run.folder / "predictions.csv"
+    if out is not None and format is not None and out.suffix != f".{format}":
+        raise ConfigError(f"out={out} ends in '{out.suffix}', but format={format}; give only one of them")
+    out = out or run.folder / f"predictions.{format or 'csv'}"
     check_table_suffix(out)
     parts = select_sources(run.task, rows)
     columns, values = build_table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
+    if not isinstance(run.task, protocols.Predictive):
+        columns = describe_classes(columns, with_outputs=out.suffix in (".jsonl", ".parquet"))
     yield str(write_table(out, columns))
     for name, value in values.items():
         yield f"{name}: {value:.6f}"
