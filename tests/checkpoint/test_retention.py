@@ -27,6 +27,13 @@ def test_the_best_remains_too(largest: bool, remains: int) -> None:
     assert Retention(1, best="a", largest=largest).find_removable(8, judged) == sorted({2, 4, 6} - {remains})
 
 
+@pytest.mark.parametrize(("largest", "remain"), [(False, {4, 6}), (True, {2, 8})])
+def test_several_of_the_best_remain(largest: bool, remain: set[int]) -> None:
+    judged = {2: {"a": 3.0}, 4: {"a": 1.0}, 6: {"a": 2.0}, 8: {"a": 2.5}, 10: {"a": 2.2}}
+    removed = Retention(1, best="a", largest=largest, best_count=2).find_removable(10, judged)
+    assert set(removed) == {2, 4, 6, 8} - remain
+
+
 def test_of_two_that_are_as_good_one_remains() -> None:
     judged = {2: {"a": 1.0}, 4: {"a": 1.0}, 6: None}
     assert len(Retention(1, best="a").find_removable(6, judged)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.runs import configuration
 from tests.tasks import Transformer
 from unisono.config.schema.optimizers import OptimizerGroup
 from unisono.engines.torch.parallel.wrap import find_blocks
+from unisono.optim.groups import find_patterns
 from unisono.optim.muon import Muon, apply_distributed, lr_adjustment, orthogonalise
 from unisono.optim.optimizers import CombinedOptimizer, apply_schedule, build_optimizer, describe_updates
 from unisono.runtime.communicator import Communicator, ProcessInfo
@@ -211,8 +213,16 @@ def test_settings_of_muon_and_of_its_rest_are_refused_where_they_do_not_belong(
 def test_it_is_told_what_updates_what() -> None:
     of, model = config("muon", lr=0.1, weight_decay=0.5, rest={"kind": "lion", "lr": 0.2}), Transformer(0.0)
     lines = describe_updates(of, build_optimizer(of, model, find_blocks(model)), model)
-    assert lines[0].startswith("muon, lr 0.1, weight decay 0.5: 6,144 parameters in blocks.0.attention.query.weight, ")
-    assert lines[0].endswith(" and 8 more")
+    start = "muon, lr 0.1, weight decay 0.5: 6,144 parameters in "
+    assert (
+        lines[0]
+        == f"{start}{', '.join(f'blocks.*.attention.{n}.weight' for n in ('query', 'key', 'value', 'out'))} and 2 more"
+    )
+    names = [name for name, _ in model.named_parameters()]
+    matrices = [name for name in names if name.startswith("blocks") and model.get_parameter(name).ndim == 2]
+    patterns = find_patterns(matrices, names)
+    matched = {name for name in names for one in patterns if fnmatchcase(name, one)}
+    assert (len(patterns), matched) == (6, {*matrices}), "patterns match these and no other"
     assert {line.split(",")[0] for line in lines[1:]} == {"lion"}
     assert all("lr 0.2, weight decay 0:" in line for line in lines[1:])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import PositiveInt
+from pydantic import PositiveInt, ValidationError
 
 from tests import processes, runs
 from tests.runs import checkpoints, configuration, evaluations
@@ -20,6 +20,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.observe import events
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CallbackError, ConfigError
+from unisono.training.callbacks.build import build_callbacks
 from unisono.training.callbacks.early_stopping import EarlyStopping
 
 
@@ -274,6 +275,27 @@ def test_a_run_is_stopped_early_and_stays_so_until_it_is_given_more_patience(tmp
     again = run(tmp_path, how, stopping(**patient))
     assert (again.step, again.stopped) == (3, first.stopped)
     assert run(tmp_path, how, stopping(**{**patient, "patience": 4})).step == 5
+
+
+def test_a_run_with_patience_stops_without_a_callback_and_its_metric_has_to_be_there(tmp_path: Path) -> None:
+    def settings(**more: Any) -> RunConfig:
+        patience = {"every": 1, "at_end": False, "patience": 2, **more}
+        return config(20, eval=patience, optim={"kind": "sgd", "lr": 1e-12}, checkpoint={"every": 1})
+
+    def start(folder: str, how: RunConfig) -> runs.Result:
+        return run(tmp_path / folder, how, *build_callbacks(how, TransformerTask()))
+
+    ended = start("a", settings(metric="accuracy", mode="max"))
+    assert ended.step == 3
+    assert ended.stopped.startswith("Patience asks to stop: accuracy has not improved for 2 evaluations; the best was")
+    with pytest.raises(ConfigError, match=r"eval\.metric=acuracy: .* did you mean 'accuracy'"):
+        start("b", settings(metric="acuracy"))
+    for wrong, told in (
+        ({"every": None}, "eval.patience needs eval"),
+        ({"patience": None, "mode": "max"}, "no effect"),
+    ):
+        with pytest.raises(ValidationError, match=told):
+            settings(**wrong)
 
 
 class Needy(Callback):

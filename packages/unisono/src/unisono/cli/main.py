@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.cli import arguments, data, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
+from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_value
 from unisono.version import __version__
 
@@ -139,6 +140,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
     for name, run, text in (
         ("train", _train, "train a recipe or a task of your own"),
         ("check", _check, "check a run without starting it"),
+        ("describe", _describe, "print the layers of a model, their shapes and parameters, without building it"),
         ("config", _config, "print every setting and where it comes from"),
     ):
         verb = add(name, run, text)
@@ -202,8 +204,9 @@ def _train(parsed: argparse.Namespace) -> int:
 
     fault_hook.arm(parsed.fault)
     with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
-        from unisono.launch import cluster
-        from unisono.launch.processes import rank_process
+        with preparing(f"starting {_subject(parsed)}", shown=_is_progress_live(parsed.overrides)):
+            from unisono.launch import cluster
+            from unisono.launch.processes import rank_process
 
         place = cluster.process_info()
         if place is not None:  # one of the processes of torchrun or srun: it must leave in gloo's order
@@ -213,9 +216,11 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _start(parsed: argparse.Namespace) -> None:
-    from unisono.config import compose
-    from unisono.launch import train
-    from unisono.task_config import validate_config
+    shown = _is_progress_live(parsed.overrides)
+    with preparing(f"starting {_subject(parsed)}", shown=shown):
+        from unisono.config import compose
+        from unisono.launch import train
+        from unisono.task_config import validate_config
 
     if parsed.verb == "resume":
         from unisono.launch.resume import compose_run
@@ -233,8 +238,19 @@ def _start(parsed: argparse.Namespace) -> None:
         command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
         parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
     with train.start_fork_server(parsed.composed) as server:
-        config, origins = validate_config(parsed.composed), parsed.composed.origins
+        with preparing(f"importing {_subject(parsed)}", shown=shown):
+            config, origins = validate_config(parsed.composed), parsed.composed.origins
         train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
+
+
+def _subject(parsed: argparse.Namespace) -> str:
+    """What a command trains, as the user named it: a recipe, a file, or the folder of a run."""
+    return str(parsed.folder if parsed.verb == "resume" else parsed.recipe)
+
+
+def _is_progress_live(overrides: Sequence[str]) -> bool:
+    """Whether progress may be drawn on a terminal, as far as the command itself says."""
+    return not any(word in ("observe.progress=plain", "observe.progress=false") for word in overrides)
 
 
 def _end_late(why: UnisonoError) -> None:
@@ -263,21 +279,40 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
 
 def _check(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve
+    from unisono.launch.model.check import check_model
     from unisono.task_config import build_task
 
     asked = arguments.load_config(parsed)
     task = build_task(asked)
     run, data = resolve.check_run(asked, task)
     config = run.config
+    model = check_model(task, config)
     facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
     say(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
     for name, value in facts.items():
         say(f"  {name}: {format_value(value)}")
+    if model.parameters is not None:
+        say(f"  parameters: {model.parameters:,}")
+    for line in model.updates:
+        say(f"    {line}")
+    for what in model.unchecked:
+        say(f"  not checked: {what}")
     say(f"  run: {run.directory}")
     if run.resume is not None:
         say(f"  resumes after step {run.resume.step}")
+    return 0
+
+
+def _describe(parsed: argparse.Namespace) -> int:
+    from unisono.launch import layout
+    from unisono.launch.model.summary import describe_model
+    from unisono.task_config import build_task
+
+    config = layout.resolve_layout(arguments.load_config(parsed), None)
+    for line in describe_model(build_task(config), config):
+        say(line)
     return 0
 
 

@@ -34,6 +34,7 @@ from unisono.launch.preflight import DataFacts
 from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
+from unisono.runtime.preparing import preparing
 from unisono.runtime.text import one_line
 from unisono.supervise import disk_space
 from unisono.task import Task
@@ -81,7 +82,8 @@ def resolve_run(request: Request, task: Task) -> Iterator[ResolvedRun]:
     if planned.layout.micro_batch == "auto":
         measured = _measure_micro_batch(planned, task)
         planned = plan_run(config, micro_batch=measured).config
-    data = preflight.preflight(task, planned)
+    with preparing("looking at the data", shown=config.observe.progress is True):
+        data = preflight.preflight(task, planned)
     task.kernels(config.layout.device, config.train.precision)
     if allow is not None:
         allow(planned, data.facts)

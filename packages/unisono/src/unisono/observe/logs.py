@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TextIO
 
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.console import clean
@@ -25,7 +27,7 @@ def start_logging(run: Path, place: ProcessInfo) -> None:
     file.setFormatter(_MaskingFormatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
     _add_handler(logger, file)
     if place.is_first:
-        console = logging.StreamHandler()
+        console = _ConsoleHandler()
         console.setLevel(logging.WARNING)
         console.setFormatter(_MaskingFormatter("%(levelname)s: %(message)s"))
         _add_handler(logger, console)
@@ -40,6 +42,18 @@ def log_fault(run: Path, place: ProcessInfo, text: str) -> None:
     """Write the error that ended this process into its log file, if possible, whether or not logging is started."""
     with suppress(OSError), _log_file(run, place).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {clean(text.rstrip())}\n")
+
+
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is now: while a live display is on the screen, that is a stream that draws around it."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        pass
 
 
 class _MaskingFormatter(logging.Formatter):

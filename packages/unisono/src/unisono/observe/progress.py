@@ -1,17 +1,16 @@
-"""The console output of rank 0: one live line on a terminal, plain lines elsewhere."""
+"""The console output of rank 0: a live display on a terminal (`live`), plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
+from unisono.observe.live import LiveDisplay, fold
 from unisono.runtime.console import clean, discard_output
 from unisono.runtime.text import format_count as format_count
 
@@ -55,54 +54,72 @@ class Progress:
         total: Steps in the run.
         every: Steps between lines if there is no terminal.
         shown: False for no output, as on ranks other than 0.
+        plain: Lines on a terminal, too.
     """
 
-    def __init__(self, total: int, every: int, shown: bool) -> None:
+    def __init__(self, total: int, every: int, shown: bool, plain: bool = False) -> None:
         self._total, self._every, self._shown = total, every, shown
         self._console = RunConsole(highlight=False, emoji=False, soft_wrap=True)
-        self._live: Live | None = None
+        self._live: LiveDisplay | None = None
+        if shown and not plain and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = LiveDisplay(self._console, total)
         self._smooth: float | None = None
 
     def __enter__(self) -> Progress:
-        if self._shown and self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+        if self._live is not None:
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def say(self, line: str) -> None:
-        """Print a permanent line."""
+        """Print a permanent line, on a live terminal folded between words."""
         if self._shown:
-            self._console.print(clean(line), markup=False)
+            text = clean(line)
+            self._console.print(text if self._live is None else fold(text, self._console.width), markup=False)
 
-    def step(self, step: int, loss: float, speed: Speed, unsaved_since: int | None = None) -> None:
-        """Show a finished step; `step` counts from 1.
+    def step(
+        self,
+        step: int,
+        loss: float,
+        speed: Speed,
+        unsaved_since: int | None = None,
+        values: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show a finished step.
 
-        `unsaved_since` is the step of the last checkpoint if saves have failed since then.
+        Args:
+            step: From 1.
+            loss: Of the step.
+            speed: Of the step.
+            unsaved_since: The step of the last checkpoint if saves have failed since then.
+            values: What else a live display shows: terms of the loss, metrics, the learning rate.
         """
         if not self._shown:
             return
         self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
-        mfu = "–" if speed.mfu is None else f"{100 * speed.mfu:.1f} %"
         left = _format_duration((self._total - step) * self._smooth)
-        memory = "" if speed.memory is None else f"  memory {speed.memory / 1e9:.2f} GB"
-        line = (
-            f"step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}  {format_count(speed.rate)} "
-            f"{speed.unit}/s  mfu {mfu}  data wait {100 * speed.wait:.1f} %{memory}  eta {left}"
-        )
-        if unsaved_since is not None:
-            line += f"  unsaved since step {unsaved_since}"
-        if self._live is not None and step < self._total:
-            self._live.update(Text(line))
-        elif self._live is not None:  # the line of the last step is permanent
-            self._live.update(Text(""))
-            self.say(line)
+        rate = f"{format_count(speed.rate)} {speed.unit}/s"
+        facts = [] if speed.mfu is None else [f"mfu {100 * speed.mfu:.1f} %"]
+        facts.append(f"data wait {100 * speed.wait:.1f} %")
+        facts += [] if speed.memory is None else [f"memory {speed.memory / 1e9:.2f} GB"]
+        unsaved = [] if unsaved_since is None else [f"unsaved since step {unsaved_since}"]
+        if self._live is not None:
+            numbers = [f"{name} {value:.4g}" for name, value in (values or {}).items()]
+            self._live.show_step(step, [f"loss {loss:.4f}", *numbers, rate, *facts, *unsaved], f"eta {left}")
         elif step % self._every == 0 or step in (1, self._total):
-            self.say(line)
+            place = f"step {step:>{len(str(self._total))}}/{self._total}"
+            self.say("  ".join([place, f"loss {loss:.4f}", rate, *facts, f"eta {left}", *unsaved]))
+
+    def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
+        """Show a finished evaluation after `step` steps, of so many rows."""
+        if self._live is not None:
+            self._live.show_evaluation(step, values)
+            return
+        numbers = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self.say(f"eval after step {step}: {numbers}  ({rows} held-out row{'s' * (rows != 1)}, {seconds:.1f} s)")
 
 
 class Stopwatch:

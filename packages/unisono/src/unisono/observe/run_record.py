@@ -38,7 +38,8 @@ class RunRecord:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         mine = place.is_first
-        self._progress = Progress(total, config.log_every, shown=mine and config.progress)
+        shown, plain = mine and config.progress is not False, config.progress == "plain"
+        self._progress = Progress(total, config.log_every, shown=shown, plain=plain)
         self._trackers: trackers.Trackers | None = None
         if mine and config.trackers:
             run, facts = ((about or {}).get(name, {}) for name in ("config", "facts"))
@@ -98,13 +99,14 @@ class RunRecord:
         if unsaved_since is not None:
             values["unsaved_since"] = unsaved_since
         self._write(step, values)
-        self._progress.step(step, result.loss, speed, unsaved_since)
+        terms = result.terms if len(result.terms) > 1 else {}
+        shown = {**terms, **result.metrics, **({"lr": scalars["lr"]} if "lr" in scalars else {})}
+        self._progress.step(step, result.loss, speed, unsaved_since, shown)
 
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """Record a finished evaluation after `step` steps."""
         self._write(step, {"eval": True, **values, "rows": rows, "seconds": seconds}, prefix="eval/")
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.say(f"eval after step {step}: {shown}  ({rows} held-out row{'s' * (rows != 1)}, {seconds:.1f} s)")
+        self._progress.evaluation(step, values, rows, seconds)
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
         """Note in `events.jsonl` only what happened to a checkpoint, or how a run resumed, after `step` steps."""

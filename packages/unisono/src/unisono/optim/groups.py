@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
@@ -28,18 +28,22 @@ class ParameterSettings:
     muon: bool
     rule: str | None = None
 
-    def describe(self, config: OptimizerGroup, names: Iterable[str], count: int, optimizer: str = "") -> str:
+    def describe(
+        self, config: OptimizerGroup, names: Collection[str], count: int, everyone: Iterable[str], optimizer: str = ""
+    ) -> str:
         """A line about how the parameters with these names, `count` numbers in all, are updated.
 
         Args:
             config: the group `optim`.
             names: of the parameters.
             count: how many numbers they hold.
+            everyone: the names of all parameters.
             optimizer: the name of one that is not that of the config.
         """
         own = config.rest if isinstance(config, Muon) and not self.muon else config
         rates = f"lr {config.lr * self.lr_scale:g}, weight decay {self.decay:g}"
-        return f"{optimizer or self.rule or own.kind}, {rates}: {count:,} parameters in {join_names(names)}"
+        patterns = join_names(find_patterns(names, everyone))
+        return f"{optimizer or self.rule or own.kind}, {rates}: {count:,} parameters in {patterns}"
 
 
 def check_not_for_own(chosen: Iterable[ParameterSettings], name: str) -> None:
@@ -53,6 +57,27 @@ def check_not_for_own(chosen: Iterable[ParameterSettings], name: str) -> None:
             f"the task's optimizer(), {name}, updates all parameters, so optim=muon and `muon` or `rule` in "
             "optim.groups have nothing to choose; remove them, or optimizer()"
         )
+
+
+def find_patterns(names: Collection[str], everyone: Iterable[str]) -> list[str]:
+    """Short globs, as `optim.groups` takes them, that match these names and no other of `everyone`.
+
+    >>> find_patterns(["blocks.0.up.weight", "blocks.1.up.weight"], ["blocks.0.up.weight", "blocks.1.up.weight", "b"])
+    ['*.weight']
+    """
+    others = set(everyone) - set(names)
+    parts = {name: name.split(".") for name in names}
+    numbers = {name: ["*" if part.isdecimal() else part for part in found] for name, found in parts.items()}
+    ways = (
+        [f"*.{found[-1]}" if len(found) > 1 else found[0] for found in numbers.values()],
+        [f"{found[0]}.*.{found[-1]}" if len(found) > 2 else ".".join(found) for found in numbers.values()],
+        [".".join(found) for found in numbers.values()],
+    )
+    for way in ways:
+        patterns = list(dict.fromkeys(way))
+        if not any(fnmatchcase(other, pattern) for other in others for pattern in patterns):
+            return patterns
+    return list(names)
 
 
 def choose_settings(

@@ -175,13 +175,14 @@ def parameter_groups(
 
 
 def describe_updates(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """How parameters are updated: a line per parameter group, with the names of its parameters."""
+    """How parameters are updated: a line per parameter group, with patterns of the names of its parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     lines = []
     own = "" if type(optimizer).__module__.startswith(("torch.", "unisono.")) else type(optimizer).__name__
     for group in optimizer.param_groups:
         count = sum(parameter.numel() for parameter in group["params"])
-        lines.append(_settings_of(group).describe(config, [names[p] for p in group["params"]], count, own))
+        mine = [names[p] for p in group["params"]]
+        lines.append(_settings_of(group).describe(config, mine, count, names.values(), own))
     return lines
 
 

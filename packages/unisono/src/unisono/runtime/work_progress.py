@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from unisono.runtime.console import clean, say
+from unisono.runtime.preparing import suspended
 from unisono.runtime.text import format_count
 
 ProgressCallback = Callable[[int, int], None]  # numbers of records and units since the last call
@@ -62,6 +63,6 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
 
     console = Console(file=sys.stderr, highlight=False, emoji=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with suspended(), Progress(*columns, console=console, transient=True) as bar:
         job = bar.add_task(what, total=total, rate="")
         yield lambda done, rate: bar.update(job, completed=done, rate=rate)

@@ -27,6 +27,7 @@ from unisono.observe.profile import Profile
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, docs_link
+from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
 from unisono.supervise.shape_tracking import ShapeTracker
 from unisono.supervise.step_sync import Decision, RankRequests, StepSync
@@ -130,8 +131,9 @@ class Training:
         with ExitStack() as opened:
             opened.callback(self._parts.close)
             parts, run, communicator, process = self._parts, self._run, self._communicator, self._process
-            resumption = parts.resume()
-            facts, self.first = parts.setup(resumption)
+            with preparing("building the model", shown=process.is_first and run.config.observe.progress is True):
+                resumption = parts.resume()
+                facts, self.first = parts.setup(resumption)
             self.step = self.first
             if process.is_first:
                 trackers.restore_ids(run.directory, resumption.saved_value("trackers") or {})

@@ -47,7 +47,7 @@ class Telemetry:
         self.record = RunRecord(run.directory, run.config.observe, process, first, parts.plan.steps, about=described)
 
     def introduce(self, resumption: Resumption, first: int) -> None:
-        """Show what will be trained, on which devices, and where it resumes from."""
+        """Show what will be trained, on which devices, and where it resumes from; the rest goes into the log."""
         facts, layout, split = self._facts, self._run.layout, self._run.split
         devices = self._process.world_size * facts.devices
         where = f"{devices} × {facts.device}, {layout.strategy}, {self._run.config.train.precision}"
@@ -59,11 +59,12 @@ class Telemetry:
         size = f"{format_count(facts.parameters + facts.frozen)} parameters"
         size += f" ({format_count(facts.parameters)} of them trained)" if facts.frozen else ""
         say(f"{name}: {size}, {where}, {steps} steps, global batch {batch}")
-        for key, value in {**facts.kernels, **self._data_facts}.items():
-            say(f"  {key}: {format_value(value)}")
-        for line in facts.updates:
-            say(f"  {line}")
-        say(f"  loading: {self._parts.loader.facts()}")
+        more = [f"{key}: {format_value(value)}" for key, value in {**facts.kernels, **self._data_facts}.items()]
+        for line in [*facts.updates, *more, f"loading: {self._parts.loader.facts()}"]:
+            log.info("%s", line)
+        others = len(facts.updates) - 1
+        groups = f"; {others} more group{'s' * (others > 1)} in the log" if others > 0 else ""
+        say(f"  {facts.updates[0] if facts.updates else 'nothing is updated'}{groups}")
         for line in resumption.format_lines():
             say(line)
 

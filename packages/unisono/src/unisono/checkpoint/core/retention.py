@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: the newest, every n-th step, and the best by a metric."""
+"""Which checkpoints to keep: the newest, every n-th step, and the best few by a metric."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ class Retention:
     Attributes:
         newest: number of newest checkpoints.
         every: also those whose step is a multiple of it.
-        best: name of a metric whose best checkpoint is kept as well.
+        best: name of a metric whose best checkpoints are kept as well.
         largest: whether the largest value is the best one.
+        best_count: how many of the best.
     """
 
     newest: int
     every: int | None = None
     best: str | None = None
     largest: bool = False
+    best_count: int = 1
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Retention:
         """The retention for the `checkpoint` group of a configuration."""
         best = settings.keep_best
-        name, largest = (best.metric, best.mode == "max") if best else (None, False)
-        return cls(settings.keep, settings.keep_every, name, largest)
+        chosen = (best.metric, best.mode == "max", best.count) if best else ()
+        return cls(settings.keep, settings.keep_every, *chosen)
 
     def find_removable(self, made: int, metrics: Mapping[int, Mapping[str, float] | None]) -> list[int]:
         """Steps of the checkpoints to remove, now that the one of step `made` is finished; never that one.
@@ -51,8 +53,8 @@ class Retention:
         if self.every is not None:
             remain |= {step for step in before if step % self.every == 0}
         values = [((metrics[step] or {}).get(self.best or ""), step) for step in before]
-        if judged := [(value, step) for value, step in values if value is not None and math.isfinite(value)]:
-            remain.add((max if self.largest else min)(judged)[1])
+        judged = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
+        remain |= {step for _, step in sorted(judged, reverse=self.largest)[: self.best_count]}
         return [step for step in before if step not in remain]
 
 

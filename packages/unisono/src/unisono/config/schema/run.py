@@ -131,15 +131,30 @@ class Eval(Settings):
         "both", description="evaluate the weights, their moving average, or both if there is one (ema.decay)"
     )
     at_end: bool = True
+    patience: PositiveInt | None = Field(
+        None, description="evaluations without an improvement after which the run saves and ends; null: never"
+    )
+    metric: str = Field("loss", min_length=1, description="what eval.patience looks at, as named in events")
+    mode: Literal["min", "max"] = Field("min", description="whether less or more of eval.metric is better")
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> Eval:
+        if self.patience is not None and self.every is None:
+            raise ValueError("eval.patience needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
+        for name in ("metric", "mode"):
+            if self.patience is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"eval.{name} has no effect without eval.patience; set it, e.g. to 3")
+        return self
 
 
 class KeepBest(Settings):
-    """The checkpoint that an evaluation found to be the best."""
+    """The checkpoints that evaluations found to be the best."""
 
     metric: str = Field(
         "loss", min_length=1, description="metric of the evaluation after the same step, as named in events"
     )
     mode: Literal["min", "max"] = Field("min", description="whether the smallest or the largest value is best")
+    count: PositiveInt = Field(1, description="number of best checkpoints to keep")
 
 
 class Upload(Settings):
@@ -177,7 +192,7 @@ class Checkpoint(Settings):
     every: PositiveInt | None = Field(None, description="steps between checkpoints; null: only at the end")
     keep: PositiveInt = Field(2, description="number of newest checkpoints to keep")
     keep_every: PositiveInt | None = Field(None, description="also keep checkpoints of steps divisible by this")
-    keep_best: KeepBest | None = Field(None, description="also keep the best checkpoint by a metric")
+    keep_best: KeepBest | None = Field(None, description="also keep the best checkpoints by a metric")
     at_end: bool = True
     final: Literal["everything", "model"] = Field(
         "everything", description="what the last checkpoint contains; model: weights alone, which cannot be resumed"
@@ -205,7 +220,10 @@ class Observe(Settings):
     """What is shown and written while training."""
 
     log_every: PositiveInt = Field(10, description="steps between progress lines without a terminal")
-    progress: bool = Field(True, description="show progress on the console")
+    progress: bool | Literal["plain"] = Field(
+        True,
+        description="show progress on the console: live on a terminal, else in lines; plain: always in lines",
+    )
     trackers: list[str] = Field(
         [],
         description="where metrics go besides events.jsonl: tensorboard, wandb, trackio, each with the extra of its "

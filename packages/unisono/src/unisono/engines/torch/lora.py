@@ -122,7 +122,7 @@ def _inject_adapters(config: Lora, model: nn.Module, seed: int) -> Any:
     """Replace the targeted layers by PEFT's own; returns the tuner, which can merge them."""
     from peft import LoraConfig, LoraModel
 
-    chosen = _resolve_targets(config, model)
+    chosen = resolve_targets(config, model)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -138,7 +138,7 @@ def _inject_adapters(config: Lora, model: nn.Module, seed: int) -> Any:
     return tuner
 
 
-def _resolve_targets(config: Lora, model: nn.Module) -> list[str]:
+def resolve_targets(config: Lora, model: nn.Module) -> list[str]:
     """Names of the linear layers that get an adapter.
 
     Raises:

@@ -12,12 +12,13 @@ from unisono.config import references
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.task import Task
+from unisono.training.callbacks.early_stopping import Patience
 
 BUILT_IN = {"early_stopping": "unisono.training.callbacks.early_stopping:EarlyStopping"}
 
 
 def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
-    """The callbacks that the configuration names, and then those of the task.
+    """The callbacks that the configuration names, those of the task, and that of `eval.patience`.
 
     Raises:
         ConfigError: naming the entry and its fault.
@@ -26,7 +27,11 @@ def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
     for one in own:
         if not isinstance(one, Callback):
             raise ConfigError(f"{type(task).__name__}.callbacks() returned {one!r}, which is not a unisono.Callback")
-    return [*(_build_callback(number, entry) for number, entry in enumerate(config.callbacks)), *own]
+    return [
+        *(_build_callback(number, entry) for number, entry in enumerate(config.callbacks)),
+        *own,
+        *Patience.from_config(config),
+    ]
 
 
 def find_callback(reference: str) -> type[Callback]:

@@ -1,6 +1,7 @@
 """Early stopping: saves and ends the run once an evaluation metric has stopped improving.
 
-It is written like a user's callback and serves as the example in the docs.
+`EarlyStopping` is written like a user's callback and serves as the example in the docs; `Patience` is what
+`eval.patience` adds to a run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class EarlyStopping(Callback):
         min_delta: NonNegative = Field(0.0, description="a smaller change is no improvement")
 
     config: Config
+    _key = "metric"  # the setting, in errors
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
@@ -50,7 +52,7 @@ class EarlyStopping(Callback):
         metric = self.config.metric
         if metric not in values:
             raise ConfigError(
-                f"metric={metric}: this task's evaluations have no such metric, {nearest(metric, values)}"
+                f"{self._key}={metric}: this task's evaluations have no such metric, {nearest(metric, values)}"
             )
         value = values[metric] if self.config.mode == "min" else -values[metric]
         if math.isfinite(value) and (self.best is None or value < self.best - self.config.min_delta):
@@ -77,3 +79,17 @@ class EarlyStopping(Callback):
         return Stop(
             f"{self.config.metric} has not improved for {times}; the best was {best:.6g} after step {self.best_step}"
         )
+
+
+class Patience(EarlyStopping):
+    """Early stopping as `eval.patience`, `eval.metric` and `eval.mode` ask for it."""
+
+    _key = "eval.metric"
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> list[Patience]:
+        """The callback that the configuration asks for; none without `eval.patience`."""
+        asked = config.eval
+        if asked.patience is None:
+            return []
+        return [cls(cls.Config(metric=asked.metric, mode=asked.mode, patience=asked.patience))]

@@ -81,7 +81,9 @@ class Optimizer:
         """How parameters are updated: a line per group with the same settings."""
         own = "the task's optimizer" if self.own is not None else ""
         return [
-            chosen.describe(self.config, names, sum(prod(structure.shapes[name].shape) for name in names), own)
+            chosen.describe(
+                self.config, names, sum(prod(structure.shapes[name].shape) for name in names), self.chosen, own
+            )
             for chosen, names in _group(self.chosen).items()
         ]
 

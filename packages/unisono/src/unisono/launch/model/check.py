@@ -1,0 +1,180 @@
+"""The model of a run without memory: what `unisono check` refuses of it, and what `unisono describe` prints.
+
+The task builds it on torch's device `meta`, where tensors have shapes and no content; JAX traces shapes anyway. What
+cannot be seen in that way is named, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from unisono import protocols
+from unisono.config.schema.run import RunConfig
+from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.task import Context, Task, run_setup
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What was found of a model.
+
+    Attributes:
+        parameters: How many are trained, in all; None if the model could not be built without memory.
+        updates: How they are updated, a line per group.
+        unchecked: What was not checked, each with the reason.
+    """
+
+    parameters: int | None
+    updates: tuple[str, ...]
+    unchecked: tuple[str, ...]
+
+
+def check_model(task: Task, config: RunConfig) -> ModelCheck:
+    """Build the model without memory, and refuse what a start would refuse of it.
+
+    Raises:
+        ConfigError: For a pattern that matches no parameter, targets of adapters that do not fit, or a forward pass
+            whose shapes do not fit.
+    """
+    return _check_jax(task, config) if config.layout.engine == "jax" else _check_torch(task, config)
+
+
+def build_without_memory(task: Task, config: RunConfig) -> Any:
+    """The torch module of a task on the device `meta`.
+
+    Raises:
+        ConfigError: If the task's `build` returns something else.
+        Exception: Of any kind, if `build` needs the content of tensors.
+    """
+    import torch
+
+    from unisono.engines.torch.train_state import build_model
+
+    run_setup(task)
+    with torch.device("meta"):
+        return build_model(task.build, config.run.seed)
+
+
+def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
+    from unisono.engines.torch import lora
+    from unisono.engines.torch.numerics import precision
+    from unisono.engines.torch.parallel.wrap import find_blocks
+    from unisono.optim import ema, groups, optimizers
+
+    try:
+        model = build_without_memory(task, config)
+    except UnisonoError:
+        raise
+    except Exception as error:
+        reason = f"{type(task).__name__}.build needs the content of tensors: {type(error).__name__}: {error}"
+        return ModelCheck(None, (), (f"the model ({reason})",))
+    precision.to_master(model, "fp32")
+    unchecked = list(_check_forward(task, model, config))
+    if config.adapter is not None:  # the base is frozen, and what is trained is made of these
+        lora.resolve_targets(config.adapter, model)
+        unchecked.append("the groups of optim and ema among the adapters' parameters")
+        return ModelCheck(None, (), tuple(unchecked))
+    found = optimizers.parameter_groups(config.optim, model, find_blocks(model))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    ema.averaged_names(config.ema, list(trained))
+    names = {parameter: name for name, parameter in trained.items()}
+    updates = [
+        groups.ParameterSettings(group["lr_scale"], group["own_decay"], group["muon"], group["rule"]).describe(
+            config.optim,
+            [names[parameter] for parameter in group["params"]],
+            sum(parameter.numel() for parameter in group["params"]),
+            names.values(),
+        )
+        for group in found
+    ]
+    return ModelCheck(sum(one.numel() for one in trained.values()), tuple(updates), tuple(unchecked))
+
+
+def _check_forward(task: Task, model: Any, config: RunConfig) -> Iterator[str]:
+    """Run the forward pass and the loss of the first rows on shapes alone; yields what was not checked.
+
+    Raises:
+        ConfigError: If they fail for another reason than that tensors have no content there.
+    """
+    import torch
+
+    from unisono.engines.nested import map_leaves
+    from unisono.engines.torch.transfer import Transfer
+
+    if protocols.cross_sample_mode(task) is not None or protocols.needs_totals(task):
+        yield "the forward pass (the loss looks at the whole global batch)"
+        return
+    arrays, rows = _first_batch(task, config)
+    if arrays is None:
+        yield f"the forward pass ({rows})"
+        return
+    batch = map_leaves(
+        lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value,
+        Transfer(torch.device("cpu"), "fp32").to_device(arrays),  # shapes are the same in any precision
+    )
+    where = f"{type(task).__name__}, on the first {rows} rows"
+    try:
+        with torch.device("meta"):
+            context = Context(0, True, _Scalars(), protocols.initial_carry(task, batch))
+            loss = task.loss(task.outputs(model, batch, context), batch, context)
+    except Exception as error:
+        if _needs_content(error):
+            yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            return
+        raise ConfigError(f"{where}: the forward pass fails: {type(error).__name__}: {error}") from error
+    from unisono.engines import rules
+
+    rules.check_terms(task, loss, task.counts(arrays), training=True)
+    for name, value in loss.sums.items():
+        if getattr(value, "ndim", 0):
+            raise ConfigError(f"{where}: the term '{name}' has the shape {tuple(value.shape)}; return a scalar sum")
+
+
+class _Scalars(dict[str, float]):
+    """Scheduled scalars whose values do not matter."""
+
+    def __missing__(self, name: str) -> float:
+        return 1.0
+
+
+def _first_batch(task: Task, config: RunConfig) -> tuple[Any, Any]:
+    """The arrays of the first rows and their number; None and the reason if the data cannot be had like that."""
+    from unisono.config.batch_split import resolve_split
+    from unisono.data.loading.loader import Loader
+    from unisono.data.order.planning import build_plan, build_source
+    from unisono.runtime.communicator import ProcessInfo
+
+    world = config.layout.world_size
+    assert isinstance(world, int)
+    source = build_source(task, config, world)
+    plan, process = build_plan(task, source, config), ProcessInfo(world_size=world)
+    loader = Loader.from_config(task, source, plan, resolve_split(config), process, config)
+    try:
+        micro = next(iter(loader.steps(0)))[0]
+    finally:
+        loader.close()
+    return micro.arrays, micro.size
+
+
+def _needs_content(error: Exception) -> bool:
+    """Whether an error says that a tensor without content was asked for it, or met one that has some."""
+    text = str(error).lower()
+    return isinstance(error, NotImplementedError) or "meta" in text or "data-dependent" in text
+
+
+def _check_jax(task: Task, config: RunConfig) -> ModelCheck:
+    from math import prod
+
+    from unisono.engines.jax import model
+    from unisono.engines.jax.numerics import optimizers
+    from unisono.optim import ema
+
+    run_setup(task)
+    structure = model.build_structure(task, config.run.seed)
+    optimizer = optimizers.build_optimizer(config.optim, structure)
+    trained = list(structure.trained)
+    ema.averaged_names(config.ema, trained)
+    size = sum(prod(structure.shapes[name].shape) for name in trained)
+    return ModelCheck(size, tuple(optimizer.describe(structure)), ("the forward pass (it is compiled at the start)",))

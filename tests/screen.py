@@ -1,0 +1,99 @@
+"""A terminal for tests: a program runs on a pseudo-terminal of some width, and what the screen shows is read."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import termios
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TOKENS = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])", re.DOTALL)
+
+
+@dataclass
+class Screen:
+    """What a terminal shows of what was written to it.
+
+    Attributes:
+        width: of the terminal.
+        lines: from the top, however many.
+        wrapped: lines that did not fit.
+    """
+
+    width: int
+    lines: list[str] = field(default_factory=lambda: [""])
+    wrapped: list[str] = field(default_factory=list)
+    _row: int = 0
+    _column: int = 0
+
+    def write(self, text: str) -> None:
+        """Write text and control sequences."""
+        for count, command, back, down, character in _TOKENS.findall(text):
+            if back:
+                self._column = 0
+            elif down:
+                self._row += 1
+                if self._row == len(self.lines):
+                    self.lines.append("")
+            elif command == "A":
+                self._row -= int(count or 1)
+            elif command == "K":
+                self.lines[self._row] = ""
+            elif character:
+                if self._column == self.width:
+                    self.wrapped.append(self.lines[self._row])
+                    self._row, self._column = self._row + 1, 0
+                    if self._row == len(self.lines):
+                        self.lines.append("")
+                line = self.lines[self._row].ljust(self._column)
+                self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+                self._column += 1
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.lines).strip("\n")
+
+
+@dataclass
+class Showing:
+    """What a program showed: each picture with its time in seconds from the start, and the screen at its end."""
+
+    pictures: list[tuple[float, str]]
+    screen: Screen
+    code: int
+
+
+def show(command: Sequence[str], cwd: Path, width: int, timeout: float = 120) -> Showing:
+    """Run a program on a pseudo-terminal to its end."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(cwd)
+        # Not the process's own variables: the readline library may have set a size there.
+        kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        os.execvpe(command[0], list(command), {**kept, "TERM": "xterm", "OMP_NUM_THREADS": "1"})
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    screen, pictures, rest, began = Screen(width), list[tuple[float, str]](), b"", time.monotonic()
+    while time.monotonic() < began + timeout:
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        try:
+            written = os.read(terminal, 65536)
+        except OSError:  # its end
+            written = b""
+        if not written:
+            break
+        rest += written
+        end = max(rest.rfind(b"\n"), rest.rfind(b"\r"), rest.rfind(b"h"), rest.rfind(b"l"))
+        whole, rest = rest[: end + 1], rest[end + 1 :]  # no control sequence and no character is cut
+        screen.write(whole.decode())
+        pictures.append((time.monotonic() - began, screen.text))
+    screen.write(rest.decode())
+    os.close(terminal)
+    return Showing(pictures, screen, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
