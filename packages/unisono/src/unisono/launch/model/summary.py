@@ -24,11 +24,12 @@ def describe_model(task: Task, config: RunConfig) -> Iterator[str]:
     """
     rows, trained, total = (_read_jax if config.layout.engine == "jax" else _read_torch)(task, config)
     rows = merge_alike(rows)
-    widths = [max(len(title), *(len(row[column]) for row in rows)) for column, title in enumerate(("layer", "kind"))]
+    names = max(len("layer"), *(len(row[0]) for row in rows))
+    kinds = max(len("kind"), *(len(row[1]) for row in rows))
     shapes = max(len("shapes"), *(len(row[2]) for row in rows))
-    yield f"{'layer':{widths[0]}}  {'kind':{widths[1]}}  {'shapes':{shapes}}  parameters"
+    yield f"{'layer':{names}}  {'kind':{kinds}}  {'shapes':{shapes}}  parameters"
     for name, kind, shape, count in rows:
-        yield f"{name:{widths[0]}}  {kind:{widths[1]}}  {shape:{shapes}}  {count:>10,}"
+        yield f"{name:{names}}  {kind:{kinds}}  {shape:{shapes}}  {count:>10,}"
     yield f"{total:,} parameters, {trained:,} trained"
 
 
