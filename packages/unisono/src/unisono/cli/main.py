@@ -279,6 +279,7 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
 
 def _check(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve
+    from unisono.launch.data_check import find_data_warnings
     from unisono.launch.model.check import check_model
     from unisono.task_config import build_task
 
@@ -299,6 +300,8 @@ def _check(parsed: argparse.Namespace) -> int:
         say(f"    {line}")
     for what in model.unchecked:
         say(f"  not checked: {what}")
+    for warning in (*model.warnings, *find_data_warnings(task)):
+        say(f"unisono: WARNING: {warning}", error=True)
     say(f"  run: {run.directory}")
     if run.resume is not None:
         say(f"  resumes after step {run.resume.step}")

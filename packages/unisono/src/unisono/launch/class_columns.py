@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_TARGET_NAMES = ("label", "labels", "target", "targets", "class", "y")
+from unisono.launch.data_check import CLASS_NAMES
+
 _IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 
 
@@ -60,7 +61,7 @@ def _find_target(columns: Mapping[str, list[Any]], classes: int) -> str | None:
         if name not in ("source", "row")
         and all(type(value) is int and (0 <= value < classes or value == _IGNORED) for value in values)
     ]
-    named = [name for name in found if name.removeprefix("true_") in _TARGET_NAMES]
+    named = [name for name in found if name.removeprefix("true_") in CLASS_NAMES]
     chosen = named if len(named) == 1 else found
     return chosen[0] if len(chosen) == 1 else None
 

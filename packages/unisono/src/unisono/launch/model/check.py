@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono import protocols
 from unisono.config.schema.run import RunConfig
+from unisono.launch.data_check import describe_empty_counts
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.task import Context, Task, run_setup
 
@@ -24,11 +25,13 @@ class ModelCheck:
         parameters: How many are trained, in all; None if the model could not be built without memory.
         updates: How they are updated, a line per group.
         unchecked: What was not checked, each with the reason.
+        warnings: What a start would not refuse, and hardly anybody wants.
     """
 
     parameters: int | None
     updates: tuple[str, ...]
     unchecked: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def check_model(task: Task, config: RunConfig) -> ModelCheck:
@@ -71,11 +74,12 @@ def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
         reason = f"{type(task).__name__}.build needs the content of tensors: {type(error).__name__}: {error}"
         return ModelCheck(None, (), (f"the model ({reason})",))
     precision.to_master(model, "fp32")
-    unchecked = list(_check_forward(task, model, config))
+    warnings = list[str]()
+    unchecked = list(_check_forward(task, model, config, warnings))
     if config.adapter is not None:  # the base is frozen, and what is trained is made of these
         lora.resolve_targets(config.adapter, model)
         unchecked.append("the groups of optim and ema among the adapters' parameters")
-        return ModelCheck(None, (), tuple(unchecked))
+        return ModelCheck(None, (), tuple(unchecked), tuple(warnings))
     found = optimizers.parameter_groups(config.optim, model, find_blocks(model))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema.averaged_names(config.ema, list(trained))
@@ -89,11 +93,13 @@ def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
         )
         for group in found
     ]
-    return ModelCheck(sum(one.numel() for one in trained.values()), tuple(updates), tuple(unchecked))
+    return ModelCheck(sum(one.numel() for one in trained.values()), tuple(updates), tuple(unchecked), tuple(warnings))
 
 
-def _check_forward(task: Task, model: Any, config: RunConfig) -> Iterator[str]:
+def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str]) -> Iterator[str]:
     """Run the forward pass and the loss of the first rows on shapes alone; yields what was not checked.
+
+    Terms that count nothing are added to the warnings.
 
     Raises:
         ConfigError: If they fail for another reason than that tensors have no content there.
@@ -127,6 +133,7 @@ def _check_forward(task: Task, model: Any, config: RunConfig) -> Iterator[str]:
     from unisono.engines import rules
 
     rules.check_terms(task, loss, task.counts(arrays), training=True)
+    warnings += describe_empty_counts(task, arrays, list(loss.sums))
     for name, value in loss.sums.items():
         if getattr(value, "ndim", 0):
             raise ConfigError(f"{where}: the term '{name}' has the shape {tuple(value.shape)}; return a scalar sum")
