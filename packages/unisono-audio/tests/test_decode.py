@@ -114,6 +114,17 @@ def bad_recordings() -> dict[str, tuple[bytes, str]]:
         "rate 2 GHz": (_wav(rate=2_000_000_000), "has a sample rate of 2000000000 Hz"),
         "NaN": (_with(np.nan), "has samples that are not finite, the first at frame 1234"),
         "Inf": (_with(np.inf), "has samples that are not finite, the first at frame 1234"),
+        "two chained Ogg streams": (vorbis + vorbis, "holds several Ogg streams; take it apart"),
+        "two FLAC streams": (flac + flac, f"holds several FLAC streams, the second from byte {len(flac)} on"),
+        "two MP3 streams": (mp3 + mp3, f"holds several MP3 streams, the second from byte {len(mp3)} on"),
+        "a WAV with two blocks": (
+            _wav() + b"data" + struct.pack("<I", 3200) + bytes(3200),
+            "holds several blocks of samples",
+        ),
+        "a WAV with a later second block": (
+            _wav() + b"LIST" + struct.pack("<I", 3) + b"abc\0" + b"data" + struct.pack("<I", 2) + bytes(2),
+            "holds several blocks of samples",
+        ),
         "MP3 garbage": (mp3[:4] + bytes(range(256)) * 8, ""),
     }
 
@@ -202,3 +213,21 @@ def test_importing_it_imports_neither_torch_nor_jax() -> None:
     code = "import sys, unisono_audio; print([n for n in ('torch', 'jax', 'pydantic', 'pyarrow') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_follows_the_samples_of_a_wav_and_is_none_is_passed_over(backend: Any) -> None:
+    """Chunks of other kinds stand there, and bytes that are no chunk."""
+    for more in (b"LIST" + struct.pack("<I", 3) + b"abc\0", b"data", b"\0\1\2", b"LIST" + struct.pack("<I", 1 << 31)):
+        assert len(audio.decode(_wav() + more, backend=backend).samples) == 1600
+
+
+def test_a_chained_recording_that_ffmpeg_decodes_is_refused_too() -> None:
+    """Opus: FFmpeg decoded the first stream alone, half of the recording, and nothing said so."""
+    pytest.importorskip("av")
+    file = io.BytesIO()
+    soundfile.write(file, clip(48000, 0.5), 48000, format="OGG", subtype="OPUS")
+    opus = file.getvalue()
+    audio.decode(opus)
+    with pytest.raises(DataError, match="holds several Ogg streams; take it apart"):
+        audio.decode(opus + opus)

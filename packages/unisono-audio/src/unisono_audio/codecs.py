@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ Samples = NDArray[np.float32]
 LEAST_RATE, MOST_RATE, MOST_CHANNELS = 1000, 1_000_000, 64
 MOST_FRAMES = 1 << 28
 _CHUNK = 1 << 16
+_SEARCHED = 4 << 20  # bytes of a file that is searched for a second stream for windows of it, too
 
 
 class BadRecording(Exception):  # noqa: N818 - the end of a sentence that begins with a recording's name
@@ -87,6 +89,8 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
     """
     with _open_stream(data) as stream:
         header = stream.header
+        if not duration or len(data) < _SEARCHED:
+            _refuse_joined(data, header.format)
         wanted = None if not duration else int(np.ceil(duration * header.rate))
         start = window.bounds(header.frames, wanted, header.rate)
         if start and header.frames is not None and start >= header.frames:
@@ -161,8 +165,7 @@ def _open(data: memoryview) -> Stream:
     elif head[:4] == b"OggS":
         if head[28:36] == b"OpusHead":
             raise NeedsFFmpeg("Opus")
-        if head[28:35] == b"\1vorbis":
-            _check_pages(data)
+        _check_pages(data)
     elif head[4:8] == b"ftyp":
         raise NeedsFFmpeg("MPEG-4 audio (AAC)")
     elif len(head) > 2 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
@@ -206,12 +209,38 @@ def _wav(data: memoryview) -> Stream | None:
                 size = left // width * width
             if size > left:
                 raise BadRecording(f"is cut off: its header says {size // width} frames, and there are {left // width}")
+            _refuse_second_data(data, at + 8 + size + (size & 1))
             return _Wav(
                 data[at + 8 : at + 8 + size // width * width], Header("wav", rate, channels, size // width), bits, code
             )
         at += 8 + size + (size & 1)
 
 
+def _refuse_second_data(data: memoryview, at: int) -> None:
+    while at + 8 <= len(data):
+        if bytes(data[at : at + 4]) == b"data":
+            raise BadRecording(
+                "holds several blocks of samples, of which other programs read the first alone; write it again with "
+                "all of them in one"
+            )
+        size = struct.unpack_from("<I", data, at + 4)[0]
+        at += 8 + size + (size & 1)
+
+
+def _refuse_joined(data: memoryview, format: str) -> None:
+    """Refuse a file that was put together from several, of which decoders read the first alone."""
+    name, found = {"flac": ("FLAC", _FLAC_BEGIN), "mp3": ("MP3", _MP3_BEGIN)}.get(format, ("", None))
+    places = [place.start() for place in found.finditer(data)] if found else []
+    if len(places) > 1:
+        raise BadRecording(
+            f"holds several {name} streams, the second from byte {places[1]} on; take it apart, or write it again as "
+            "one"
+        )
+
+
+_FLAC_BEGIN = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # and the header of STREAMINFO
+# A frame whose side information is zero, as encoders write one in front with the length of the whole.
+_MP3_BEGIN = re.compile(rb"\xff[\xe0-\xff]..\x00{9}(?:\x00{8}(?:\x00{15})?)?(?:Xing|Info)", re.DOTALL)
 _WAV = {(1, 8): 128.0, (1, 16): 32768.0, (1, 24): 8388608.0, (1, 32): 2147483648.0, (3, 32): 1.0, (3, 64): 1.0}
 
 
@@ -324,7 +353,7 @@ def _check_pages(data: memoryview) -> None:
         size = 27 + segments + sum(data[at + 27 : at + 27 + segments])
         if bytes(data[at : at + 4]) != b"OggS" or at + size > len(data):
             break
-        if bytes(data[at + 14 : at + 18]) != serial:
+        if bytes(data[at + 14 : at + 18]) != serial or (at and data[at + 5] & 2):
             raise BadRecording("holds several Ogg streams; take it apart")
         ended = ended or bool(data[at + 5] & 4)
         at += size
@@ -337,6 +366,8 @@ def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
 
     Uses PyAV, which includes FFmpeg, or else torchcodec.
     """
+    if data[:4] == b"OggS":
+        _check_pages(data)
     for decoder in (_pyav, _torchcodec):
         try:
             return decoder(data)

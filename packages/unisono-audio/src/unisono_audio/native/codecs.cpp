@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 
+#include "ogg.hpp"
 #include "stream.hpp"
 
 namespace unisono {
@@ -73,6 +74,13 @@ struct Wav final : Stream {
                     throw BadRecording("is cut off: its header says " + std::to_string(size / width) +
                                        " frames, and there are " + std::to_string(left / width));
                 header.frames = size / width;
+                for (int64_t next = chunk + 8 + size + (size & 1); next + 8 <= bytes.size;) {
+                    if (starts(bytes, next, "data", 4))
+                        throw BadRecording("holds several blocks of samples, of which other programs read the first "
+                                           "alone; write it again with all of them in one");
+                    const int64_t length = little(bytes.data + next + 4, 4);
+                    next += 8 + length + (length & 1);
+                }
                 return;
             }
             chunk += 8 + size + (size & 1);
@@ -259,6 +267,7 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
     } else if (starts(bytes, 0, "OggS", 4)) {
         if (starts(bytes, 28, "\1vorbis", 7)) return open_vorbis(bytes, room);
         if (starts(bytes, 28, "OpusHead", 8)) throw NeedsFFmpeg("Opus");
+        Packets whole(bytes);  // of another codec, which libsndfile reads: one stream, and not cut off
     } else if (starts(bytes, 4, "ftyp", 4)) {
         throw NeedsFFmpeg("MPEG-4 audio (AAC)");
     } else if (bytes.size > 2 && bytes.data[0] == 0xff && (bytes.data[1] & 0xf6) == 0xf0) {
@@ -277,6 +286,40 @@ std::unique_ptr<Stream> open(const Codecs& codecs, Bytes bytes, Room& room) {
 
 }  // namespace
 
+namespace {
+
+constexpr int64_t kSearched = 4 << 20;  // bytes of a file that is searched for windows of it, too
+
+// Refuse files that were put together from several, of which decoders read the first alone.
+void refuse_joined(Bytes bytes, const std::string& format) {
+    const uint8_t* const end = bytes.data + bytes.size;
+    const auto find = [&](const uint8_t* from, const char* what, int64_t length) {
+        return std::search(from, end, what, what + length);
+    };
+    const auto refuse = [&](const char* name, const uint8_t* at) {
+        throw BadRecording("holds several " + std::string(name) + " streams, the second from byte " +
+                           std::to_string(at - bytes.data) + " on; take it apart, or write it again as one");
+    };
+    if (format == "flac") {
+        for (const uint8_t* at = bytes.data + 4; (at = find(at, "fLaC", 4)) != end; at++)
+            if (end - at >= 8 && (at[4] & 0x7f) == 0 && at[5] == 0 && at[6] == 0 && at[7] == 34) refuse("FLAC", at);
+    } else if (format == "mp3") {
+        const uint8_t* first = nullptr;
+        for (const char* name : {"Xing", "Info"})
+            for (const uint8_t* at = bytes.data; (at = find(at, name, 4)) != end; at++)
+                for (const int64_t side : {9, 17, 32}) {  // bytes of side information, which are zero in such a frame
+                    const uint8_t* const head = at - side - 4;
+                    if (head < bytes.data || head[0] != 0xff || (head[1] & 0xe0) != 0xe0) continue;
+                    if (!std::all_of(head + 4, at, [](uint8_t byte) { return byte == 0; })) continue;
+                    if (first != nullptr) refuse("MP3", std::max(first, head));
+                    first = head;
+                    break;
+                }
+    }
+}
+
+}  // namespace
+
 Header probe(const Codecs& codecs, Bytes bytes) {
     Room room;
     return open(codecs, bytes, room)->header;
@@ -286,6 +329,7 @@ Decoded decode(const Codecs& codecs, Bytes bytes, const Window& window, Room& ro
                int64_t (*left_of)(int rate, void* context), void* context) {
     const auto stream = open(codecs, bytes, room);
     const Header& header = stream->header;
+    if (window.duration <= 0 || bytes.size < kSearched) refuse_joined(bytes, header.format);
     const int64_t left = left_of(header.rate, context);
     int64_t start = 0, wanted = -1;
     if (window.duration > 0) wanted = static_cast<int64_t>(std::ceil(window.duration * header.rate));

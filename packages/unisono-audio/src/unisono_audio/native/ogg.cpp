@@ -55,7 +55,7 @@ Packets::Packets(Bytes bytes) : bytes_(bytes) {
             if (ended) break;
             throw BadRecording("is cut off in its last Ogg page");
         }
-        if (little(page + 14, 4) != serial) throw BadRecording("holds several Ogg streams; take it apart");
+        if (little(page + 14, 4) != serial || (at > 0 && (page[5] & 2) != 0)) throw BadRecording("holds several Ogg streams; take it apart");
         const uint64_t granule = static_cast<uint64_t>(little(page + 10, 4)) << 32 | little(page + 6, 4);
         pages.push_back({at, ends == 0 || granule >= uint64_t{1} << 40 ? -1 : static_cast<int64_t>(granule), ends,
                          (page[5] & 1) != 0});
