@@ -18,6 +18,7 @@ from tests import runs
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task
+from unisono.engines.torch.numerics import precision
 from unisono.protocols import initial_carry
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
@@ -83,17 +84,44 @@ def test_samples_of_one_shape_are_stacked_by_name_with_their_types() -> None:
     assert np.array_equal(batch["y"], [1, 2])
     batch = Least().collate([{"a": np.float32(1), "b": torch.tensor([1], dtype=torch.int32)}])
     assert (batch["a"].dtype, batch["b"].dtype) == (np.float32, np.int32)
-    with pytest.raises(ValueError, match="same shape"):
+    with pytest.raises(DataError, match=r"different shapes in 'x' \(\(2,\) and \(3,\)\); give them one shape"):
         Least().collate([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
 
 
-@pytest.mark.parametrize(("sample", "kind"), [(3, "int"), (np.zeros(2), "ndarray"), ((1, 2), "tuple")])
+@pytest.mark.parametrize(("sample", "kind"), [(3, "int"), (np.zeros(2), "ndarray")])
 def test_samples_that_are_no_dicts_of_the_same_keys_need_a_collate_of_their_own(sample: Any, kind: str) -> None:
     message = rf"Least\.sample returned a {kind}; the default collate stacks dicts of arrays\. Return a dict, or define"
     with pytest.raises(DataError, match=message):
         Least().collate([sample])
     with pytest.raises(DataError, match=r"the keys \['x'\] for one row and \['x', 'y'\] for another"):
         Least().collate([{"x": 1.0}, {"x": 1.0, "y": 2.0}])
+
+
+class Paired(Least):
+    fields = ("x", "y")
+
+
+def test_samples_that_are_tuples_are_named_by_fields() -> None:
+    """Those of torch's TensorDataset, and of most other datasets, were refused."""
+    rows = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2), torch.arange(3))
+    batch = Paired().collate([rows[0], rows[2]])
+    assert batch["x"].tolist() == [[0.0, 1.0], [4.0, 5.0]]
+    assert batch["y"].tolist() == [0, 2]
+    with pytest.raises(DataError, match=r'Least.sample returned a tuple of 2; name its items.*fields = \("x", "y",\)'):
+        Least().collate([rows[0]])
+    with pytest.raises(DataError, match=r"Paired.sample returned a tuple of 3, and Paired.fields has 2 names \(x, y\)"):
+        Paired().collate([(1, 2, 3)])
+
+
+def test_columns_of_strings_and_none_stay_on_the_host() -> None:
+    """They ended in torch's traceback: "can't convert np.ndarray of type numpy.str_"."""
+    batch = Least().collate([{"x": 1.0, "id": "a", "note": None}, {"x": 2.0, "id": "é", "note": "seen"}])
+    assert (batch["id"].tolist(), batch["note"].tolist()) == (["a", "é"], [None, "seen"])
+    moved = {name: precision.to_device(array, torch.device("cpu"), "fp64") for name, array in batch.items()}
+    assert isinstance(moved["id"], np.ndarray)
+    assert moved["x"].dtype == torch.float64
+    with pytest.raises(DataError, match=r"lists of strings or None in 'words'.*turn them into numbers in sample"):
+        Least().collate([{"words": ["a", "b"]}, {"words": ["c", None]}])
 
 
 def test_five_methods_are_enough_and_the_rest_does_nothing_by_default(tmp_path: Path) -> None:

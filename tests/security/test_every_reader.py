@@ -28,6 +28,7 @@ PRIVATE = {
     "doctor.all_reduce_process": "", "doctor.rates": "", "launch.autobatch.probe": "", "launch.autobatch.search": "",
     "engines.jax.profiler": "", "proof.case_process": "", "proof.hangs": "", "proof.recording.trace": "",
     "proof.scripts.rank_facts": "", "proof.scripts.rank_progress": "", "proof.scripts.script_process": "",
+    "unisono_sweeps.planning": "", "unisono_sweeps.trial": "",
     # memory that is shared with the processes that this one has started
     "data.loading.ipc": "",
     # the process that reads a pickle, which can reach nothing but the two files that it was given
@@ -39,6 +40,8 @@ TOLD = {  # single functions
     "data.sources.parquet._open_file": "`File.open`", "checkpoint.core.arrays._read_piece": "its own `read_bytes`",
     "engines.torch.profiler.stop": "its own file",
     "observe.tensorboard.picture": "of the user's callback", "observe.tensorboard.sound": "of the user's callback",
+    "unisono_sweeps.axes._key_lines": "the user's sweep, a Python file that runs",
+    "unisono_sweeps.report.page.render": "files in the package",
     "data.ledger._truncate_torn": "opened for writing, in a folder whose lock is held",
     "unisono_microbiome.study.table._read_hdf5": "the open file that its argument is",
 }  # fmt: skip

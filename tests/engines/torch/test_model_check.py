@@ -235,3 +235,22 @@ def test_parts_of_one_tensor_that_do_not_overlap_are_copied() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(whole[:, :3]), "b": nn.Parameter(whole[:, 3:])})
     make_layoutable(model)
     assert torch.equal(torch.cat([model["a"], model["b"]], 1), whole)
+
+
+class Labelled(LinearTask):
+    """Rows that carry a string and None along, which the loss does not use."""
+
+    def sample(self, record: Any, context: Any) -> Any:
+        sample = dict(super().sample(record, context))
+        return {**sample, "id": f"row {sample['y']}", "note": None}
+
+
+def losses(place: ProcessInfo, group: Communicator, strategies: list[str]) -> list[list[float]]:
+    train = {"steps": 2, "global_batch": 4, "precision": "fp64"}
+    return [trace(place, group, Labelled(), configuration(layout=layout(s), train=train)).losses for s in strategies]
+
+
+def test_rows_with_strings_train_on_every_layout() -> None:
+    (one,) = processes.alone(losses, ["single"])
+    for many in processes.run(losses, 2, ["ddp", "fsdp"])[0]:
+        assert many == pytest.approx(one, rel=1e-12)

@@ -72,11 +72,15 @@ def add_outcome(folder: Path, outcome: Outcome) -> None:
         file.write(json.dumps(outcome) + "\n")
 
 
+def _read_lines(folder: Path) -> list[str]:
+    return safe_paths.read_bytes(folder, OUTCOMES, 1 << 30).decode("utf-8", errors="replace").splitlines()
+
+
 def read_outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     """How each run of a sweep ended the last time; lines that are damaged are left out."""
     path = folder / OUTCOMES
     found = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    for line in _read_lines(folder) if path.is_file() else ():
         try:
             outcome = json.loads(line)
         except (ValueError, RecursionError):

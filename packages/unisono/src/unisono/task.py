@@ -161,6 +161,9 @@ class Task(ABC):
     frozen: Sequence[str] = ()
     """In JAX: patterns of the names of parameters that are not trained, e.g. `("encoder.*",)`."""
 
+    fields: Sequence[str] = ()
+    """Names of the items of a sample that is a tuple, e.g. `("x", "y")` for those of torch's `TensorDataset`."""
+
     draws_in_evaluation = False
     """Whether `sample` deliberately draws random numbers for held-out rows, as a masked language model does. If False,
     drawing for them is an error, because it would augment the rows being evaluated."""
@@ -196,21 +199,60 @@ class Task(ABC):
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Turn samples into a micro-batch: a dict of arrays (NumPy or torch) whose first axis is the row.
 
-        The default stacks dicts of equally shaped arrays. An override that decodes whole batches should raise
+        The default stacks dicts of equally shaped arrays; of tuples, `fields` names the items. An
+        override that decodes whole batches should raise
         `BadSamplesError`, with a reason per sample, for samples it cannot use.
         """
         if not isinstance(samples[0], Mapping):
-            raise DataError(
-                f"{type(self).__name__}.sample returned a {type(samples[0]).__name__}; the default collate stacks "
-                "dicts of arrays. Return a dict, or define collate()."
-            )
+            samples = [self._name_items(sample) for sample in samples]
         for sample in samples:  # otherwise the first sample would decide the batch's keys
             if sample.keys() != samples[0].keys():
                 raise DataError(
                     f"{type(self).__name__}.sample returned the keys {sorted(samples[0])} for one row and "
                     f"{sorted(sample)} for another; return the same keys, or define collate()"
                 )
-        return {name: np.stack([np.asarray(sample[name]) for sample in samples]) for name in samples[0]}
+        return {name: self._stack(name, [sample[name] for sample in samples]) for name in samples[0]}
+
+    def _name_items(self, sample: Any) -> dict[str, Any]:
+        """A sample that is a tuple, as torch's datasets give it, by the names in `fields`."""
+        owner = type(self).__name__
+        if not isinstance(sample, tuple | list):
+            raise DataError(
+                f"{owner}.sample returned a {type(sample).__name__}; the default collate stacks dicts of arrays. "
+                "Return a dict, or define collate()."
+            )
+        if not self.fields:
+            shown = ", ".join(f'"{name}"' for name in ("x", "y", "z", "w")[: len(sample)])
+            raise DataError(
+                f"{owner}.sample returned a tuple of {len(sample)}; name its items in the class, as in "
+                f"fields = ({shown or chr(34) + 'x' + chr(34)},), or return a dict"
+            )
+        if len(sample) != len(self.fields):
+            raise DataError(
+                f"{owner}.sample returned a tuple of {len(sample)}, and {owner}.fields has {len(self.fields)} names "
+                f"({', '.join(self.fields)}); give each item a name"
+            )
+        return dict(zip(self.fields, sample, strict=True))
+
+    def _stack(self, name: str, values: Sequence[Any]) -> Any:
+        """One column of a batch. Strings, None and other objects stay a NumPy array of objects, on the host."""
+        arrays = [np.asarray(value) for value in values]
+        if any(array.dtype.kind in "OUS" for array in arrays):
+            if any(array.ndim for array in arrays):
+                raise DataError(
+                    f"{type(self).__name__}.sample returned lists of strings or None in '{name}', which make no "
+                    "array; turn them into numbers in sample(), or define collate()"
+                )
+            column = np.empty(len(values), dtype=object)
+            column[:] = [value.item() if isinstance(value, np.generic | np.ndarray) else value for value in values]
+            return column
+        if len({array.shape for array in arrays}) > 1:
+            shapes = sorted({array.shape for array in arrays})
+            raise DataError(
+                f"{type(self).__name__}.sample returned arrays of different shapes in '{name}' ({shapes[0]} and "
+                f"{shapes[1]}); give them one shape, or define collate()"
+            )
+        return np.stack(arrays)
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Units of work in a micro-batch. The first is the unit of throughput; `flops` (both passes) enables MFU."""

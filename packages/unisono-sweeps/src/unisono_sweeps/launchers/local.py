@@ -20,6 +20,7 @@ from pydantic import Field, PositiveInt
 from unisono.config.schema import base
 from unisono.engines.torch import devices
 from unisono.launch.processes import fork_server
+from unisono.runtime import safe_paths
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.console import clean
 from unisono.runtime.errors import ConfigError, Preempted
@@ -187,7 +188,7 @@ class _Process:
 
 def last_sentence(console: Path, code: int) -> str:
     """The last error that a run printed; if there is none, its last line, or the signal that ended it."""
-    with suppress(OSError), console.open("rb") as file:
+    with suppress(OSError), safe_paths.open_inside(console.parent, console.name) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
         lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
         said = [number for number, line in enumerate(lines) if line.startswith("unisono: ")]

@@ -149,7 +149,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def to_device(array: Any, device: torch.device, precision: str) -> Any:
     """An array of a batch as a tensor on the device, in float64 under fp64; other values pass as they are."""
-    if hasattr(array, "__array_interface__"):
+    if hasattr(array, "__array_interface__") and array.dtype.kind not in "OUSMm":  # strings and dates have no tensors
         array = torch.as_tensor(array)
     if not isinstance(array, torch.Tensor):
         return array
