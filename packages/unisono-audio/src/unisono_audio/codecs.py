@@ -366,7 +366,7 @@ def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:
 
     Uses PyAV, which includes FFmpeg, or else torchcodec.
     """
-    if data[:4] == b"OggS":
+    if bytes(data[:4]) == b"OggS":
         _check_pages(data)
     for decoder in (_pyav, _torchcodec):
         try:
