@@ -65,7 +65,7 @@ FULL = (
 )  # fmt: skip
 STORE = "checkpoint.upload.url=file://{folder}/store"
 NO_UPLOAD = ("layout.world_size=1", "train.steps=2", STORE)
-FULL_DISK = (
+LOST_DISK = (
     "layout.world_size=1", "train.steps=2", "checkpoint.every=1", "checkpoint.background=false",
     "checkpoint.on_failure=continue", "checkpoint.retry_for=0.1",
 )  # fmt: skip
@@ -75,10 +75,10 @@ import os
 import recording
 
 def fail(*_):
-    raise OSError(errno.ENOSPC, "no space")
+    raise OSError(errno.EIO, "the disk is gone")
 
 
-if os.environ.get("BROKEN") == "full disk":
+if os.environ.get("BROKEN") == "lost disk":
     from unisono.checkpoint.core import commit
 
     commit._write_file = fail
@@ -93,13 +93,13 @@ RUNS = {
         "full": (*FULL, "layout.world_size=1", STORE),
         "adapter": ("adapter=lora", "train.steps=2", "layout.world_size=1", "layout.micro_batch=auto"),
         "no upload": NO_UPLOAD,
-        "full disk": FULL_DISK,
+        "lost disk": LOST_DISK,
         "ddp": ("layout.world_size=2", "train.steps=2", "data.worker_kind=processes"),
         "hsdp": ("layout.world_size=2", "layout.strategy=hsdp", "layout.shards=2", "layout.micro_batch=2", *EPOCHS),
     },
     "jax": {
         "full": (*FULL, "layout.world_size=1", STORE),
-        "full disk": FULL_DISK,
+        "lost disk": LOST_DISK,
         "no upload": NO_UPLOAD,
         "processes": ("layout.world_size=2", "train.steps=2", "layout.devices=1"),
         "epochs": ("layout.devices=2", "layout.strategy=hsdp", "layout.shards=2", *EPOCHS),
@@ -182,7 +182,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "train", "small.py:Small", *words_of(folder, words), f"run.name={run}", cwd=folder, timeout=300,
             PYTHONPATH=path, BROKEN=run, **{recording.VARIABLE: str(reads)},
         )  # fmt: skip
-        assert done.returncode == (7 if run == "full disk" else 0), (run, done.stderr)
+        assert done.returncode == (7 if run == "lost disk" else 0), (run, done.stderr)
     return name, folder, set(reads.read_text(encoding="utf-8").splitlines())
 
 
