@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from tests.config import recording
 from tests.launch import jobs
@@ -132,9 +134,11 @@ def keys(kind: type[Settings], prefix: str = "") -> Iterator[Key]:
 
 def other_value(field: Any) -> Any:
     """A value that the type of a field allows and that is not its default."""
+    kind = TypeAdapter(Annotated[field.annotation, *field.metadata, "a setting"])
     for value in _values(field.annotation, field.metadata):
-        if value != field.get_default():
-            return value
+        with suppress(ValidationError):  # a value out of range would be refused for that
+            if kind.validate_python(value) != field.get_default():
+                return value
     raise AssertionError(field)
 
 
@@ -150,7 +154,7 @@ def _values(kind: Any, metadata: Any = ()) -> Iterator[Any]:
     elif kind is bool:
         yield from (True, False)
     elif kind in (int, float):
-        yield from (kind(2), kind(3))
+        yield from (kind(2), kind(3), kind(0.5))
     elif kind in (str, Path):
         yield "other"
     elif isinstance(kind, type) and issubclass(kind, Settings):
@@ -161,6 +165,7 @@ def _values(kind: Any, metadata: Any = ()) -> Iterator[Any]:
         yield [next(_values(get_args(kind)[0]))]
     elif origin is dict:
         yield {"other": next(_values(get_args(kind)[1]), "other")}
+        yield {"anon": True}  # an option of a store
     elif origin is tuple:
         yield [2, 2]
 
