@@ -1,8 +1,8 @@
 """A classifier of images: augmentation, class weights, label smoothing.
 
 pip install scikit-learn
-unisono train examples/images.py:Images optim.lr=3e-3
-unisono prove examples/images.py:Images
+unisono train examples/images.py optim.lr=3e-3
+unisono prove examples/images.py
 """
 
 from functools import cache

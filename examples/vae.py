@@ -1,8 +1,8 @@
 """A variational auto-encoder: two losses, one of which is turned on slowly.
 
-unisono train examples/vae.py:Shapes optim.lr=3e-3
-unisono train examples/vae.py:Shapes optim.lr=3e-3 'schedules.kl={kind: constant, peak: 1.0, warmup: 0.5}'
-unisono prove examples/vae.py:Shapes
+unisono train examples/vae.py optim.lr=3e-3
+unisono train examples/vae.py optim.lr=3e-3 'schedules.kl={kind: constant, peak: 1.0, warmup: 0.5}'
+unisono prove examples/vae.py
 """
 
 import numpy as np
