@@ -392,6 +392,6 @@ def test_what_a_guard_finds_is_told_as_a_proof_would_and_points_to_one(
     assert caught.value.fault == "Parameters do not train"
     assert str(caught.value).splitlines()[1:] == [
         "  likely: Parameters do not train",
-        "  page: docs/diagnoses.md#parameters-do-not-train",
+        "  more: unisono explain parameters-do-not-train",
         "  to locate it, run `unisono prove 'my task.py:Mine'` with the settings of this run",
     ]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import unisono
+from unisono.cli import main
+from unisono.proof import explain
 from unisono.proof.fault_names import REMEDIES, build_diagnosis
-from unisono.runtime.errors import docs_link
+from unisono.runtime.errors import anchor as anchor_of
 
 SOURCE = Path(unisono.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,27 +72,54 @@ def test_a_section_is_short_and_explains(fault: str) -> None:
     ],
 )
 def test_an_anchor_is_made_as_github_makes_it(heading: str, anchor: str) -> None:
-    assert docs_link(heading) == f"docs/diagnoses.md#{anchor}"
+    assert anchor_of(heading) == anchor
 
 
 def test_no_two_headings_have_one_anchor() -> None:
-    anchors = [docs_link(heading) for heading in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)]
+    anchors = [anchor_of(heading) for heading in re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)]
     assert len(anchors) == len(set(anchors))
 
 
 @pytest.mark.parametrize("file", sorted(DOCS.glob("*.md")), ids=lambda file: file.name)
 def test_links_to_sections_lead_to_one(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    linked = {f"docs/{link}" for link in re.findall(r"\((diagnoses\.md#[^)]+)\)", text)}
+    linked = {*re.findall(r"\(diagnoses\.md#([^)]+)\)", text)}
     if file.name == "diagnoses.md":
-        linked |= {f"docs/diagnoses.md{link}" for link in re.findall(r"\((#[^)]+)\)", text)}
-    assert linked <= {docs_link(fault) for fault in REMEDIES}
+        linked |= {*re.findall(r"\(#([^)]+)\)", text)}
+    assert linked <= {anchor_of(fault) for fault in REMEDIES}
 
 
-def test_a_diagnosis_has_its_remedy_and_its_page() -> None:
+def test_a_diagnosis_has_its_remedy_and_what_explains_it() -> None:
     told = build_diagnosis("A mean of means", "because")
-    assert (told.because, told.remedy, told.page) == (
+    assert (told.because, told.remedy, told.more) == (
         "because",
         REMEDIES[told.fault],
-        "docs/diagnoses.md#a-mean-of-means",
+        "unisono explain a-mean-of-means",
     )
+
+
+def test_the_package_has_the_page_of_the_docs() -> None:
+    """A wheel has no docs; after a change of the page: cp docs/diagnoses.md packages/unisono/src/unisono/proof/."""
+    assert explain.PAGE.read_text(encoding="utf-8") == PAGE
+
+
+@pytest.mark.parametrize("fault", REMEDIES)
+def test_a_fault_is_explained_by_the_command_that_its_message_names(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(build_diagnosis(fault, "").more.split()[1:]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{fault}\n\n")
+    assert not re.search(r"\]\((?!http)", told), "no link that a terminal cannot open"
+
+
+def test_a_name_may_be_cut_short_and_a_wrong_one_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main(["explain", "A", "mean"]) == 0
+    assert capsys.readouterr().out.startswith("A mean of means\n")
+    assert main.main(["explain", "the-gradients-depend"]) == 2
+    assert "these begin so: the-gradients-depend-on-the-call, the-gradients-" in capsys.readouterr().err
+    assert main.main(["explain", "nonsense"]) == 2
+    assert main.main(["explain"]) == 0
+    assert capsys.readouterr().out.split() == [anchor_of(fault) for fault in REMEDIES]

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Difference
 from unisono.proof.fault_names import build_diagnosis
-from unisono.proof.verdict import Verdict, exit_code, format_outcome, format_verdicts
+from unisono.proof.report import format_outcome, format_verdicts
+from unisono.proof.verdict import Verdict, exit_code
 
 GOOD = Verdict("ddp:2 fp64", "single fp64", False, [ComparedQuantity("loss", "PASS", Difference(3e-16, 1, "loss"))])
 BAD = Verdict(
@@ -54,7 +55,8 @@ def test_the_table_has_a_line_for_every_run_and_fits_a_terminal() -> None:
     far = ComparedQuantity("initial parameters", "FAIL", Difference(float("inf"), 0, "weight"))
     other = replace(BAD, case="ddp:2 m4 attention by matmul fp64", compared=[far])
     told = format_verdicts([long, exact, BAD, other, SILENT], [])
-    table = told[1 : told.index("", 1)]
+    head = next(number for number, line in enumerate(told) if "largest difference" in line)
+    table = told[head : told.index("", head)]
     assert [" ".join(line.split()) for line in table[2:]] == [
         "single m4 resumed from hsdp:2x2 bf16 PASS 3e-16 loss",
         "exact PASS equal",
@@ -113,10 +115,11 @@ def test_the_first_fault_is_told_with_tensor_step_values_meaning_and_remedy() ->
     assert line == (
         "fsdp:2 fp64: FAIL raw gradients: step 2, layer.weight: norm 2.0 instead of 1.0 (relative difference 5.0e-01)"
     )
-    assert told[told.index(line) + 1 :] == [
+    assert told[:2] == ["FAIL: 1 of 2 cases", line], "the verdict comes first, and then what differs first"
+    assert told[2:5] == [
         "  likely: All gradients are scaled by N (every tensor is 2 times what it should be)",
         "  remedy: sum over ranks and divide once: DDP and FSDP themselves divide by their number",
-        "  page: docs/diagnoses.md#all-gradients-are-scaled-by-n",
+        "  more: unisono explain all-gradients-are-scaled-by-n",
     ]
     assert not any("FAIL parameters" in text for text in told), "only the first, the others follow from it"
 
@@ -135,3 +138,36 @@ def test_why_nothing_is_said_is_told() -> None:
 
 def test_a_run_that_ended_with_an_error_is_told() -> None:
     assert any("GuardError: replicas differ" in text for text in format_verdicts([FAULTY], []))
+
+
+def test_cases_that_fail_alike_stand_in_one_line_and_no_error_is_repeated() -> None:
+    again = [replace(BAD, case=f"fsdp:{n} fp64") for n in range(4, 10)]
+    told = format_verdicts([BAD, *again], [])
+    assert told[0] == "FAIL: 7 of 7 cases"
+    assert sum("All gradients are scaled by N" in line for line in told) == 1
+    assert told[5] == (
+        "  also: fsdp:4 fp64 (raw gradients, step 2); fsdp:5 fp64 (raw gradients, step 2); "
+        "fsdp:6 fp64 (raw gradients, step 2); fsdp:7 fp64 (raw gradients, step 2) and 2 more"
+    )
+    errors = [replace(FAULTY, case=f"ddp:{n}", fault=f"rank {n}: it ended\n  logs: /tmp/{n}/logs/x") for n in (1, 2)]
+    told = format_verdicts(errors, [])
+    assert sum("it ended" in line for line in told) == 1
+    assert "  also: ddp:2" in told
+
+
+def test_of_cases_that_fail_alike_the_one_that_differs_first_is_shown() -> None:
+    early = replace(BAD, case="early", compared=[replace(BAD.compared[1], worst=Difference(0.5, 1, "w", 2.0, 1.0))])
+    assert format_verdicts([BAD, early], [])[1].startswith("early: FAIL raw gradients: step 1")
+
+
+def test_the_name_of_a_case_is_explained() -> None:
+    one = Verdict("single m4 fp64", "", False)
+    line = "single m4 fp64: one process, which the others have to equal; 4 rows in a micro-batch; double precision"
+    assert line in format_verdicts([GOOD], [one])
+
+
+def test_a_proof_that_is_left_open_says_why_in_its_first_line() -> None:
+    open_ = replace(GOOD, compared=[*GOOD.compared, ComparedQuantity(NEIGHBOURS, "ABSTAIN", why="batch statistics")])
+    assert format_verdicts([open_], [])[0] == "ABSTAIN: batch statistics"
+    assert format_verdicts([GOOD], [], mark="ABSTAIN")[0] == "ABSTAIN: nothing could be compared"
+    assert format_verdicts([GOOD, SILENT], [])[0] == "PASS, except ddp:2 m1 against single m1"

@@ -94,7 +94,7 @@ def table(found: dict[str, Verdict]) -> str:
         caught = "an error before the first step" if verdict.fault else first.quantity if first else _why(verdict)
         at = "start" if verdict.fault or not first or first.quantity == "initial parameters" else _at(first)
         told = verdict.diagnosis
-        called = f"[{told.fault}]({told.page.removeprefix('docs/')})" if told else "–"
+        called = f"[{told.fault}](diagnoses.md#{told.more.rpartition(' ')[2]})" if told else "–"
         lines.append(f"| {name} | {mark_of(verdict)} | {caught} | {at} | {called} |")
     return "\n".join(lines) + "\n"
 

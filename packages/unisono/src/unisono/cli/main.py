@@ -179,6 +179,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
     verb.add_argument("--from", type=int, dest="first", metavar="STEP", help="a checkpoint (default: second newest)")
     verb.add_argument("--to", type=int, dest="last", metavar="STEP", help="a later checkpoint (default: the next one)")
     arguments.add_task_options(verb)
+    verb = add("explain", _explain, "explain a fault that a proof or a run has named: what it is, and what to do")
+    verb.add_argument("name", nargs="*", metavar="NAME", help="as the message says it; without one, all names")
     arguments.add_run(add("diagnose", _diagnose, "explain how a run ended, what is saved and what to do"))
     text = "evaluate a run's newest checkpoint, or a local Hugging Face model, on held-out rows"
     verb = add("evaluate", _evaluate, text)
@@ -359,7 +361,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
 def _prove(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve, run_directory
-    from unisono.proof import certificate, prove, user_errors, verdict
+    from unisono.proof import certificate, prove, report, user_errors, verdict
     from unisono.proof.cases import ProofSettings
     from unisono.runtime import safe_paths
 
@@ -371,8 +373,8 @@ def _prove(parsed: argparse.Namespace) -> int:
         resolve.refuse_other_run(config)
         verdicts, alone, about = prove.prove(config, proof)
     judged = [*alone, *verdicts]
-    code, outcome = verdict.exit_code(judged), verdict.format_outcome(judged)
-    shown = "\n".join(verdict.format_verdicts(verdicts, alone, full=parsed.full))
+    code, outcome = verdict.exit_code(judged), report.format_outcome(judged)
+    shown = "\n".join(report.format_verdicts(verdicts, alone, full=parsed.full))
     if proof.engines:
         say(certificate.text(verdicts, alone, about) if parsed.json else shown)
         say(f"{outcome}; no certificate, since no layout was proved", error=True)
@@ -396,6 +398,13 @@ def _doctor(parsed: argparse.Namespace) -> int:
     found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
     say(json.dumps(found.to_json(), indent=1) if parsed.json else "\n".join(found.lines()))
     return found.exit_code
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from unisono.proof.explain import explain_fault, list_faults
+
+    say(explain_fault(" ".join(parsed.name)) if parsed.name else "\n".join(list_faults()))
+    return 0
 
 
 def _diagnose(parsed: argparse.Namespace) -> int:

@@ -120,7 +120,8 @@ def needs_whole_batches(folder: Path, first: Case, config: RunConfig) -> bool:
     """Whether the first case has shown that a forward pass reads buffers that it changes.
 
     Then every layout has to make as many passes as one process does: one micro-batch each. Not between engines, where
-    rows of a global batch may not be in one micro-batch, nor in JAX, whose probes change no buffers.
+    both are one process, nor where rows of a global batch may not be in one micro-batch, nor in JAX, whose probes
+    change no buffers.
     """
     if first.whole or first.engine or rows_of_sources(config, config.train.global_batch):
         return False

@@ -44,9 +44,11 @@ def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
     named = {"micro_batch": rows, **_ONE_PROCESS}
     first = Case(f"torch m{rows} fp64", 1, {**named, "engine": "torch"}, "fp64")
     other = Case(f"jax m{rows} fp64", 1, {**named, "engine": "jax"}, "fp64", first.name, weights_from=first.name)
-    rounding: dict[str, Any] = {"perturbed": EPSILON["fp64"], "perturbed_steps": True, "reference": ""}
-    perturbed = [replace(one, name=f"{one.engine} m{rows} perturbed fp64", **rounding) for one in (first, other)]
-    return [first, perturbed[0], other, perturbed[1]]
+    result = []
+    for one in (first, other):
+        name = f"{one.engine} m{rows} perturbed fp64"
+        result += [one, replace(one, name=name, reference="", perturbed=EPSILON["fp64"], perturbed_steps=True)]
+    return result
 
 
 def names_of(recipe: str) -> Names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.runtime.errors import docs_link
+from unisono.runtime.errors import explain_command
 
 REMEDIES = {
     # data
@@ -116,13 +116,13 @@ class Diagnosis:
         fault: its name, one of `REMEDIES`.
         because: the pattern that says so, with its numbers.
         remedy: what to do.
-        page: where the docs explain it.
+        more: the command that explains it.
     """
 
     fault: str
     because: str
     remedy: str
-    page: str
+    more: str
 
     @property
     def is_neutral(self) -> bool:
@@ -132,4 +132,4 @@ class Diagnosis:
 
 def build_diagnosis(fault: str, because: str) -> Diagnosis:
     """The diagnosis of that name."""
-    return Diagnosis(fault, because, REMEDIES[fault], docs_link(fault))
+    return Diagnosis(fault, because, REMEDIES[fault], explain_command(fault))

@@ -23,7 +23,7 @@ from unisono.launch.preflight import preflight
 from unisono.launch.processes import local_processes, preloading
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.task_objects import reference_to, with_engine
-from unisono.proof import case_process, certificate, engines, judgement, verdict
+from unisono.proof import case_process, certificate, engines, judgement, report, verdict
 from unisono.proof.cases import MAX_PARAMETERS, Case, ProofSettings, build_cases
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import is_recorded, read_trace, remove_recorded, trace_folder
@@ -235,7 +235,7 @@ class ProofResult:
 
     def __str__(self) -> str:
         judged = [*self.references, *self.verdicts]
-        return "\n".join([*verdict.format_verdicts(self.verdicts, self.references), verdict.format_outcome(judged)])
+        return "\n".join([*report.format_verdicts(self.verdicts, self.references), report.format_outcome(judged)])
 
 
 def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> ProofResult:

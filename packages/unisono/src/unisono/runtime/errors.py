@@ -187,13 +187,22 @@ def error_class(name: str) -> type[UnisonoError]:
     return found if isinstance(found, type) and issubclass(found, UnisonoError) else RunError
 
 
-def docs_link(fault: str) -> str:
-    """Return where the docs explain a fault, with the anchor that GitHub derives from the heading.
+def explain_command(fault: str) -> str:
+    """Return the command that explains a fault; its name is the anchor that GitHub derives from the heading.
 
-    >>> docs_link("A metric of one rank, or a mean of means")
-    'docs/diagnoses.md#a-metric-of-one-rank-or-a-mean-of-means'
+    >>> explain_command("A metric of one rank, or a mean of means")
+    'unisono explain a-metric-of-one-rank-or-a-mean-of-means'
     """
-    return "docs/diagnoses.md#" + re.sub(r"[^\w\- ]", "", fault.lower()).replace(" ", "-")
+    return f"unisono explain {anchor(fault)}"
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor of a heading in the docs.
+
+    >>> anchor("Half-precision all_reduce (bf16)")
+    'half-precision-all_reduce-bf16'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

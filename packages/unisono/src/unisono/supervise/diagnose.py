@@ -12,7 +12,7 @@ from unisono.config import safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE, resume_command
 from unisono.observe import events
 from unisono.runtime import safe_paths
-from unisono.runtime.errors import CheckpointError, RunError, docs_link
+from unisono.runtime.errors import CheckpointError, RunError, explain_command
 from unisono.runtime.text import one_line
 from unisono.supervise import records, run_facts
 
@@ -75,7 +75,7 @@ def diagnose_run(folder: Path) -> list[str]:
         ]
     if code is not None:
         fault = next((fault["fault"] for fault in faults if fault.get("fault")), "")
-        more = f" See {docs_link(fault)}." if fault else ""
+        more = f" See `{explain_command(fault)}`." if fault else ""
         lines += ["", "What to do", f"  {REMEDIES.get(code, 'Resume.')}{more}"]
     if (total is None or steps_run < total) and (command := _resume_command(folder)):
         lines += ["", "Resume with", f"  {command}"]

@@ -26,7 +26,7 @@ from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, docs_link
+from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
 from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
 from unisono.supervise.shape_tracking import ShapeTracker
@@ -300,10 +300,10 @@ class Training:
 
 @contextmanager
 def _suggest_proof(recipe: str) -> Iterator[None]:
-    """Add to a guard's error the likely fault, its page in the docs, and the proof that would locate it."""
+    """Add to a guard's error the likely fault, the command that explains it, and the proof that would locate it."""
     try:
         yield
     except GuardError as error:
         more = f"to locate it, run `unisono prove {shlex.quote(recipe)}` with the settings of this run"
-        error.args = (f"{error}\n  likely: {error.fault}\n  page: {docs_link(error.fault)}\n  {more}",)
+        error.args = (f"{error}\n  likely: {error.fault}\n  more: {explain_command(error.fault)}\n  {more}",)
         raise

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, judgement, predictions, verdict
+from unisono.proof import comparison, judgement, predictions, report, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference, Mark
 from unisono.proof.fault_names import build_diagnosis
@@ -73,7 +73,7 @@ class Report:
     @property
     def lines(self) -> list[str]:
         """The table, what explains it, and the verdict."""
-        return [*verdict.format_verdicts(self.verdicts, self.alone), *self.unseen, self.mark]
+        return [*report.format_verdicts(self.verdicts, self.alone, mark=self.mark), *self.unseen, self.mark]
 
 
 @dataclass

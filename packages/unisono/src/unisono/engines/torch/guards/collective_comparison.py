@@ -26,13 +26,13 @@ from unisono.engines.torch.parallel import fsdp_communication
 from unisono.engines.torch.parallel.process_group import TorchCommunicator, translate_peer_errors
 from unisono.runtime import collective_log
 from unisono.runtime.communicator import ProcessInfo
-from unisono.runtime.errors import DeadlineError, DesyncError, docs_link
+from unisono.runtime.errors import DeadlineError, DesyncError, explain_command
 
 _POLL_SECONDS = 1.0  # seconds of waiting for the others before their call logs are read
 _REMEDY = (
     "Every rank must call the same collectives in the same order, from the same lines: move them out of branches "
     "that not every rank takes (`if rank == 0`), and wrap a call that several places need in one function; "
-    f"{docs_link(DesyncError.fault)}"
+    f"see `{explain_command(DesyncError.fault)}`"
 )
 
 
