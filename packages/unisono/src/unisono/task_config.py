@@ -76,9 +76,13 @@ def validate_config(composed: ComposedConfig) -> RunConfig:
     """A typed configuration from composed values; see `load_config`."""
     reference = references.complete_reference(validate.task_reference(composed), Task)  # type: ignore[type-abstract]
     composed = replace(composed, values={**composed.values, "recipe": reference})
-    kind = find_task(reference, composed_engine(composed.values))
-    groups = {group: getattr(kind, attribute) for group, attribute in validate.TASK_GROUPS.items()}
-    return validate.validate(composed, groups)
+    return validate.validate(composed, find_groups(composed))
+
+
+def find_groups(composed: ComposedConfig) -> dict[str, Any]:
+    """The types of the groups that belong to a composed configuration's task."""
+    kind = find_task(validate.task_reference(composed), composed_engine(composed.values))
+    return {group: getattr(kind, attribute) for group, attribute in validate.TASK_GROUPS.items()}
 
 
 def build_task(config: RunConfig) -> Task:

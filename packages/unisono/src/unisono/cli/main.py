@@ -146,6 +146,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
         verb = add(name, run, text)
         arguments.add_recipe(verb, "a recipe (language), path/to/file.py[:Class], or a config of --config-dir")
         arguments.add_overrides(verb, "group=choice or key=value")
+        if name == "config":
+            verb.add_argument("--schema", action="store_true", help="print a JSON schema, for editors of YAML files")
         if name == "train":
             proved = (
                 "start only if a certificate of `unisono prove` under run.dir matches the code, configuration, data, "
@@ -341,6 +343,13 @@ def _config(parsed: argparse.Namespace) -> int:
     from unisono.config import fingerprint
     from unisono.config.validate import MissingKeysError
 
+    if parsed.schema:
+        from unisono.config import compose, json_schema
+        from unisono.task_config import find_groups
+
+        parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+        say(json.dumps(json_schema.build_schema(find_groups(parsed.composed)), indent=1))
+        return 0
     incomplete: MissingKeysError | None = None
     try:
         values: Mapping[str, Any] = fingerprint.to_json(arguments.load_config(parsed))
