@@ -144,7 +144,7 @@ def test_a_run_that_trains_is_listed_with_its_host_and_process_and_one_that_fail
     fault = {"rank": 0, "kind": "NonFiniteError", "text": "no", "code": 3, "fault": "", "time": 1.0}
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "rank-00000.fault.json").write_text(json.dumps(fault))
-    assert run_status.read_status(run).state == "failed (exit code 3)"
+    assert run_status.read_status(run).outcome == "failed (exit code 3)"
 
 
 def test_only_the_end_of_the_events_is_read_and_nothing_in_a_run_is_followed(tmp_path: Path):

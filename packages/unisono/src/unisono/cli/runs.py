@@ -67,7 +67,7 @@ def format_table(statuses: Sequence[RunStatus]) -> list[str]:
         loss = "–" if status.loss is None else f"{status.loss:.4f}"
         size = _format_size(measure_size(status.folder))
         rows.append(
-            (str(status.folder), status.state, status.progress, loss, _format_age(status.age), size, status.place)
+            (str(status.folder), status.outcome, status.progress, loss, _format_age(status.age), size, status.place)
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligned = "<<>>>><"
@@ -106,7 +106,7 @@ def follow_run(folder: Path) -> Iterator[str]:
             yield f"{status.folder}: eval after step {event['step']}: {_format_numbers(event)}"
         shown_evaluation = max([shown_evaluation, 0, *(event["step"] for event in evaluations)])
         if not status.is_running:
-            how = f"{status.folder}: {status.state} after step {status.progress}"
+            how = f"{status.folder}: {status.outcome} after step {status.progress}"
             yield how if status.state == "finished" else f"{how}; unisono diagnose {status.folder} says why"
             return
         time.sleep(_POLL)

@@ -18,8 +18,7 @@ from typing import Any
 from unisono.observe import events
 from unisono.runtime import safe_paths
 from unisono.runtime.text import one_line
-from unisono.supervise import run_lock
-from unisono.supervise.run_facts import find_state, planned_steps
+from unisono.supervise import run_facts, run_lock
 
 _TAIL = 256 << 10  # bytes of events that are read
 
@@ -30,7 +29,8 @@ class RunStatus:
 
     Attributes:
         folder: Of the run.
-        state: See `RunFacts.state`; a failed one with its exit code.
+        state: As in `run_facts.RunFacts`.
+        code: Exit code of a run that failed or was stopped; None if none is recorded.
         step: Updates made.
         total: Updates of the whole run; None if unknown.
         loss: Of the last step; None if there is none, or it was not finite.
@@ -39,7 +39,8 @@ class RunStatus:
     """
 
     folder: Path
-    state: str
+    state: run_facts.State
+    code: int | None
     step: int
     total: int | None
     loss: float | None
@@ -49,7 +50,12 @@ class RunStatus:
     @property
     def is_running(self) -> bool:
         """Whether a process trains it, as far as can be seen from here."""
-        return bool(self.place)
+        return self.state == "running"
+
+    @property
+    def outcome(self) -> str:
+        """The state, with the exit code of a failure."""
+        return f"{self.state} (exit code {self.code})" if self.state == "failed" else self.state
 
     @property
     def progress(self) -> str:
@@ -74,15 +80,18 @@ def find_runs(folder: Path) -> list[Path]:
 
 def read_status(folder: Path) -> RunStatus:
     """Return the status of a run."""
+    holder = run_lock.find_holder(folder)  # before the events, which are complete if there is none
     seen, written = read_tail(folder)
     steps = events.step_events(seen)
     step = int(steps[-1]["step"]) if steps else 0
     loss = steps[-1]["loss"] if steps else None
-    total, holder = planned_steps(folder), run_lock.find_holder(folder)
+    total = run_facts.planned_steps(folder)
     place = f"{one_line(holder['host'], 60)} (pid {one_line(holder['pid'], 20)})" if holder else ""
-    state, code, _ = find_state(folder, step, total)
-    shown = f"failed (exit code {code})" if state == "failed" else state
-    return RunStatus(folder, shown, step, total, loss, max(0.0, time.time() - written), place)
+    state: run_facts.State = "running"
+    code: int | None = None
+    if holder is None:
+        state, code, _ = run_facts.find_state(folder, step, total)
+    return RunStatus(folder, state, code, step, total, loss, max(0.0, time.time() - written), place)
 
 
 def read_tail(folder: Path) -> tuple[list[dict[str, Any]], float]:
