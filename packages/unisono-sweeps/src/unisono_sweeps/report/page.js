@@ -2,7 +2,7 @@
 "use strict";
 const NS = "http://www.w3.org/2000/svg";
 const COLOURS = ["#3b7dd8", "#d9662b", "#2f9e63", "#b04fc4", "#c9a227", "#d1495b", "#3aa6b9", "#7d7d7d"];
-const W = 560, H = 300, LEFT = 78, RIGHT = 12, TOP = 10, BOTTOM = 46;
+const W = 560, H = 300, LEFT = 78, RIGHT = 24, TOP = 10, BOTTOM = 46;
 
 function make(parent, name, attributes, text) {
   const node = document.createElementNS(NS, name);
