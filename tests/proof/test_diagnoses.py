@@ -99,7 +99,7 @@ def test_a_diagnosis_has_its_remedy_and_what_explains_it() -> None:
 
 
 def test_the_package_has_the_page_of_the_docs() -> None:
-    """A wheel has no docs; after a change of the page: cp docs/diagnoses.md packages/unisono/src/unisono/proof/."""
+    """A wheel has no docs. After a change of the page, copy it: docs/diagnoses.md to diagnoses.txt of the package."""
     assert explain.PAGE.read_text(encoding="utf-8") == PAGE
 
 

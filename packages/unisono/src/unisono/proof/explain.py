@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unisono.runtime.errors import ConfigError, anchor, nearest
 
-PAGE = Path(__file__).with_name("diagnoses.md")  # the same as in the docs
+PAGE = Path(__file__).with_name("diagnoses.txt")  # the same text as in the docs
 _LINK = re.compile(r"\[([^]]+)\]\((?!https?:)[^)]*\)")  # to another page, which a terminal cannot open
 
 

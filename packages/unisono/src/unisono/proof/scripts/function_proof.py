@@ -50,6 +50,7 @@ def compare(
 
     Raises:
         ConfigError: for a function that other processes cannot import, or one that does not record as it should.
+        RunError: for one that fails on one process, so that nothing can be compared.
 
     Example:
         if __name__ == "__main__":
@@ -89,7 +90,7 @@ def _judge_runs(runs: ScriptRuns, adaptive: bool | None) -> tuple[list[Verdict],
     one, again, *many = runs.cases
     reference = runs.record(one)
     if reference is None:
-        return runs.judge(adaptive=False)
+        runs.refuse_unrunnable()
     divides = reference.facts.optimizer != "SGD" if adaptive is None else adaptive
     runs.record(again)
     stray = runs.explain_stray(divides)

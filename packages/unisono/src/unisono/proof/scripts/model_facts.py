@@ -36,6 +36,12 @@ def held_parameters(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
+def find_scratch(model: nn.Module, held: set[int]) -> set[int]:
+    """Buffers that optimizers hold and that no checkpoint has, by `id`: each rank's rows of a sparse embedding."""
+    found = {id(one) for one in model.buffers()} & held
+    return found - {id(value) for value in model.state_dict(keep_vars=True).values()} if found else found
+
+
 def describe_replaced(optimizer: torch.optim.Optimizer) -> str:
     """In words, that backward passes have reached other parameters, of the same shapes, than an optimizer holds.
 

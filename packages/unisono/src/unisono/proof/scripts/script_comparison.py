@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
@@ -29,7 +30,7 @@ from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, RunError
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
@@ -118,6 +119,15 @@ class ScriptRuns:
         except local_processes.WorkerError as error:
             self.ended[case.name] = error
         return self.traces.get(case.name)
+
+    def refuse_unrunnable(self) -> NoReturn:
+        """Say that there is nothing to compare with.
+
+        Raises:
+            RunError: always, with the error of the run on one process.
+        """
+        error = self.ended[self.cases[0].name]
+        raise RunError(f"the script fails on one process, so nothing was compared:\n{error}")
 
     def explain_stray(self, adaptive: bool) -> str:
         """Why the script is not the same when it is run twice on one process; empty if it is."""

@@ -327,14 +327,18 @@ def _find_model(optimizers: Sequence[Optimizer]) -> nn.Module:
     holders = [
         (len(held), not isinstance(module, DistributedDataParallel), -min(place[key] for key in held), module)
         for module in modules
-        if id(module) not in inner and (held := {id(p) for p in module.parameters()} & set(left))
+        if id(module) not in inner and (held := _held_by(module) & set(left))
     ]
     chosen: list[nn.Module] = []
     for *_, module in sorted(holders, key=lambda holder: (*holder[:3], type(holder[3]).__qualname__), reverse=True):
-        held = {id(p) for p in module.parameters()} & set(left)
-        if held:
+        if held := _held_by(module) & set(left):
             chosen.append(module)
             left = {key: value for key, value in left.items() if key not in held}
-    if left:
-        chosen.append(nn.ParameterList(left.values()))
+    if trained := [one for one in left.values() if one.requires_grad]:  # others are its own: numbers of rows, say
+        chosen.append(nn.ParameterList(trained))
     return chosen[0] if len(chosen) == 1 else nn.ModuleList(chosen)
+
+
+def _held_by(module: nn.Module) -> set[int]:
+    """What an optimizer may hold of a module, by `id`: that of sparse embeddings holds buffers, of integers too."""
+    return {id(one) for one in (*module.parameters(), *module.buffers())}

@@ -108,6 +108,7 @@ def prove_script(
 
     Raises:
         ConfigError: for a script that is not there, arguments that cannot be computed, and one that makes no update.
+        RunError: for one that fails on one process, so that nothing can be compared.
     """
     if isinstance(script, Path) and not script.is_file():
         raise ConfigError(f"{script}: no such file; a script is given as path/to/train.py")
@@ -142,7 +143,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     if lower and any(map(_may_be_of_fp64, runs.ended.values())):
         return None
     if reference is None:
-        return Report(*runs.judge(adaptive=False))
+        runs.refuse_unrunnable()
     pieces = drop_pieces([trace for name, trace in runs.traces.items() if name != one.name], reference)
     for trace in runs.traces.values():
         script_rows.count_shared_rows_once(trace, reference)

@@ -108,7 +108,7 @@ class Records:
         self._norm: float | None = None
         self._clean: bool | None = None  # of the same update
         self._clips = False  # whether a rank has clipped its gradients
-        self._updated: set[int] = set()  # parameters of the optimizers that made an update, by `id`
+        self._updated: set[int] = set()  # what the optimizers hold that made an update, by `id`
         self._random, self._generators, self._inputs = False, list[int](), 0  # inputs of passes that are through
         host = self._group.gather(model_facts.host_generators(), "the states of generators")
         self._own_host = any(states != host[0] for states in host)  # else ranks draw alike from them
@@ -267,7 +267,9 @@ class Records:
         return by_plain_name(self._model.named_parameters())
 
     def _buffers(self) -> dict[str, Tensor]:
-        return by_plain_name(self._model.named_buffers())
+        """The buffers, without the scratch memory of optimizers: those that one holds, and no checkpoint has."""
+        scratch = model_facts.find_scratch(self._model, self._updated)
+        return by_plain_name((name, one) for name, one in self._model.named_buffers() if id(one) not in scratch)
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
         if self._world.perturbed:
