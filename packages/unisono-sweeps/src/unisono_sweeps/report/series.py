@@ -29,7 +29,7 @@ def thin(x: Sequence[int], y: Sequence[float | None], most: int) -> tuple[list[f
     """A curve of at most `most` points: the smallest and the largest value of each stretch, so that no spike is lost.
 
     >>> thin([1, 2, 3, 4, 5, 6], [1, 9, 1, 1, 0, 1], 4)
-    ([1, 2, 4, 5], [1, 9, 1, 0])
+    ([1, 2, 5, 6], [1.0, 9.0, 0.0, 1.0])
     """
     if len(x) <= most:
         return list(x), list(y)
