@@ -2,6 +2,7 @@
 
     python -m benchmarks.puzzles learning [--engines torch jax] [--seeds 0 1 2] [--variants default …] [--steps 1000]
     python -m benchmarks.puzzles steps [--precision fp32] [--steps 20] [--repeats 3] [--width 512 --side 9 --rows 16]
+    python -m benchmarks.puzzles samples [--side 9 --rows 768 --repeats 20]
     python -m benchmarks.puzzles attention [--repeats 5]
     python -m benchmarks.puzzles needed
 
@@ -11,6 +12,7 @@ several devices, and the loop as it was published (eager, one number read from t
 batch, examples thrown away by rows that have not halted), which runs twice to tell what two equal things differ by. A
 last line is a bound: the matrix products of the published step alone, of the same shapes and strides, one after the
 other. Nothing that computes them with torch's library is faster than that line.
+`samples` builds micro-batches, one by one and all at once, without and with the checksums of the ledger.
 `attention` is one layer, dense and over row, column and box, forward and backward, for 81 and for 900 cells. `needed`
 computes what a published figure would take. Seconds of the processor are told beside those of the clock, since a
 machine that others use makes the latter say little.
@@ -91,12 +93,19 @@ def trained(engine: str, steps: int, words: list[str]) -> dict[str, float]:
 # steps ----------------------------------------------------------------------------------------------------------------
 
 
-def task_of(engine: str, side: int, rows: int, model: dict[str, Any]) -> Any:
+def task_of(engine: str, side: int, rows: int, model: dict[str, Any], **more: Any) -> Any:
     from unisono.task_config import find_task
     from unisono_puzzles import settings
 
     many = {4: (6, 8), 6: (10, 14), 9: (30, 34)}[side]
-    data = settings.EmbeddedData(kind="embedded", side=side, puzzles=4 * rows, held_out=1, clues=many)  # type: ignore[arg-type]
+    data = settings.EmbeddedData(
+        kind="embedded",
+        side=side,
+        puzzles=4 * rows,
+        held_out=1,
+        clues=many,
+        **more,  # type: ignore[arg-type]
+    )
     task = find_task("puzzles", engine)(settings.PuzzlesConfig(), model=settings.Model(**model), data=data)
     task.setup()
     return task
@@ -371,6 +380,40 @@ def attention(repeats: int) -> None:
             )
 
 
+# samples --------------------------------------------------------------------------------------------------------------
+
+
+def samples(side: int, rows: int, repeats: int) -> None:
+    """Milliseconds of one thread for a micro-batch; the fastest of `repeats`, in turns."""
+    from unisono.data.loading.batch_builder import BatchBuilder, Request
+    from unisono.data.order.order import Order
+    from unisono.data.order.plan import StreamPlan
+
+    print("| augmentations | ledger | one by one: ms | all at once: ms | read + sample + collate: ms |")
+    print("|---|---|---|---|---|")
+    for augmentations in (None, 1000):
+        task = task_of("torch", side, rows, {}, augmentations=augmentations)
+        source = task.data()
+        plan = StreamPlan.create(Order(len(source), 0), rows, repeats + 1, None)
+        for contents in (False, True):
+            times: dict[bool, list[tuple[float, tuple[float, float, float]]]] = {False: [], True: []}
+            builders = {way: BatchBuilder(task, source, 0, "train", contents=contents, together=way) for way in times}
+            for step in range(repeats + 1):
+                request = Request(0, range(rows), plan.samples(step, range(rows)))
+                for way, builder in builders.items():
+                    began = time.thread_time()
+                    info = builder.make(request).info
+                    assert info is not None
+                    times[way].append((time.thread_time() - began, info.seconds))
+            alone, (together, parts) = (min(times[way][1:]) for way in (False, True))
+            shown = " + ".join(f"{1e3 * seconds:.1f}" for seconds in parts)
+            print(
+                f"| {augmentations or 'any'} | {'yes' if contents else 'no'} | {1e3 * alone[0]:.1f} "
+                f"| {1e3 * together:.1f} | {shown} |",
+                flush=True,
+            )
+
+
 # what a published figure would need -----------------------------------------------------------------------------------
 
 
@@ -396,7 +439,7 @@ def needed() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["learning", "steps", "contender", "attention", "needed"])
+    parser.add_argument("part", choices=["learning", "steps", "contender", "samples", "attention", "needed"])
     parser.add_argument("--engines", nargs="+", default=["torch", "jax"], choices=["torch", "jax"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
@@ -417,6 +460,8 @@ def main() -> None:
     elif arguments.part == "contender":
         sizes = arguments.side, arguments.rows, arguments.steps or 20
         one_contender(arguments.contenders[0], *sizes, model_of(arguments.width), arguments.precision)
+    elif arguments.part == "samples":
+        samples(arguments.side, arguments.rows, arguments.repeats)
     elif arguments.part == "attention":
         attention(arguments.repeats)
     else:

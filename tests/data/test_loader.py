@@ -342,7 +342,7 @@ def test_close_does_not_prepare_what_was_only_asked_for() -> None:
                 gate.wait(60)
             return super().collate(samples)
 
-    with made.loader(Slow(), micro=1, prefetch=8) as loader:
+    with made.loader(Slow(), micro=1, prefetch=8, workers=1) as loader:
         steps = loader.steps()
         next(steps)  # twelve micro-batches
         until(lambda: len(built) == BATCH + 1)

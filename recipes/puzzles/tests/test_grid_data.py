@@ -52,7 +52,7 @@ def test_mazes_are_read_and_stay_solved_under_all_symmetries(tmp_path: Path) -> 
     puzzle, format_ = checked.puzzles[0], checked.puzzles.format
     seen = set()
     for number in range(60):
-        question, answer = augment.augment_grid(format_, puzzle.question, puzzle.answer, generator(number))
+        question, answer = augment.augment_puzzle(format_, puzzle.question, puzzle.answer, generator(number))
         assert solved_maze(answer.reshape(5, 5)) and ((answer == 5) <= (question == 2)).all()
         seen.add(question.tobytes())
     assert len(seen) == 8

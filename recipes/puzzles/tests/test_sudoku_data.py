@@ -14,7 +14,7 @@ from recipes.puzzles.tests.puzzles_for_tests import SHARED, SUDOKU4, small_sudok
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
 from unisono_puzzles.data import tables
-from unisono_puzzles.data.augment import augment_sudoku
+from unisono_puzzles.data.augment import augment_puzzle
 from unisono_puzzles.data.formats import BLANK, sudoku_format
 from unisono_puzzles.data.generate import sudokus
 from unisono_puzzles.data.solver import solve, units
@@ -63,7 +63,7 @@ def test_a_generated_sudoku_has_one_solution_and_does_not_depend_on_its_neighbou
 @given(seed=st.integers(0, 2**31), side=st.sampled_from([4, 6, 9]))
 def test_an_augmented_sudoku_is_a_sudoku_with_the_augmented_answer(seed: int, side: int) -> None:
     made = sudokus(side, 1, (side * 3, side * 3 + 2), seed=5)
-    question, answer = augment_sudoku(made.format, made.questions[0], made.answers[0], generator(seed))
+    question, answer = augment_puzzle(made.format, made.questions[0], made.answers[0], generator(seed))
     found = solve(made.format, question[None])
     assert found.counts[0] == 1 and (found.answers[0] == answer).all()
     assert (question != made.questions[0]).any()
@@ -71,14 +71,14 @@ def test_an_augmented_sudoku_is_a_sudoku_with_the_augmented_answer(seed: int, si
 
 def test_every_symmetry_of_a_small_sudoku_is_drawn() -> None:
     made = small_sudokus(1)
-    seen = {augment_sudoku(SUDOKU4, made.answers[0], made.answers[0], generator(n))[0].tobytes() for n in range(4000)}
+    seen = {augment_puzzle(SUDOKU4, made.answers[0], made.answers[0], generator(n))[0].tobytes() for n in range(4000)}
     twins = set(twin_names(SUDOKU4, np.array([np.frombuffer(one, dtype=np.uint8) for one in seen])))
     assert len(seen) in (96, 192) and len(twins) == 1  # the two kinds of 288 solutions
 
 
 def test_twins_are_found_and_others_told_apart() -> None:
     made = sudokus(9, 60, (60, 70), seed=2)
-    twins = np.stack([augment_sudoku(made.format, one, one, generator(n))[0] for n, one in enumerate(made.answers)])
+    twins = np.stack([augment_puzzle(made.format, one, one, generator(n))[0] for n, one in enumerate(made.answers)])
     groups = twin_names(made.format, np.concatenate([made.answers, twins]))
     assert groups[:60] == groups[60:] and len(set(groups)) == 60
 

@@ -14,6 +14,8 @@ from recipes.puzzles.tests.puzzles_for_tests import small_sudokus, write_arc, wr
 from tests import processes
 from tests.runs import Trace, assert_same, configuration, trace
 from unisono import DataError, prepare
+from unisono.data.loading.batch_builder import BatchBuilder, Request
+from unisono.data.order.plan import SampleIndices
 from unisono.data.order.planning import checkable_sources
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
@@ -267,3 +269,37 @@ def test_a_micro_batch_of_several_kinds_is_refused(tmp_path: Path) -> None:
     mixed = [made.sample(sources[name][0], context) for name in ("small", "maze")]
     with pytest.raises(ValueError, match=r"several kinds \(maze, small\).*small: 1, maze: 1}, grouped: true"):
         made.collate(mixed)
+
+
+@pytest.mark.parametrize(("augment", "augmentations"), [(True, None), (True, 3), (False, None)])
+@pytest.mark.parametrize("maze", [False, True])
+def test_a_whole_micro_batch_is_built_of_the_same_bits_as_its_rows_one_by_one(
+    tmp_path: Path, augment: bool, augmentations: int | None, maze: bool
+) -> None:
+    """For each kind of data that `sample_batch` builds itself, in training and in evaluation, ledger checksums too."""
+    data: Any = {"kind": "embedded", "side": 4, "puzzles": 30, "held_out": 6, "clues": (6, 8)}
+    if maze:
+        write_mazes(tmp_path / "train.csv")
+        data = {"kind": "maze", "path": tmp_path / "train.csv", "held_out": 0.5}
+    kind = settings.MazeData if maze else settings.EmbeddedData
+    made = Puzzles(
+        settings.PuzzlesConfig(halt_steps=5),
+        model=settings.Model(),
+        data=kind(**data, augment=augment, augmentations=augmentations, cache=tmp_path / "cache"),
+    )
+    made.setup()
+    for purpose, source in (("train", made.data()), ("eval", made.held_out())):
+        assert source is not None
+        rows = np.arange(len(source)).repeat(2)[::-1]
+        indices = SampleIndices(np.arange(len(rows)), rows, np.arange(len(rows)) % 2)
+        request = Request(0, range(len(rows)), indices)
+        together, alone = (
+            BatchBuilder(made, source, 7, purpose, contents=True, together=way).make(request) for way in (True, False)
+        )
+        assert together.arrays.keys() == alone.arrays.keys()
+        for name, array in together.arrays.items():
+            assert array.dtype == alone.arrays[name].dtype and array.tobytes() == alone.arrays[name].tobytes()
+        assert together.info is not None and alone.info is not None
+        assert together.info.contents.tolist() == alone.info.contents.tolist()
+        if purpose == "train" and augment:
+            assert len(np.unique(fields_of(together.arrays)["question"], axis=0)) > len(source)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
-    from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals
+    from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals, Vectorised
     from unisono.runtime import safe_paths
     from unisono.runtime.errors import (
         BadSamplesError,
@@ -55,9 +55,19 @@ if TYPE_CHECKING:
     from unisono.runtime.files import atomic_file as whole_file
     from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
     from unisono.runtime.hdf5 import check_hdf5
-    from unisono.runtime.rng import generator, key
+    from unisono.runtime.rng import Generators, generator, generators, key
     from unisono.runtime.work_progress import show_progress
-    from unisono.task import Batch, Context, GlobalBatch, Loss, SampleContext, Source, Task
+    from unisono.task import (
+        Batch,
+        Context,
+        GlobalBatch,
+        Loss,
+        SampleColumns,
+        SampleContext,
+        SampleContexts,
+        Source,
+        Task,
+    )
     from unisono.training.callbacks.early_stopping import EarlyStopping
 
 _HOMES = {
@@ -83,7 +93,7 @@ _HOMES = {
     "launch.train": ["train"],
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],
-    "protocols": ["CrossSample", "Packable", "Predictive", "Prepared", "Recurrent", "Totals"],
+    "protocols": ["CrossSample", "Packable", "Predictive", "Prepared", "Recurrent", "Totals", "Vectorised"],
     "runtime.errors": [
         "BadSamplesError",
         "ConfigError",
@@ -99,9 +109,19 @@ _HOMES = {
     "runtime.extras": ["import_extra"],
     "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
     "runtime.hdf5": ["check_hdf5"],
-    "runtime.rng": ["generator", "key"],
+    "runtime.rng": ["Generators", "generator", "generators", "key"],
     "runtime.work_progress": ["show_progress"],
-    "task": ["Batch", "Context", "GlobalBatch", "Loss", "SampleContext", "Source", "Task"],
+    "task": [
+        "Batch",
+        "Context",
+        "GlobalBatch",
+        "Loss",
+        "SampleColumns",
+        "SampleContext",
+        "SampleContexts",
+        "Source",
+        "Task",
+    ],
     "training.callbacks.early_stopping": ["EarlyStopping"],
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
@@ -116,15 +136,15 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
 
 __all__ = [
     "BadSamplesError", "Batch", "Callback", "ConfigError", "Context", "CrossSample", "Data", "DataError",
-    "EarlyStopping", "Evaluate", "GlobalBatch", "Joined", "KernelError", "Loss", "Mapped", "Order", "Packable",
-    "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
-    "SampleContext", "Save", "Scaling", "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError",
-    "World", "__version__", "cache_dir", "check_hdf5", "choose_kernel", "compare", "compute_array_once",
-    "compute_once", "count_parameters", "file_hash", "find_duplicates", "format_examples",
-    "format_share", "generator", "hf_config", "hold_out", "import_extra", "key", "linear_cross_entropy",
-    "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
-    "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table",
-    "safe_paths", "show_progress", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
+    "EarlyStopping", "Evaluate", "Generators", "GlobalBatch", "Joined", "KernelError", "Loss", "Mapped", "Order",
+    "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
+    "SampleColumns", "SampleContext", "SampleContexts", "Save", "Scaling", "Settings", "Source", "Stop", "Subset",
+    "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__", "cache_dir", "check_hdf5", "choose_kernel",
+    "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash", "find_duplicates",
+    "format_examples", "format_share", "generator", "generators", "hf_config", "hold_out", "import_extra", "key",
+    "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
+    "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table", "safe_paths",
+    "show_progress", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Optional features of a task: packing, losses across samples, totals, recurrent state, prepared rows, predictions.
+"""Optional features of a task: vectorised samples, packing, losses across samples, totals, recurrent state and more.
 
 A task has a feature if it defines its methods; it need not inherit from the protocol. The rest of Unisono checks for
 features only through the functions below.
@@ -11,12 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from unisono.runtime.errors import ConfigError
-from unisono.task import Batch, Context, Task
+from unisono.task import Batch, Context, SampleContexts, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CrossSampleMode = Literal["rows", "whole"]
+
+
+@runtime_checkable
+class Vectorised(Protocol):
+    """A task that builds all samples of a micro-batch in one call, which is much faster where each is small.
+
+    It still defines `sample`: single samples are built by it (to find the one that cannot be built, to fill packed
+    rows), and the first samples of a run are built both ways and compared.
+    """
+
+    def sample_batch(self, records: Sequence[Any], contexts: SampleContexts) -> Sequence[Any]:
+        """The samples of records: number `i` equals `self.sample(records[i], contexts[i])`, bit for bit.
+
+        Args:
+            records: what the source's `__getitems__(rows)` returns, as in PyTorch; a list of records if it has none.
+            contexts: of each sample.
+
+        Returns:
+            A sequence that `collate` gets; best `unisono.SampleColumns`, which the default `collate` returns as it is.
+        """
 
 
 @runtime_checkable

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from unisono.config.schema.base import Settings
 from unisono.config.schema.data import Data as DataGroup
 from unisono.config.schema.run import EVENT_NAMES
 from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.rng import Generators
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +39,12 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int, /) -> Any: ...
+
+
+def read_records(source: Source, rows: Sequence[int]) -> Sequence[Any]:
+    """Records of several rows: by one call of the source's `__getitems__`, if it has it, as in PyTorch."""
+    together = getattr(source, "__getitems__", None)
+    return [source[row] for row in rows] if together is None else together(rows)
 
 
 class EmptyConfig(Settings):
@@ -62,6 +69,67 @@ class SampleContext:
         if hasattr(np.random.Generator, name):
             hint = f"; draw from its generator: context.rng.{name}(…)"
         raise AttributeError(f"a SampleContext has no attribute '{name}'{hint}")
+
+
+@dataclass(frozen=True)
+class SampleContexts:
+    """The contexts of the samples of a whole micro-batch, for `Vectorised.sample_batch`.
+
+    Attributes:
+        rng: the generator of each sample. `rng.random(n)` are the first `n` numbers of each, (samples, n).
+        training: False for held-out rows, which must not be augmented.
+    """
+
+    rng: Generators
+    training: bool
+
+    def __len__(self) -> int:
+        return len(self.rng)
+
+    def __getitem__(self, number: int) -> SampleContext:
+        """The context of one sample, as `Task.sample` gets it."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"context {number} of {len(self)}")
+        return SampleContext(self.rng[number], self.training)
+
+    def __iter__(self) -> Iterator[SampleContext]:
+        return (self[number] for number in range(len(self)))
+
+
+class SampleColumns(Sequence[dict[str, Any]]):
+    """Samples of one structure, held by field: what `Vectorised.sample_batch` best returns.
+
+    >>> samples = SampleColumns(x=np.arange(6).reshape(3, 2), kind=["a", "b", "c"])
+    >>> len(samples), samples[1]
+    (3, {'x': array([2, 3]), 'kind': 'b'})
+
+    Args:
+        fields: arrays or lists by name, whose first axis is the sample.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        sizes = {name: len(values) for name, values in fields.items()}
+        if not sizes or len(set(sizes.values())) > 1:
+            raise DataError(f"SampleColumns: all fields must have an entry for each sample; they have {sizes}")
+        self.fields: dict[str, Any] = fields
+        self._size = next(iter(sizes.values()))
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> SampleColumns: ...
+
+    def __getitem__(self, number: int | slice) -> dict[str, Any] | SampleColumns:
+        """A sample, or some of them."""
+        if isinstance(number, slice):
+            return SampleColumns(**{name: values[number] for name, values in self.fields.items()})
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return {name: values[number] for name, values in self.fields.items()}
 
 
 @dataclass(frozen=True)
@@ -203,6 +271,8 @@ class Task(ABC):
         override that decodes whole batches should raise
         `BadSamplesError`, with a reason per sample, for samples it cannot use.
         """
+        if isinstance(samples, SampleColumns):
+            return {name: np.asarray(values) for name, values in samples.fields.items()}
         if not isinstance(samples[0], Mapping):
             samples = [self._name_items(sample) for sample in samples]
         for sample in samples:  # otherwise the first sample would decide the batch's keys

@@ -5,17 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from unisono import Batch, ConfigError, DataError, Joined, Mapped, SampleContext, Source, Task, cache_dir, read_asset
+from unisono import (
+    Batch,
+    ConfigError,
+    DataError,
+    Joined,
+    SampleColumns,
+    SampleContext,
+    SampleContexts,
+    Source,
+    Task,
+    cache_dir,
+    read_asset,
+)
 from unisono_puzzles import settings
 from unisono_puzzles.data.arrays import StoredPuzzle
-from unisono_puzzles.data.formats import ARC_COLOURS, Puzzle, format_from_json, format_to_json
-from unisono_puzzles.data.library import Library, PuzzleSource, open_libraries
+from unisono_puzzles.data.formats import ARC_COLOURS, Puzzle, Puzzles, format_from_json, format_to_json
+from unisono_puzzles.data.library import Library, open_libraries
 from unisono_puzzles.data.prepared import PuzzlePreparation
 from unisono_puzzles.data.tables import grid_to_json, puzzle_to_text
 from unisono_puzzles.model import scores
@@ -53,14 +67,18 @@ class PuzzlesBase(Task):
 
     def data(self) -> Source | Mapping[str, Source]:
         """The puzzles to train on; of several kinds, by name."""
-        rows: dict[str, Source] = {name: _with_name(name, library.training) for name, library in self.libraries.items()}
+        rows: dict[str, Source] = {
+            name: PuzzlesOfKind(name, library.training) for name, library in self.libraries.items()
+        }
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def held_out(self) -> Source | None:
         """The held-out puzzles, one kind after another."""
         found = {name: library.held_out for name, library in self.libraries.items()}
         rows = {
-            name: _with_name(name, puzzles) for name, puzzles in found.items() if puzzles is not None and len(puzzles)
+            name: PuzzlesOfKind(name, puzzles)
+            for name, puzzles in found.items()
+            if puzzles is not None and len(puzzles)
         }
         return Joined(rows) if len(rows) > 1 else next(iter(rows.values()), None)
 
@@ -78,11 +96,38 @@ class PuzzlesBase(Task):
             "identifier": np.int32(example.identifier),
         }
         # A training batch has all that an evaluation's has: JAX traces the evaluation before the first step on one.
-        fields["level"] = np.int32(-1 if context.training else self._level(kind, example.rating))
+        rating = np.array([np.nan if context.training else example.rating])
+        fields["level"] = self._levels_of(kind, rating)[0]
         if context.training:
             fields["explore"] = np.float32(context.rng.random())
-            fields["patience"] = np.int32(context.rng.integers(2, max(2, self.config.halt_steps) + 1))
+            fields["patience"] = np.int32(self._patience(context.rng.random()))
         return fields
+
+    def sample_batch(self, records: Any, contexts: SampleContexts) -> Sequence[Fields]:
+        """What `sample` builds of each puzzle; Sudokus and mazes, which have one shape, are built all at once."""
+        if not isinstance(records, PuzzlesOfKind) or self.libraries[records.kind].format.kind == "arc":
+            return [self.sample(record, context) for record, context in zip(records, contexts, strict=True)]
+        kind, puzzles, library = records.kind, records.puzzles, self.libraries[records.kind]
+        count, training = len(puzzles), contexts.training
+        draws = contexts.rng.random(library.draws + 2) if training else None
+        if draws is None:
+            questions, answers = puzzles.questions, puzzles.answers
+            levels = self._levels_of(kind, puzzles.ratings)
+        else:
+            boards = library.examples(puzzles, draws[:, :-2])
+            questions, answers = boards[:, 0], boards[:, 1]
+            levels = np.full(count, -1, dtype=np.int32)
+        fields: Fields = {
+            "kind": [kind] * count,
+            "question": questions,
+            "answer": answers,
+            "identifier": np.zeros(count, dtype=np.int32),
+            "level": levels,
+        }
+        if draws is not None:
+            fields["explore"] = draws[:, -2].astype(np.float32)
+            fields["patience"] = self._patience(draws[:, -1]).astype(np.int32)
+        return SampleColumns(**fields)
 
     def collate(self, samples: Sequence[Fields]) -> Batch:
         """A batch of one kind: `question` and `answer` (rows, cells) uint8, and numbers per row.
@@ -90,14 +135,19 @@ class PuzzlesBase(Task):
         If the run has several kinds, the arrays of this one come first, and those of the others are zeros, so that all
         batches have the same shapes, as JAX requires; nothing is computed from them. `kind` (rows,) is its number.
         """
-        kinds = sorted({sample["kind"] for sample in samples})
+        together = samples.fields if isinstance(samples, SampleColumns) else None
+        kinds = sorted(set(together["kind"]) if together else {sample["kind"] for sample in samples})
         if len(kinds) > 1:
             weights = ", ".join(f"{kind}: 1" for kind in self.kinds)
             raise DataError(
                 f"a micro-batch would hold puzzles of several kinds ({', '.join(kinds)}), and it can hold one; set "
                 f"data.mixture={{weights: {{{weights}}}, grouped: true}}"
             )
-        held = {name: np.stack([sample[name] for sample in samples]) for name in samples[0] if name != "kind"}
+        held = {
+            name: together[name] if together else np.stack([sample[name] for sample in samples])
+            for name in samples[0]
+            if name != "kind"
+        }
         batch = with_kind(kinds[0], held)
         if len(self.kinds) > 1:
             number = list(self.kinds).index(kinds[0])
@@ -308,20 +358,51 @@ class PuzzlesBase(Task):
                 found[name] = (made, cache_dir() / "puzzles" / digest / name)
         return found
 
-    def _level(self, kind: str, rating: float) -> int:
+    def _levels_of(self, kind: str, ratings: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
+        """The quartile of each rating; -1 for none."""
         edges = self._edges[kind]
-        return -1 if len(edges) < 2 or not np.isfinite(rating) else int(np.searchsorted(edges[:-1], rating))
+        if len(edges) < 2:
+            return np.full(len(ratings), -1, dtype=np.int32)
+        return np.where(np.isfinite(ratings), np.searchsorted(edges[:-1], ratings), -1).astype(np.int32)
+
+    def _patience(self, draws: Any) -> Any:
+        """The first step at which a row that explores may halt: 2 to `halt_steps`, from random numbers."""
+        return 2 + np.floor(draws * (max(2, self.config.halt_steps) - 1))
 
 
-def _with_name(kind: str, puzzles: PuzzleSource) -> Mapped:
-    """The puzzles of a kind, each as the name of the kind and the puzzle; with their own fingerprint."""
-    rows = Mapped(puzzles, partial(_pair, kind), kind)
-    rows.fingerprint = getattr(puzzles, "fingerprint", None)
-    return rows
+@dataclass(frozen=True)
+class PuzzlesOfKind:
+    """The puzzles of a kind, each as the name of the kind and the puzzle; a source.
 
+    Attributes:
+        kind: its name in the run.
+        puzzles: a source of puzzles.
+    """
 
-def _pair(kind: str, puzzle: Puzzle | StoredPuzzle) -> tuple[str, Puzzle | StoredPuzzle]:
-    return kind, puzzle
+    kind: str
+    puzzles: Any
+
+    def __len__(self) -> int:
+        return len(self.puzzles)
+
+    def __getitem__(self, row: int) -> tuple[str, Puzzle | StoredPuzzle]:
+        return self.kind, self.puzzles[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> PuzzlesOfKind | list[tuple[str, Puzzle | StoredPuzzle]]:
+        """Several of them; those that lie in arrays as such."""
+        if not isinstance(self.puzzles, Puzzles):
+            return [self[row] for row in rows]
+        return PuzzlesOfKind(self.kind, self.puzzles.subset(rows))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """That of the puzzles; None if they have none."""
+        return getattr(self.puzzles, "fingerprint", None)
+
+    def check_files(self, share: int = 0, shares: int = 1) -> None:
+        """Raise if files have changed since they were opened."""
+        if hasattr(self.puzzles, "check_files"):
+            self.puzzles.check_files(share, shares)
 
 
 def _level_names(edges: Sequence[float]) -> list[str]:

@@ -200,7 +200,7 @@ def rebuild_steps(
         except UnisonoError as error:
             report.faults.append(f"step {step} cannot be rebuilt: {error}")
             continue
-        contents = np.array([checksum.checksum(piece) for piece in pieces], dtype=np.uint64)
+        contents = np.array(checksum.checksums(pieces), dtype=np.uint64)
         if ledger.digest_contents(good, contents) != _sum_content(counted[step]):
             report.faults.append(
                 f"step {step}: its rows now differ from those that were trained on: the data or the task "
@@ -210,7 +210,7 @@ def rebuild_steps(
             report.rebuilt += 1
 
 
-def _drop_unusable(task: Task, taken: SampleIndices, pieces: list[Any]) -> tuple[SampleIndices, list[Any]]:
+def _drop_unusable(task: Task, taken: SampleIndices, pieces: Sequence[Any]) -> tuple[SampleIndices, Sequence[Any]]:
     """The samples without those that `collate` rejects."""
     good = np.ones(len(pieces), dtype=bool)
     for first in range(0, len(pieces), _COLLATE_SAMPLES):

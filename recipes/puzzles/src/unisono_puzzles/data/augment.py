@@ -1,13 +1,15 @@
-"""Changes of a puzzle that leave it the same problem: pure functions of a NumPy generator, applied to one example.
+"""Changes of a puzzle that leave it the same problem: pure functions of random numbers.
 
 Sudoku: other digits, rows within bands, bands, columns within stacks, stacks, transposition where boxes are square.
 Mazes: the symmetries of the square. ARC: the same for every grid of a task, other colours (0 stays), and a place in the
-30×30 field. Nothing is stored: an example is augmented when it is read.
+30×30 field. Nothing is stored: an example is augmented when it is read. Sudokus and mazes are augmented a whole
+micro-batch at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,39 +19,80 @@ from unisono_puzzles.data.formats import ARC_COLOURS, ARC_SIDE, BLANK, COLOUR, E
 Grid = NDArray[np.uint8]  # colours, (height, width)
 
 
-def augment_sudoku(format: Format, question: Tokens, answer: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-    """One of the Sudoku's symmetries, drawn uniformly."""
-    side, (tall, wide) = format.height, format.box
-    tokens = np.arange(format.vocabulary, dtype=np.uint8)
-    tokens[BLANK + 1 :] = BLANK + 1 + rng.permutation(side)
-    rows, columns = _lines(side, tall, rng), _lines(side, wide, rng)
-    transposed = tall == wide and bool(rng.integers(2))
-
-    def transform(board: Tokens) -> Tokens:
-        grid = tokens[board].reshape(side, side)[rows][:, columns]
-        return np.ascontiguousarray(grid.T if transposed else grid).reshape(-1)
-
-    return transform(question), transform(answer)
+def count_draws(format: Format) -> int:
+    """How many random numbers `augment_boards` needs for a puzzle."""
+    if format.kind != "sudoku":
+        return 1
+    (tall, wide), side = format.box, format.height
+    return 3 * side + side // tall + side // wide + 1
 
 
-def _lines(side: int, group: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Rows in a drawn order that keeps those of a band (or columns those of a stack) together."""
-    bands = rng.permutation(side // group)
-    return np.concatenate([band * group + rng.permutation(group) for band in bands])
+def augment_boards(format: Format, boards: Tokens, draws: NDArray[np.float64]) -> Tokens:
+    """One of the symmetries of each puzzle, drawn uniformly.
+
+    Args:
+        format: of all of them; not ARC, whose tasks are changed by `ArcVariant`.
+        boards: of each puzzle, e.g. question and answer, (puzzles, boards, cells).
+        draws: random numbers from 0 to 1, (puzzles, `count_draws(format)`).
+    """
+    puzzles, many, cells = boards.shape
+    if format.kind == "sudoku":
+        taken, tokens = _sudoku_symmetries(format, draws)
+        boards = tokens.reshape(-1).take(boards + (np.arange(puzzles) * format.vocabulary)[:, None, None])
+    else:
+        taken = _grid_symmetries(format, draws[:, 0])
+    # `take` of flat numbers is three times as fast as `take_along_axis`.
+    places = taken[:, None, :] + (np.arange(puzzles * many) * cells).reshape(puzzles, many, 1)
+    changed: Tokens = boards.reshape(-1).take(places)
+    return changed
 
 
-def augment_grid(format: Format, question: Tokens, answer: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-    """One of the eight symmetries of a square; of other rectangles, one of the four that keep its shape."""
-    square = format.height == format.width
-    number = int(rng.integers(8)) if square else int(rng.choice([0, 2, 4, 5]))  # half turn and mirrors
-
-    def transform(board: Tokens) -> Tokens:
-        return np.ascontiguousarray(dihedral(board.reshape(format.height, format.width), number)).reshape(-1)
-
-    return transform(question), transform(answer)
+def augment_puzzle(format: Format, question: Tokens, answer: Tokens, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
+    """One of the puzzle's symmetries: `augment_boards` of a single one."""
+    question, answer = augment_boards(
+        format, np.stack([question, answer])[None], rng.random(count_draws(format))[None]
+    )[0]
+    return question, answer
 
 
-def dihedral(grid: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
+def _sudoku_symmetries(format: Format, draws: NDArray[np.float64]) -> tuple[NDArray[np.int64], Tokens]:
+    """Which cell of a Sudoku each cell is taken from, (puzzles, cells), and the new tokens, (puzzles, vocabulary).
+
+    Random numbers in ascending order are a random permutation; two are equal once in 2^53.
+    """
+    puzzles, side, (tall, wide) = len(draws), format.height, format.box
+    digits, for_rows, for_columns, last = np.split(
+        draws, np.cumsum([side, side + side // tall, side + side // wide]), 1
+    )
+    tokens = np.empty((puzzles, format.vocabulary), dtype=np.uint8)
+    tokens[:, : BLANK + 1] = np.arange(BLANK + 1)
+    tokens[:, BLANK + 1 :] = BLANK + 1 + digits.argsort(axis=1)
+    rows, columns = _lines(side, tall, for_rows) * side, _lines(side, wide, for_columns)
+    cells = rows[:, :, None] + columns[:, None, :]
+    if tall == wide:
+        cells = np.where(last[:, :, None] < 0.5, cells, cells.swapaxes(1, 2))
+    return cells.reshape(puzzles, -1), tokens
+
+
+def _lines(side: int, group: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Rows in a drawn order that keeps those of a band (or columns those of a stack) together, (puzzles, side)."""
+    bands = draws[:, : side // group].argsort(axis=1)
+    inside = draws[:, side // group :].reshape(len(draws), side // group, group).argsort(axis=2)
+    return (bands[:, :, None] * group + inside).reshape(len(draws), side)
+
+
+def _grid_symmetries(format: Format, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Which cell each cell is taken from, (puzzles, cells).
+
+    A square has eight symmetries; another rectangle has four that keep its shape: a half turn and mirrors.
+    """
+    numbers = range(8) if format.height == format.width else (0, 2, 4, 5)
+    cells = np.arange(format.length).reshape(format.height, format.width)
+    taken = np.stack([dihedral(cells, number).reshape(-1) for number in numbers])
+    return taken[(draws * len(taken)).astype(np.int64)]
+
+
+def dihedral(grid: NDArray[Any], number: int) -> NDArray[Any]:
     """A symmetry of the square: 0 to 3 quarter turns, 4 and 5 the mirrors, 6 and 7 the transpositions."""
     if number < 4:
         return np.rot90(grid, number)

@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -155,7 +156,7 @@ class Puzzles:
         own = int(self.groups[row]), float(self.ratings[row]), int(self.numbers[row])
         return Puzzle(self.questions[row], self.answers[row], *own)
 
-    def subset(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Puzzles:
+    def subset(self, rows: NDArray[np.int64] | NDArray[np.bool_] | Sequence[int] | slice) -> Puzzles:
         """Some of the examples."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 

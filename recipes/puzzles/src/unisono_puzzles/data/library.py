@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, compute_once, file_hash, format_examples, generator, hold_out, safe_paths
+from unisono import (
+    ConfigError,
+    DataError,
+    compute_once,
+    file_hash,
+    format_examples,
+    generator,
+    generators,
+    hold_out,
+    safe_paths,
+)
 from unisono_puzzles import settings
 from unisono_puzzles.data import arc, arrays, augment, formats, generate, tables, twins
 from unisono_puzzles.data.arrays import StoredPuzzle, StoredPuzzles
@@ -29,6 +39,7 @@ from unisono_puzzles.data.prepared import PreparedPuzzles, PuzzlePreparation
 
 PuzzleSource = Puzzles | StoredPuzzles | PreparedPuzzles
 _VERSION = 2  # of cache entries
+_PREPARED_VERSION = 3  # of prepared folders; 3: other random numbers for the numbered augmentations
 
 
 class Example(NamedTuple):
@@ -80,9 +91,36 @@ class Library:
         if self.format.kind == "arc":
             return self.variant(puzzle, int(rng.integers(count + 1)), rng)
         if count is None:
-            question, answer = self._augment(puzzle, rng)
+            question, answer = augment.augment_puzzle(self.format, puzzle.question, puzzle.answer, rng)
             return Example(question, answer, 0, puzzle.rating)
-        return self.variant(puzzle, int(rng.integers(count + 1)))
+        return self.variant(puzzle, int(rng.random() * (count + 1)))
+
+    @property
+    def draws(self) -> int:
+        """How many random numbers `examples` needs for a puzzle."""
+        if not self.config.augment:
+            return 0
+        return augment.count_draws(self.format) if self.config.augmentations is None else 1
+
+    def examples(self, puzzles: Puzzles, draws: NDArray[np.float64]) -> Tokens:
+        """Sudokus or mazes as the model sees them, as `example` makes each: (puzzles, question and answer, cells).
+
+        Args:
+            puzzles: to be augmented.
+            draws: the first random numbers of each, (puzzles, `draws`).
+        """
+        boards = np.stack([puzzles.questions, puzzles.answers], axis=1)
+        if not self.config.augment:
+            return boards
+        if self.config.augmentations is None:
+            return augment.augment_boards(self.format, boards, draws)
+        numbers = (draws[:, 0] * (self.config.augmentations + 1)).astype(np.int64)
+        changed = np.flatnonzero(numbers)
+        rows = np.stack([puzzles.numbers[changed], numbers[changed]], axis=1)
+        rngs = generators(self.config.seed, "augmentation", self.format.kind, rows=rows)
+        drawn = rngs.random(augment.count_draws(self.format))
+        boards[changed] = augment.augment_boards(self.format, boards[changed], drawn)
+        return boards
 
     def variant(self, puzzle: Puzzle, number: int, rng: np.random.Generator | None = None) -> Example:
         """A numbered augmentation of a puzzle; 0 is the puzzle itself. `rng` places ARC grids, else upper left."""
@@ -98,7 +136,7 @@ class Library:
         if number == 0:
             return Example(puzzle.question, puzzle.answer, identifier, puzzle.rating)
         rng = generator(self.config.seed, "augmentation", self.format.kind, puzzle.number, number)
-        question, answer = self._augment(puzzle, rng)
+        question, answer = augment.augment_puzzle(self.format, puzzle.question, puzzle.answer, rng)
         return Example(question, answer, identifier, puzzle.rating)
 
     def with_tasks_of_run(self, tasks: Sequence[str], embeddings: int) -> Library:
@@ -143,10 +181,6 @@ class Library:
             return augment.ArcVariant.identity()
         return augment.ArcVariant.draw(generator(self.config.seed, "augmentation", self.tasks[group], number))
 
-    def _augment(self, puzzle: Puzzle, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-        change = augment.augment_sudoku if self.format.kind == "sudoku" else augment.augment_grid
-        return change(self.format, puzzle.question, puzzle.answer, rng)
-
     def preparations(self) -> dict[str, PuzzlePreparation]:
         """What `unisono data prepare` writes, by part: all augmentations to train on, and the held-out puzzles.
 
@@ -169,7 +203,7 @@ class Library:
         for name, (rows, count) in parts.items():
             if rows is not None and len(rows):
                 puzzles = getattr(rows, "fingerprint", None)
-                inputs = {"version": _VERSION, "part": name, "puzzles": puzzles, "settings": settings_}
+                inputs = {"version": _PREPARED_VERSION, "part": name, "puzzles": puzzles, "settings": settings_}
                 made[name] = PuzzlePreparation(self, rows, count, inputs)
         return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from unisono.config.schema.base import NonNegative, Positive, Settings
 from unisono.runtime.errors import nearest
@@ -79,10 +79,10 @@ class Packing(Settings):
 class Data(Settings):
     """What every recipe's `data` group has."""
 
-    workers: PositiveInt | Literal["auto"] | None = Field(
-        None,
-        description="workers per process that prepare micro-batches; auto: from the cores and the measured cost; "
-        "null: 1, or 8 for remote storage",
+    workers: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="workers per process that prepare micro-batches; auto: 1, or as many as the measured cost needs "
+        "and the cores allow",
     )
     worker_kind: Literal["threads", "processes", "auto"] = Field(
         "threads", description="processes are faster where Python code takes the time; auto: measured before the start"
@@ -118,6 +118,12 @@ class Data(Settings):
     )
     mixture: Mixture | None = Field(None, description="how to mix several sources; null: in proportion to their sizes")
     packing: Packing | None = Field(None, description="how to pack samples into rows; null: one sample per row")
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _read_null(cls, workers: object) -> object:
+        """Runs recorded before `auto` was the default say null."""
+        return "auto" if workers is None else workers
 
     @model_validator(mode="after")
     def _check_lanes(self) -> Data:

@@ -20,11 +20,11 @@ from unisono.data.loading import checksum
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import NO_SAMPLES, SampleIndices
 from unisono.data.sources.cache import LruCache
-from unisono.protocols import Recurrent, require_packable
+from unisono.protocols import Recurrent, Vectorised, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
-from unisono.runtime.rng import generator, key
+from unisono.runtime.rng import generator, generators, key
 from unisono.runtime.source_files import is_user_file
-from unisono.task import EVERY_TERM, Batch, SampleContext, Source, Task, run_setup
+from unisono.task import EVERY_TERM, Batch, SampleContext, SampleContexts, Source, Task, read_records, run_setup
 
 _MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad
 
@@ -147,6 +147,7 @@ class BatchBuilder:
         contents: compute a checksum of every sample, for the ledger.
         keep: maximum bytes of samples to cache that were built to measure their lengths.
         capacity: units in a packed row; None if rows are samples.
+        together: build all samples of a micro-batch in one call, if the task is `Vectorised`.
     """
 
     def __init__(
@@ -160,9 +161,11 @@ class BatchBuilder:
         contents: bool = False,
         keep: int = 0,
         capacity: int | None = None,
+        together: bool = True,
     ) -> None:
         self.task, self.source, self.seed, self.purpose = task, source, seed, purpose
         self._mask, self._contents, self._keep, self._capacity = mask, contents, keep, capacity
+        self.together = together and capacity is None and isinstance(task, Vectorised)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -215,7 +218,7 @@ class BatchBuilder:
                 taken, pieces = taken[good], [piece for piece, fine in zip(pieces, good, strict=True) if fine]
         watch.rest += perf_counter() - began
         idle = request.idle or not pieces
-        contents = [] if idle or not self._contents else [checksum.checksum(piece) for piece in pieces]
+        contents = [] if idle or not self._contents else checksum.checksums(pieces)
         if idle:
             counts, work = dict.fromkeys(counts, 0.0), dict.fromkeys(work, 0.0)
         if self._mask:
@@ -229,9 +232,17 @@ class BatchBuilder:
 
     def pieces(
         self, taken: SampleIndices, watch: _StageTimer | None = None
-    ) -> tuple[SampleIndices, list[Any], list[MaskedSample]]:
+    ) -> tuple[SampleIndices, Sequence[Any], list[MaskedSample]]:
         """Build samples or pieces of them; returns their indices, the pieces, and the samples that failed."""
         watch, made, masked = watch or _StageTimer(), list[Any](), list[MaskedSample]()
+        failed: Exception | None = None
+        if self.together and len(taken):
+            try:
+                return taken, self._build_together(taken, watch), []
+            except Exception as error:
+                failed = error  # one by one shows which of them fails
+            finally:
+                self.mark_idle()
         good = np.ones(len(taken), dtype=bool)
         for number, (slot, row, epoch, first, last) in enumerate(taken):
             try:
@@ -241,8 +252,30 @@ class BatchBuilder:
                     raise
                 good[number] = False
                 masked.append(MaskedSample(slot, row, epoch, first, str(error)))
+        if failed is not None and not masked:
+            raise DataError(
+                f"rows {_first_few(taken.rows)} of the source: sample_batch() of {type(self.task).__name__} failed, "
+                f"while sample() builds each of them: {describe_error(failed)}"
+            ) from failed
         self.mark_idle()
         return (taken if not masked else taken[good]), made, masked
+
+    def _build_together(self, taken: SampleIndices, watch: _StageTimer) -> Sequence[Any]:
+        """All samples in one call of a `Vectorised` task."""
+        assert isinstance(self.task, Vectorised)
+        rows = taken.rows.tolist()
+        self.note_row(rows[0])
+        addresses = np.stack([taken.epochs, taken.rows], axis=1)
+        contexts = SampleContexts(generators(self.seed, self.purpose, rows=addresses), self.purpose != "eval")
+        began = perf_counter()
+        records = read_records(self.source, rows)
+        read = perf_counter()
+        made = self.task.sample_batch(records, contexts)
+        watch.read += read - began
+        watch.sample += perf_counter() - read
+        if len(made) != len(rows):
+            raise DataError(f"sample_batch() returned {len(made)} samples for {len(rows)} records")
+        return made
 
     def lengths(self, rows: Indices, epochs: Indices) -> Indices:  # (n,), (n,) -> (n,)
         """Lengths of samples in units of a packed row; 1 for a sample that cannot be built, if those are masked."""
@@ -289,7 +322,7 @@ class BatchBuilder:
         return build_sample(self.task, self.source, row, context, watch)
 
     def _batch(
-        self, pieces: list[Any], rows: Indices, slots: Indices
+        self, pieces: Sequence[Any], rows: Indices, slots: Indices
     ) -> tuple[Batch, dict[str, float], dict[str, float], int]:
         """The arrays, counts, work and number of rows of a batch."""
         try:
@@ -302,10 +335,8 @@ class BatchBuilder:
         except UnisonoError:
             raise
         except Exception as error:
-            shown = ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")
-            raise DataError(
-                f"rows {shown} of the source: building the batch failed: {describe_error(error)}"
-            ) from error
+            where = f"rows {_first_few(rows)} of the source"
+            raise DataError(f"{where}: building the batch failed: {describe_error(error)}") from error
         return arrays, counts, work, len(pieces)
 
     def _check_default_count(self, counts: Mapping[str, float], rows: int) -> None:
@@ -428,6 +459,10 @@ def refuse_mask(task: Task) -> None:
             f"data.on_error=mask: {type(task).__name__} carries state from step to step, by row of the global batch, "
             "and a row that is left out would shift the others; use data.on_error=stop"
         )
+
+
+def _first_few(rows: Indices) -> str:
+    return ", ".join(map(str, rows[:8].tolist())) + (", …" if len(rows) > 8 else "")
 
 
 def _group_by_slot(pieces: Sequence[Any], slots: Indices) -> Iterator[list[Any]]:

@@ -28,7 +28,7 @@ from unisono.data.loading.draws import describe_draws, global_generator_states, 
 from unisono.data.loading.prefetch import Prefetcher
 from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
-from unisono.data.order.plan import Plan
+from unisono.data.order.plan import Plan, SampleIndices
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import DataError
@@ -53,7 +53,7 @@ class Loader:
         split: which of them belong to this process.
         rank: of this process.
         purpose: part of the key of every random draw: `train`, or `eval` for held-out rows.
-        workers: number of workers; `auto` measures how long a micro-batch takes; None for 1, or more if `remote`.
+        workers: number of workers; `auto` measures how long a micro-batch takes.
         worker_kind: `threads` or `processes`; `auto` measures whether building a batch holds Python's lock.
         prefetch: number of micro-batches to prefetch; None for two per worker, and at least 4.
         prefetch_mb: limit of prefetching in MB; one micro-batch is always prefetched.
@@ -76,7 +76,7 @@ class Loader:
         rank: int,
         *,
         purpose: str = "train",
-        workers: int | str | None = None,
+        workers: int | str = "auto",
         worker_kind: str = "threads",
         prefetch: int | None = None,
         prefetch_mb: float = 512.0,
@@ -219,8 +219,8 @@ class Loader:
         """Number of workers."""
         if isinstance(self._configured_count, int):
             return self._configured_count
-        if self._configured_count is None:
-            return worker_autotuning.REMOTE_WORKERS if self._remote else 1
+        if self._kind == "threads" and not self._remote and self._stages.holds_lock:
+            return 1  # more threads would wait for each other
         seconds = self._stages.total * self._split.passes
         return worker_autotuning.choose_count(usable_cores(), self._processes, seconds, self._remote)
 
@@ -326,6 +326,23 @@ def is_remote_source(source: Source) -> bool:
     return any(bool(getattr(one, "remote", False)) for one in sources_of(source).values())
 
 
+def _check_sample_batch(task: Task, source: Source, purpose: str, mask: bool) -> None:
+    """Reject a task whose `sample_batch` builds other samples than its `sample`."""
+    rows = np.arange(min(_CHECKED_SAMPLES, len(source)))
+    together, alone = (BatchBuilder(task, source, 0, purpose, mask=mask, together=way) for way in (True, False))
+    if not together.together or not len(rows):
+        return
+    indices = SampleIndices(rows, rows, np.zeros_like(rows))
+    made, each = (checksum.checksums(builder.pieces(indices)[1]) for builder in (together, alone))
+    if different := [row for row, one, other in zip(rows.tolist(), made, each, strict=True) if one != other]:
+        name = type(task).__name__
+        raise DataError(
+            f"{name}: sample_batch() builds another sample for row {different[0]} of the source than sample(); both "
+            "must return the same values, types and fields, from the same draws (docs/tasks.md)",
+            fault="The samples depend on the call",
+        )
+
+
 def check_draws(task: Task, source: Source, *, mask: bool = False, training: bool = True) -> None:
     """Build a few samples, and reject a task that draws random numbers it should not.
 
@@ -362,6 +379,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
 
     before = global_generator_states()
     build()
+    _check_sample_batch(task, source, "train" if training else "eval", mask)
     if moved := moved_generators(before):
         before = global_generator_states()
         where = describe_draws(moved, build)

@@ -18,7 +18,7 @@ _PROBE_ROWS = 8  # rows of a micro-batch built to measure it
 _MAX_LOCKED = 0.3  # fraction of the time in Python's lock above which more threads are of little use
 REMOTE_WORKERS = 8  # workers for remote storage, which wait for an answer most of the time and need no core for it
 _NAP = 2e-4  # seconds that the probe sleeps at a time
-_WINDOW = 20  # steps averaged
+_WINDOW = 8  # steps averaged; the first is left out, which waits for the first rows on any host
 _MAX_WAIT_SHARE, _REPEAT_AFTER = 0.1, 500  # fraction of waiting that is too much; steps between warnings
 
 
@@ -43,14 +43,19 @@ class StageTimes:
         """Total seconds."""
         return self.read + self.sample + self.rest
 
+    @property
+    def holds_lock(self) -> bool:
+        """Whether more threads are of little use."""
+        return self.locked > _MAX_LOCKED
+
     def __str__(self) -> str:
         parts = (("read", self.read), ("sample", self.sample), ("collate", self.rest))
         return " + ".join(f"{name} {1e3 * seconds:.2g}" for name, seconds in parts) + " ms a micro-batch"
 
 
 def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
-    """Build the first rows of a micro-batch, and extrapolate to all of them."""
-    taken, few = request.samples, request.samples[:_PROBE_ROWS]
+    """Build the first rows of a micro-batch, and extrapolate to all of them; all of them if one call builds them."""
+    taken, few = request.samples, request.samples[: None if maker.together else _PROBE_ROWS]
     seconds = np.zeros(3)
     fault: list[BaseException] = []
 
@@ -110,7 +115,7 @@ def choose_kind(stages: StageTimes) -> str:
     >>> choose_kind(StageTimes(1e-3, 1e-3, 0.1, locked=0.02)), choose_kind(StageTimes(1e-3, 0.1, 1e-3, locked=0.9))
     ('threads', 'processes')
     """
-    return "processes" if stages.locked > _MAX_LOCKED else "threads"
+    return "processes" if stages.holds_lock else "threads"
 
 
 def cpus_to_request(memory_gb: float, workers: int) -> int:
@@ -137,10 +142,13 @@ class WaitMonitor:
     def __init__(self, workers: int, kind: str, cores: int) -> None:
         self._workers, self._kind, self._cores = workers, kind, cores
         self._last: deque[float] = deque(maxlen=_WINDOW)
-        self._quiet = 0
+        self._quiet, self._begun = 0, False
 
     def step(self, share: float, stages: Callable[[], StageTimes]) -> str | None:
         """The warning to show, if any, after a step that spent this fraction of its time waiting."""
+        if not self._begun:
+            self._begun = True
+            return None
         self._last.append(share)
         self._quiet -= 1
         mean = sum(self._last) / _WINDOW

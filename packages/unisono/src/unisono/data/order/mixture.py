@@ -26,7 +26,7 @@ from unisono.data.order.order import Indices, Shuffle
 from unisono.data.order.plan import Stream
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.rng import key
-from unisono.task import Source
+from unisono.task import Source, read_records
 
 
 class Joined:
@@ -49,6 +49,13 @@ class Joined:
     def __getitem__(self, row: int) -> Any:
         name, inside = self.name(row)
         return self.sources[name][inside]
+
+    def __getitems__(self, rows: Sequence[int]) -> Sequence[Any]:
+        """Records of several rows, read in one call if they are of one source."""
+        places = [self.name(row) for row in rows]
+        if len(names := {name for name, _ in places}) == 1:
+            return read_records(self.sources[names.pop()], [inside for _, inside in places])
+        return [self.sources[name][inside] for name, inside in places]
 
     def name(self, row: int) -> tuple[str, int]:
         """The name of a row's source, and the row's number in it."""

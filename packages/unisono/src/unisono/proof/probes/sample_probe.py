@@ -41,7 +41,8 @@ def digest_samples(
 
     one.__dict__["sample"] = sample
     with restore_global_generators():
-        made = [checksum(piece) for piece in BatchBuilder(one, source, seed, "train", mask=mask).pieces(indices)[1]]
+        builder = BatchBuilder(one, source, seed, "train", mask=mask, together=False)
+        made = [checksum(piece) for piece in builder.pieces(indices)[1]]
     return [list(pair) for pair in zip(made, generators, strict=False)]
 
 
