@@ -17,6 +17,9 @@ from unisono_puzzles.model.shape import CUT_STD, EPS, ROPE_BASE, Kind, Kinds, in
 from unisono_puzzles.settings import Model
 
 Turns = tuple[Array, Array] | None
+# GPUs multiply 16-bit matrices on their fast units only where rows begin at multiples of 16 bytes, and 81 cells with a
+# prefix of 16 are 97 places. torch's compiler pads such products by itself; XLA does not.
+ALIGNMENT = 8
 
 
 class PuzzleModel(eqx.Module):
@@ -62,6 +65,9 @@ class PuzzleModel(eqx.Module):
         frozen = jax.tree.map(lambda leaf: stop(leaf) if eqx.is_array(leaf) else leaf, self.nets)
 
         states = rows["answer_state"].astype(shown.dtype), rows["latent_state"].astype(shown.dtype)
+        length = shown.shape[1]
+        shown, *states_ = (_pad_places(x, config) for x in (shown, *states))
+        states = states_[0], states_[1]
         if config.gradient == "all":
 
             def whole(carried: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
@@ -87,7 +93,8 @@ class PuzzleModel(eqx.Module):
             frame = answer + shown
             latent = _repeat(lambda x: update(self.nets[0], x + frame), latent, l_cycles - turns_without)
             states = update(self.nets[-1], answer + latent), latent
-        answer, latent = states
+        answer, latent = (state[:, :length] for state in states)
+        before = before[:, :length]
         change = jnp.square(answer - stop(before)).mean((1, 2))
         return StepOutput(answer, latent, parts.head(answer[:, config.prefix :]), self.q_head(answer[:, 0]), change)
 
@@ -171,8 +178,8 @@ class Layer(eqx.Module):
     def __call__(self, x: Array, kind: str, turns: Turns) -> Array:
         """(rows, places, width) -> the same."""
         if self.mixers is not None:
-            turned = jnp.swapaxes(x, 1, 2)  # the norm is over the places, too
-            x = jnp.swapaxes(_norm(turned + self.mixers[kind](turned)), 1, 2)
+            turned, mixer = jnp.swapaxes(x, 1, 2), self.mixers[kind]  # the norm is over the places, too
+            x = jnp.swapaxes(_norm(turned + mixer(turned), mixer.features), 1, 2)
         else:
             assert self.attention is not None
             x = _norm(x + self.attention(x, kind, turns))
@@ -220,10 +227,18 @@ class SwiGLU(eqx.Module):
         inner = inner_width(features, config)
         self.gate_up, self.down = _linear(one, features, 2 * inner), _linear(other, inner, features)
 
+    @property
+    def features(self) -> int:
+        """Of its input and output."""
+        return int(self.down.weight.shape[0])
+
     def __call__(self, x: Array) -> Array:
-        """(…, features) -> the same."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        """(…, features) -> the same; more features that are zeros stay zeros."""
+        extra = x.shape[-1] - self.features
+        gate_up = Linear(jnp.pad(self.gate_up.weight, ((0, 0), (0, extra))))
+        down = Linear(jnp.pad(self.down.weight, ((0, extra), (0, 0))))
+        gate, up = jnp.split(gate_up(x), 2, axis=-1)
+        return down(jax.nn.silu(gate) * up)
 
 
 class Linear(eqx.Module):
@@ -244,9 +259,20 @@ class Embedding(eqx.Module):
     weight: Array
 
 
-def _norm(x: Array) -> Array:
+def _norm(x: Array, features: int | None = None) -> Array:
+    """RMSNorm over the last axis, of which `features` are not padding."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + EPS)).astype(x.dtype)
+    mean = jnp.square(wide).sum(-1, keepdims=True) / (features or x.shape[-1])
+    return (wide * jax.lax.rsqrt(mean + EPS)).astype(x.dtype)
+
+
+def _pad_places(x: Array, config: Model) -> Array:
+    """(rows, places, width), with places of zeros up to a multiple of `ALIGNMENT`, where products are over places.
+
+    They stay zeros in every layer, so no other number changes. In more than 16 bits, nothing is gained by them.
+    """
+    aligned = config.mixer == "mlp" and x.dtype.itemsize == 2
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ALIGNMENT if aligned else 0), (0, 0)))
 
 
 def _attend(query: Array, key: Array, value: Array) -> Array:
