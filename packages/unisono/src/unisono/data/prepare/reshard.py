@@ -69,6 +69,7 @@ class _Resharding:
                 or path.name.startswith(".")
             )
             if path.is_file() and not own:
+                (folder / path.name).unlink(missing_ok=True)  # of an interrupted attempt, or of this one's plan
                 safe_paths.copy_inside(self._folder, path.name, folder / path.name)
         return self
 
