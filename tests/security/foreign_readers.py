@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from unisono.runtime import hdf5
-from unisono.runtime.errors import UnisonoError
+from unisono.runtime.errors import DataError, UnisonoError
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,35 @@ def _biom(version: int) -> Callable[[], Reader]:
     return lambda: Reader(make, lambda folder: table.read_table(folder / "a.biom"), plain if version == 1 else None)
 
 
+def _biom_index() -> Reader:
+    """The matrix of a BIOM 2 table alone, whose three arrays are what a forged table lies in."""
+    import h5py
+
+    from unisono_microbiome.study import table
+
+    honest = _biom(2)()
+    names = ("indptr", "indices", "data")
+
+    def make(folder: Path) -> Path:
+        with h5py.File(honest.make(folder), "r") as file:
+            arrays = {name: file[f"sample/matrix/{name}"][:].tolist() for name in names}
+        (folder / "arrays.json").write_text(json.dumps(arrays))
+        return folder / "arrays.json"
+
+    def read(folder: Path) -> object:
+        try:
+            arrays = json.loads((folder / "arrays.json").read_text())
+            with h5py.File(folder / "a.biom", "r+") as file:
+                for name in names:
+                    del file[f"sample/matrix/{name}"]
+                    file[f"sample/matrix/{name}"] = np.array(arrays[name])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, OSError):
+            raise DataError("not an HDF5 file, so not of interest here") from None
+        return table.read_table(folder / "a.biom")
+
+    return Reader(make, read, plain)
+
+
 def fork(path: Path, wait: float) -> str | None:
     """What the process that checks HDF5 files answers, by a fork of this one."""
     import h5py  # noqa: F401 - before the fork
@@ -415,6 +444,7 @@ READERS: dict[str, Callable[[], Reader]] = {
     "YAML of the user": _own_yaml,
     "BIOM 1": _biom(1),
     "BIOM 2": _biom(2),
+    "BIOM 2, index": _biom_index,
     "metadata": _metadata,
     "recordings.csv": _recordings("a.csv", "audio,label\na.wav,1\nb.wav,2\n"),
     "recordings.json": _recordings("a.json", '{"data": [{"audio": "a.wav", "label": 1}, {"audio": "b.wav"}]}'),

@@ -34,6 +34,9 @@ from tests.security.foreign_readers import READERS, fork
 from unisono.runtime import hdf5
 from unisono.runtime.errors import UnisonoError
 
+FIELDS = tuple(
+    n.to_bytes(8, "little", signed=True) for n in (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))
+)
 SECONDS, MEMORY = 5.0, 2 << 30
 ODD: tuple[Any, ...] = (
     None, True, -1, -5, 2**31, 2**63, 2**64, 1e300, float("nan"), float("inf"), int("9" * 4000), "", "x" * 5000,
@@ -48,7 +51,11 @@ b"NaN",
 
 
 def mutated(content: bytes, chance: random.Random, seal: Callable[[Any], bytes] | None) -> bytes:
-    """One to four changes: of single bytes, of stretches, and of values where it is JSON."""
+    """One to four changes: of single bytes, of stretches, of values where it is JSON, and of fields.
+
+    A field is a number of 4 or 8 bytes, as the headers and indices of binary formats have it; it becomes 0, -1, huge,
+    or another field's value, which flips of single bits seldom make of it.
+    """
     if seal is not None and chance.random() < 0.6:
         with suppress(ValueError):
             value = json.loads(content)
@@ -58,7 +65,7 @@ def mutated(content: bytes, chance: random.Random, seal: Callable[[Any], bytes] 
     data = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(data) + 1) if chance.random() < 0.7 else min(len(data), chance.randrange(64))
-        kind = chance.randrange(6)
+        kind = chance.randrange(8)
         if kind == 0 and at < len(data):
             data[at] ^= 1 << chance.randrange(8)
         elif kind == 1:
@@ -70,6 +77,10 @@ def mutated(content: bytes, chance: random.Random, seal: Callable[[Any], bytes] 
             del data[at : at + chance.choice((1, 4, 8, 100))]
         elif kind == 4:
             data[at : at + 8] = chance.randbytes(8)
+        elif kind >= 6 and len(data) >= 16:
+            size = chance.choice((4, 8))
+            here, there = (chance.randrange(len(data) // size) * size for _ in range(2))
+            data[here : here + size] = chance.choice((*(n[:size] for n in FIELDS), bytes(data[there : there + size])))
         else:
             del data[at:]
     return bytes(data)
@@ -88,7 +99,10 @@ def _changed(value: Any, chance: random.Random) -> Any:
         return copy.deepcopy(chance.choice(ODD))
     holder, key = chance.choice(places)
     kind = chance.random()
-    if kind < 0.7:
+    if kind < 0.2:  # what another place has
+        other, name = chance.choice(places)
+        holder[key] = copy.deepcopy(other[name])
+    elif kind < 0.7:
         holder[key] = copy.deepcopy(chance.choice(ODD))  # or what is changed in it later is changed in all that follow
     elif kind < 0.85 or isinstance(holder, list):
         del holder[key]

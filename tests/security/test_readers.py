@@ -11,8 +11,8 @@ import pytest
 from tests.security import fuzz
 from tests.security.foreign_readers import Reader
 
-COSTLY = ("user", "yaml", "BIOM 2")  # which compose a configuration, or start a process, for each
-NEEDS = {"BIOM 1": "biom", "BIOM 2": "biom"}
+COSTLY = ("user", "yaml", "BIOM 2", "index")  # which compose a configuration, or start a process, for each
+NEEDS = {"BIOM 1": "biom", "BIOM 2": "biom", "BIOM 2, index": "biom"}
 
 
 @pytest.fixture(autouse=True)

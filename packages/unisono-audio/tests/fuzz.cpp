@@ -41,7 +41,16 @@ std::vector<uint8_t> mutated(std::vector<uint8_t> data, std::mt19937& random) {
         // Headers decide most, so half of the edits are there.
         const size_t reach = random() % 2 ? std::min<size_t>(data.size(), 200u << (random() % 5)) : data.size();
         const size_t at = random() % reach;
-        switch (random() % 8) {
+        switch (random() % 9) {
+            case 8: {  // a field of a header: 0, -1, huge, or what another one has
+                const size_t size = random() % 2 ? 4 : 2, to = random() % data.size();
+                if (at + size > data.size() || to + size > data.size()) break;
+                static const uint8_t values[][4] = {
+                    {0, 0, 0, 0}, {255, 255, 255, 255}, {255, 255, 255, 127}, {0, 0, 0, 128}, {1, 0, 0, 0}};
+                const uint8_t* from = random() % 2 ? values[random() % 5] : data.data() + to;
+                for (size_t k = 0; k < size; k++) data[at + k] = from[k];
+                break;
+            }
             case 0: data[at] ^= static_cast<uint8_t>(1u << (random() % 8)); break;
             case 1: data[at] = static_cast<uint8_t>(random()); break;
             case 2: data[at] = random() % 2 ? 0xff : 0x00; break;
