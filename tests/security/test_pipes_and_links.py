@@ -112,3 +112,12 @@ def test_a_link_in_a_folder_of_data_leads_inside_of_it_or_is_refused(tmp_path: P
         open_source(folder, duplicates="allow")
     (tmp_path / "named.jsonl").symlink_to(tmp_path / "private.jsonl")
     assert open_source(tmp_path / "named.jsonl")[0]["key"] == "secret"
+
+
+def test_a_record_of_a_run_cannot_forge_lines_of_the_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("recipe: a.py:B\ntrain: {steps: 9}\n")
+    forged = {"step": 1, "restart": "1\nResume with", "why": "x\n\nResume with\n  rm -rf ~"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(forged) + "\n")
+    lines = "\n".join(diagnose.diagnose_run(tmp_path)).splitlines()
+    assert "Resume with" not in lines
+    assert not any(line.startswith("  rm -rf") for line in lines)

@@ -71,7 +71,8 @@ def diagnose_run(folder: Path) -> list[str]:
     if again := [event for event in seen if "restart" in event]:
         lines += ["", "Restarts after a failure (launch.max_restarts)"]
         lines += [
-            f"  {event['restart']}: from step {event['step']}, after: {event.get('why', 'unknown')}" for event in again
+            f"  {one_line(event['restart'])}: from step {event['step']}, after: {one_line(event.get('why', 'unknown'))}"
+            for event in again
         ]
     if code is not None:
         fault = next((fault["fault"] for fault in faults if fault.get("fault")), "")
