@@ -50,6 +50,8 @@ def test_a_run_that_a_process_holds_is_running_and_one_that_nobody_ended_was_kil
     owner = {**identity.own_identity(), "born": "never", "released": False}
     max((folder / "lease").glob("*.json")).write_text(json.dumps(owner))
     assert read_run_facts(folder).state == "killed"
+    (folder / "events.jsonl").unlink()
+    assert read_run_facts(folder).state == "not started"
 
 
 def test_planned_steps_are_those_of_the_data(tmp_path: Path) -> None:

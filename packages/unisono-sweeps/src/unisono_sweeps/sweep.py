@@ -138,7 +138,7 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
     with run_directory.hold_directory(sweep.folder):
         launcher.run([build_job(sweep, run) for run in waiting.values()], started, ended)
     if failed:
-        say(f"{_count(len(failed), 'run')} failed; the same command runs them again, and no other", error=True)
+        say(f"{_count(len(failed), 'run')} failed; the same command runs only what is not finished", error=True)
     say(f"compare them: unisono compare {sweep.folder}")
     return int(done < len(planned))
 

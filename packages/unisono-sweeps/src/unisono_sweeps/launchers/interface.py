@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.config.schema.base import Settings
+from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 GROUP = "unisono.launchers"
@@ -97,9 +98,7 @@ def find_launcher(name: str) -> Any:
     Raises:
         ConfigError: if no installed package has it.
     """
-    from importlib.metadata import entry_points
-
-    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    entries = find_entry_points(GROUP)
     if name not in entries:
         raise ConfigError(f"launcher={name}: no such launcher, {nearest(name, entries)}")
     return entries[name].load()
