@@ -15,7 +15,7 @@ TESTS := $(if $(PACKAGE),$(firstword $(wildcard recipes/$(PACKAGE)/tests package
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
-.PHONY: demo test test-all quick slow again lint types measure native wheels wheel fuzz fuzz-readers docs clean
+.PHONY: demo test test-all test-gpu gpu-wheels quick slow again lint types measure native wheels wheel fuzz fuzz-readers docs clean
 
 # Install the core and one recipe, train its embedded example on two processes for about a minute, and evaluate it.
 demo: $(DEMO)
@@ -50,6 +50,17 @@ again: $(READY)
 # All tests, and what each module costs written down for the budget. To be run on a quiet machine.
 measure: $(READY)
 	$(PYTEST) -n $(WORKERS) --measure=tests/seconds.json
+
+# What runs on a GPU, from a checkout without installation, in at most six minutes on one; on the CPU where there is none.
+test-gpu:
+	$(PYTHON) -m pytest --confcutdir=tests/gpu -m gpu tests/gpu --durations=10
+
+# Libraries that a bare CUDA image lacks, as wheels for its Python in build/gpu-wheels; to be made where there is a network.
+gpu-wheels: $(BIN)/python
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu-wheels -c constraints.txt \
+	  pyarrow fsspec rich filelock lion-pytorch ml_dtypes pyyaml psutil xxhash array-api-compat pygments \
+	  markdown-it-py mdurl optax equinox jaxtyping wadler_lindig absl-py
 
 # The native core of unisono.audio again, after a change of its sources; an error where it cannot be built.
 native: $(READY)

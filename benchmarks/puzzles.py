@@ -128,7 +128,7 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tuple[float, float]]:
+def published(task: Any, rows: int, steps: int, precision: str, device: str = "cpu") -> Iterator[tuple[float, float]]:
     """The clocks before each step of the loop as it was published, with the same model and the same optimizers.
 
     In bf16 every product casts its weights, as the published layers do.
@@ -141,7 +141,7 @@ def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tupl
     from unisono_puzzles.model import act
 
     torch.manual_seed(0)
-    model, config = task.build(), task.model_config
+    model, config = task.build().to(device), task.model_config
     embeddings = [p for name, p in model.named_parameters() if name.endswith("puzzles.weight")]
     rest = [p for name, p in model.named_parameters() if not name.endswith("puzzles.weight")]
     optimizers = [AdamAtan2(rest, lr=1e-4, weight_decay=1.0), RowSignSgd(embeddings, lr=1e-4, weight_decay=1.0)]
@@ -150,12 +150,12 @@ def published(task: Any, rows: int, steps: int, precision: str) -> Iterator[tupl
     for _ in range(steps):
         yield clocks()
         arrays = next(source)
-        batch = {name: torch.as_tensor(value) for name, value in fields_of(arrays).items()}
+        batch = {name: torch.as_tensor(value).to(device) for name, value in fields_of(arrays).items()}
         if carry is None:
             carry = {name.split("/")[1]: value for name, value in task.initial_carry(
                 {f"sudoku/{name}": value for name, value in batch.items()}).items()}  # fmt: skip
         work = act.begin(carry, batch, model.starts)
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
             step = model("sudoku", work, config.h_cycles, config.l_cycles)
         answers = work["answer"].long()
         logits = step.logits.double()

@@ -1,0 +1,297 @@
+"""What Unisono does on a GPU, beside bare loops in the same run: one command, at most six minutes, one table.
+
+    python -m benchmarks.gpu --out gpu.json                    # on a host with a GPU, from a checkout
+    python -m benchmarks.gpu --out gpu.json --device cpu --tiny    # runs all of its code; the figures mean nothing
+
+Needs what `make test-gpu` needs. Each row is measured in a process of its own, so one that fails says so in its row and
+ends no other. Rows of one group are to be compared with each other alone. What no time is left for says so as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkout
+
+WARM = 5  # steps before anything is measured
+Row = tuple[str, str, Callable[[], dict[str, Any]]]  # group, what is measured, and how
+# 763 M parameters, as many as a card of 80 GB trains in fp32 master weights with room for activations.
+LARGE = {
+    "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = {**LARGE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 4}  # fmt: skip
+
+
+class Sizes:
+    """What is trained: as large as a GPU needs to be busy, or tiny."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.sequence, self.batch = (64, 2) if tiny else (2048, 8)
+        self.steps = 8 if tiny else 25
+        self.llama = SMALL if tiny else LARGE
+        self.rows, self.side, self.cycles = (8, 4, (1, 1)) if tiny else (768, 9, (3, 6))
+
+    @property
+    def language(self) -> list[str]:
+        """Settings of the language recipe."""
+        settings = ", ".join(f"{name}: {str(value).lower()}" for name, value in self.llama.items())
+        return [
+            f"model.settings={{{settings}}}", f"task.sequence={self.sequence}", f"train.global_batch={self.batch}",
+            "data.packing={method: concatenate}", "train.precision=bf16", f"train.steps={self.steps}",
+        ]  # fmt: skip
+
+    @property
+    def puzzles(self) -> list[str]:
+        """Settings of the puzzles recipe: TRM-MLP as published, or tiny."""
+        clues = {4: "[6,8]", 9: "[30,34]"}[self.side]
+        return [
+            "model=tiny" if self.tiny else "model=trm_mlp", f"model.h_cycles={self.cycles[0]}",
+            f"model.l_cycles={self.cycles[1]}", f"data.side={self.side}", f"data.clues={clues}",
+            f"data.puzzles={2 * self.rows}", "data.held_out=8", f"train.global_batch={self.rows}",
+            "train.precision=bf16", f"train.steps={self.steps}", "optim.lr=1e-4",
+        ]  # fmt: skip
+
+
+def measured_rows(device: str, sizes: Sizes) -> Iterator[Row]:
+    """What is measured, the most wanted first."""
+
+    def train(recipe: str, words: list[str], *more: str) -> Callable[[], dict[str, Any]]:
+        return lambda: trained(recipe, device, [*words, *more])
+
+    loss = "language, bf16"
+    yield loss, "a bare loop, blocks compiled", lambda: bare_language(device, sizes, compile=True)
+    yield loss, "unisono, compiled", train("language", sizes.language, "layout.compile=true")
+    yield loss, "unisono, eager", train("language", sizes.language)
+    yield loss, "a bare loop, eager", lambda: bare_language(device, sizes, compile=False)
+    step = f"puzzles, {sizes.rows} rows of {sizes.side}×{sizes.side}, bf16"
+    yield step, "unisono, torch compiled", train("puzzles", sizes.puzzles, "layout.compile=true")
+    yield step, "unisono, JAX", train("puzzles", sizes.puzzles, "layout.engine=jax")
+    yield (
+        step,
+        "unisono, JAX again, with its cache",
+        train("puzzles", sizes.puzzles, "layout.engine=jax"),
+    )
+    yield step, "the published loop, eager", lambda: published_puzzles(device, sizes)
+    yield step, "unisono, torch eager", train("puzzles", sizes.puzzles)
+    yield "samples of puzzles", "all at once", lambda: samples(sizes, together=True)
+    yield "samples of puzzles", "one by one", lambda: samples(sizes, together=False)
+    for name, how in (("grouped", "grouped"), ("transformers' loop", "loop")):
+        yield "experts of one layer, bf16", name, lambda how=how: experts_pass(device, sizes, how)
+    # Last: it finds a size of its own, and compiles nothing.
+    auto = ["task.sequence=64", "train.global_batch=64", "train.steps=3"] if sizes.tiny else [
+        *[word for word in sizes.language if not word.startswith(("train.global_batch", "train.steps"))],
+        "train.global_batch=64", "train.steps=3",
+    ]  # fmt: skip
+    yield "layout.micro_batch=auto", "unisono", train("language", auto, "layout.micro_batch=auto")
+
+
+# how ------------------------------------------------------------------------------------------------------------------
+
+
+def trained(recipe: str, device: str, words: list[str]) -> dict[str, Any]:
+    """A run of the command: its median step, MFU and wait for data, and when its first step was done."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = [
+            "layout.world_size=1", f"layout.device={device}", "eval.every=null", "checkpoint.every=null",
+            "checkpoint.at_end=false", "observe.progress=false", "observe.trackers=[]", f"run.dir={folder}",
+            "run.name=run",
+        ]  # fmt: skip
+        if "layout.engine=jax" in words:
+            own[1] = "layout.device=auto"
+        elif device == "cpu":
+            own.append("layout.threads=1")
+        events = Path(folder) / "run" / "events.jsonl"
+        command = [sys.executable, "-m", "unisono", "train", recipe, *own, *words]
+        began, first = time.monotonic(), None
+        with (Path(folder) / "output").open("w+") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            while process.poll() is None:
+                if first is None and events.is_file() and '"loss"' in events.read_text("utf-8"):
+                    first = time.monotonic() - began
+                time.sleep(0.05)
+            output.seek(0)
+            if process.returncode:
+                raise RuntimeError(output.read().strip().splitlines()[-1])
+        steps = [json.loads(line) for line in events.read_text("utf-8").splitlines()]
+    steps = [step for step in steps if "loss" in step and not step.get("eval")]
+    late = steps[min(WARM, len(steps) - 2) :]
+    found = {"ms a step": 1e3 * statistics.median(step["seconds"] for step in late)}
+    found["first step after, s"] = first
+    found["data wait"] = statistics.mean(step["data_wait"] for step in late)
+    if "mfu" in late[-1]:
+        found["mfu"] = statistics.median(step["mfu"] for step in late)
+    return found
+
+
+def timed(device: str, steps: Iterator[None]) -> dict[str, Any]:
+    """The median step of a loop that yields before each step and after the last."""
+    import torch
+
+    times = []
+    for _ in steps:
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter())
+    each = [after - before for before, after in pairwise(times)]
+    return {"ms a step": 1e3 * statistics.median(each[min(WARM, len(each) - 1) :])}
+
+
+def bare_language(device: str, sizes: Sizes, compile: bool) -> dict[str, Any]:
+    """The same Llama by hand: autocast, fused AdamW, clipping, one number read from the device per step."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    vocabulary = 512 if sizes.tiny else 8192
+    model = LlamaForCausalLM(LlamaConfig(**sizes.llama, vocab_size=vocabulary, use_cache=False)).to(device)
+    if compile:
+        for block in model.model.layers:
+            block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+    def loop() -> Iterator[None]:
+        for _ in range(sizes.steps):
+            yield
+            tokens = torch.randint(vocabulary, (sizes.batch, sizes.sequence + 1)).to(device, non_blocking=True)
+            with torch.autocast(device, torch.bfloat16):
+                logits = model(input_ids=tokens[:, :-1]).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+        yield
+
+    return timed(device, loop())
+
+
+def published_puzzles(device: str, sizes: Sizes) -> dict[str, Any]:
+    """The loop as it was published; see `benchmarks.puzzles`."""
+    from benchmarks import puzzles
+
+    model = {"mixer": "mlp", "positions": "none", "h_cycles": sizes.cycles[0], "l_cycles": sizes.cycles[1]}
+    if sizes.tiny:
+        model |= {"width": 64, "heads": 4, "prefix": 4, "embedding": 64, "inner_multiple": 32}
+    task = puzzles.task_of("torch", sizes.side, sizes.rows, model)
+    return timed(device, (None for _ in puzzles.published(task, sizes.rows, sizes.steps, "bf16", device)))
+
+
+def samples(sizes: Sizes, together: bool) -> dict[str, Any]:
+    """A micro-batch of puzzles in one thread, the fastest of ten."""
+    import numpy as np
+
+    from benchmarks import puzzles
+    from unisono.data.loading.batch_builder import BatchBuilder, Request
+    from unisono.data.order.plan import SampleIndices
+
+    task = puzzles.task_of("torch", sizes.side, sizes.rows, {})
+    builder = BatchBuilder(task, task.data(), 0, "train", contents=True, together=together)
+    rows = np.arange(sizes.rows)
+    request, times = Request(0, range(sizes.rows), SampleIndices(rows, rows, np.zeros_like(rows))), []
+    for _ in range(10):
+        began = time.perf_counter()
+        builder.make(request)
+        times.append(time.perf_counter() - began)
+    return {"ms a micro-batch": 1e3 * min(times)}
+
+
+def experts_pass(device: str, sizes: Sizes, how: str) -> dict[str, Any]:
+    """A layer of the size of OLMoE's, forward and backward; the fastest of ten."""
+    import torch
+
+    from benchmarks import experts
+    from unisono_language.experts import register_grouped
+
+    register_grouped()
+    size = experts.SIZES[0 if sizes.tiny else 1]
+    module = experts.layer(size, torch.bfloat16, device)
+    given = experts.inputs(size, torch.bfloat16, device)
+    times = [experts.once(module, how, given, device) for _ in range(3 if sizes.tiny else 10)]
+    return {"ms a pass": min(times[1:])}
+
+
+# all of it ------------------------------------------------------------------------------------------------------------
+
+
+def describe_host() -> dict[str, Any]:
+    """Card and versions."""
+    import torch
+
+    found = {"torch": torch.__version__, "python": sys.version.split()[0], "date": time.strftime("%Y-%m-%d")}
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    for name in ("jax", "transformers"):
+        try:
+            found[name] = __import__(name).__version__
+        except ImportError:
+            found[name] = "none"
+    return found
+
+
+def measure(number: int, arguments: argparse.Namespace, left: float) -> dict[str, Any]:
+    """A row, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--row", str(number), "--device", arguments.device]
+    command += ["--tiny"] if arguments.tiny else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=left, cwd=checkout.ROOT)
+    except subprocess.TimeoutExpired:
+        return {"not measured": "no time was left"}
+    if done.returncode:
+        return {"not measured": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def format_value(name: str, value: Any) -> str:
+    """A figure with its unit."""
+    if value is None or isinstance(value, str):
+        return f"{name}: {value or 'unknown'}"
+    return f"{name} {100 * value:.1f} %" if name in ("mfu", "data wait") else f"{name} {value:.4g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file for all figures, as JSON")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="run all of the code on the smallest sizes")
+    parser.add_argument("--seconds", type=float, default=345.0, help="of all rows; what has no time is named")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    rows = list(measured_rows(arguments.device, Sizes(arguments.tiny)))
+    if arguments.row is not None:
+        print(json.dumps(rows[arguments.row][2]()))
+        return
+    with tempfile.TemporaryDirectory(prefix="unisono-gpu-") as folder:
+        if missing := checkout.prepare(Path(folder)):
+            sys.exit(f"{', '.join(missing)} cannot be imported here: see `make gpu-wheels`")
+        os.environ.setdefault("UNISONO_CACHE", f"{folder}/cache")
+        host, began, found = describe_host(), time.monotonic(), []
+        print(f"{host}\n\n| group | what | figures |\n|---|---|---|", flush=True)
+        for number, (group, what, _) in enumerate(rows):
+            left = arguments.seconds - (time.monotonic() - began)
+            figures = measure(number, arguments, left) if left > 5 else {"not measured": "no time was left"}
+            found.append({"group": group, "what": what, **figures})
+            shown = ", ".join(format_value(name, value) for name, value in figures.items())
+            print(f"| {group} | {what} | {shown} |", flush=True)
+    if arguments.out:
+        text = json.dumps({"host": host, "seconds": time.monotonic() - began, "rows": found}, indent=1)
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
