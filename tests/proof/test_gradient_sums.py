@@ -15,6 +15,7 @@ from unisono.proof.scripts.gradient_sums import explain_reduction, is_left_alone
         (combine(0.5, 0.5), "mean"),
         (combine(1, 1), "sum"),
         (combine(0.25, 0.25), "sum × 0.25"),
+        (combine(0.5 + 1e-8, 0.5 - 1e-8), "mean"),  # to rounding of fp32
         (combine(0.75, 0.25), "sum weighted by 0.75, 0.25"),
         (combine(0.5, 0.5) | {"b": OWN[0]["b"]}, "nothing of the kind"),
     ],

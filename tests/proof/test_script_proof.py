@@ -131,12 +131,15 @@ def test_a_run_that_took_too_long_is_not_tried_again_in_single_precision(
     def run(settings: ScriptRun, *_: object) -> SimpleNamespace:
         asked.append(settings.precision)
         ended = {"2 processes": WorkerError(error, 1)}
-        return SimpleNamespace(
-            cases=[None, None], record=lambda case: None, ended=ended, judge=lambda adaptive: ([], [])
-        )
+
+        def refuse() -> None:
+            raise RunError(error)
+
+        return SimpleNamespace(cases=[None, None], record=lambda case: None, ended=ended, refuse_unrunnable=refuse)
 
     monkeypatch.setattr(script_proof, "ScriptRuns", run)
-    prove(tmp_path, "", precision=None)
+    with pytest.raises(RunError, match=re.escape(error)):
+        prove(tmp_path, "", precision=None)
     assert asked == tried
 
 

@@ -40,7 +40,9 @@ class WeightedSum:
         if max(self.weights) - min(self.weights) > 1e-6 * abs(first):
             return f"sum weighted by {', '.join(f'{weight:.4g}' for weight in self.weights)}"
         known = {1.0: "sum", 1 / count: "mean"}
-        return next((name for size, name in known.items() if math.isclose(first, size)), f"sum × {first:.4g}")
+        return next(
+            (name for size, name in known.items() if math.isclose(first, size, rel_tol=1e-6)), f"sum × {first:.4g}"
+        )
 
 
 def explain_reduction(
