@@ -72,7 +72,7 @@ def test_the_same_job_in_other_trainers_comes_to_the_same_loss(tmp_path: Path) -
 def test_the_tutorial_of_images_comes_to_the_accuracy_it_promises_on_one_process_and_on_two(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     said = follow(DOCS / "tutorial-images.md", tmp_path)
-    found = [re.findall(r"eval after step 300: loss \S+  accuracy (\S+)", out) for out in said.values()]
+    found = [re.findall(r"eval after step \d+: loss \S+  accuracy (\S+)", out) for out in said.values()]
     one, two = (float(accuracies[0]) for accuracies in found if accuracies)
     assert one > 0.96
     assert abs(one - two) < 0.01
