@@ -15,4 +15,4 @@ PAGE = Path(__file__).parents[2] / "docs" / "tutorial-recipes.md"
 def test_every_command_of_the_tutorial_of_recipes_works(tmp_path: Path) -> None:
     said = follow(PAGE, tmp_path)
     assert len(said) == 10
-    assert all((tmp_path / file).stat().st_size > 0 for file in ("microbes.tsv", "sudoku.csv", "said.wav"))
+    assert all((tmp_path / file).stat().st_size > 0 for file in ("microbes.distances.tsv", "sudoku.csv", "said.wav"))
