@@ -39,6 +39,7 @@ HARMLESS = keys("""
     data.workers=2 data.worker_kind=processes data.prefetch=2 data.prefetch_mb=3 data.storage=remote
     optim.implementation=loop
     eval.every=3 eval.rows=3 eval.micro_batch=3 eval.weights=model eval.at_end=false
+    eval.patience=3 eval.mode=max eval.metric=accuracy
     checkpoint.every=3 checkpoint.keep=3 checkpoint.keep_every=3 checkpoint.background=false
     checkpoint.on_failure=continue checkpoint.retry_for=1 checkpoint.final=model checkpoint.at_end=false
     checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
@@ -76,6 +77,9 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),
+    "eval.patience": ("eval.every=2",),
+    "eval.mode": ("eval.every=2", "eval.patience=2"),
+    "eval.metric": ("eval.every=2", "eval.patience=2"),
     "ema.start": ("ema.decay=0.5",),
     "ema.every": ("ema.decay=0.5",),
     "ema.warmup": ("ema.decay=0.5",),

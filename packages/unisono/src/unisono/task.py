@@ -272,7 +272,8 @@ class Task(ABC):
         `BadSamplesError`, with a reason per sample, for samples it cannot use.
         """
         if isinstance(samples, SampleColumns):
-            return {name: np.asarray(values) for name, values in samples.fields.items()}
+            columns = {name: np.asarray(values) for name, values in samples.fields.items()}
+            return {name: c.astype(object) if c.dtype.kind in "US" else c for name, c in columns.items()}
         if not isinstance(samples[0], Mapping):
             samples = [self._name_items(sample) for sample in samples]
         for sample in samples:  # otherwise the first sample would decide the batch's keys

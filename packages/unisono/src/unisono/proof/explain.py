@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from importlib.resources import files
 
 from unisono.runtime.errors import ConfigError, anchor, nearest
 
-PAGE = Path(__file__).with_name("diagnoses.txt")  # the same text as in the docs
+PAGE = "diagnoses.txt"  # beside this module: the same text as in the docs
 _LINK = re.compile(r"\[([^]]+)\]\((?!https?:)[^)]*\)")  # to another page, which a terminal cannot open
 
 
@@ -37,7 +37,8 @@ def explain_fault(name: str) -> str:
 
 def _read_sections() -> dict[str, str]:
     """The text of every fault by its name."""
-    parts = re.split(r"^##+ (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    levels = re.findall(r"^(##+) .+$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text = files("unisono.proof").joinpath(PAGE).read_text(encoding="utf-8")
+    parts = re.split(r"^##+ (.+)$", text, flags=re.MULTILINE)
+    levels = re.findall(r"^(##+) .+$", text, flags=re.MULTILINE)
     titled = zip(levels, parts[1::2], parts[2::2], strict=True)
     return {title: text for level, title, text in titled if level == "###"}
