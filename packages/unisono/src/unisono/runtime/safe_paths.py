@@ -121,7 +121,10 @@ def load_array(folder: Path | str, name: object, *, mapped: bool = False, follow
         )  # which allocates nothing for a shape that lies
     if not isinstance(found, np.ndarray):
         raise ValueError("it is not an array of NumPy's format (.npy)")
-    return found if mapped else np.array(found)
+    if not mapped:
+        return np.array(found)
+    found.filename = str(Path(folder, str(name)).resolve())  # type: ignore[attr-defined] - for workers to map it again
+    return found
 
 
 def read_bytes(folder: Path | str, name: object, limit: int = TEXT) -> bytes:

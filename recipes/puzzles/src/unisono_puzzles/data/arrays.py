@@ -156,7 +156,7 @@ def read_split(folder: Path) -> StoredPuzzles:
 
 def _open(folder: Path, name: str) -> NDArray[Any]:
     try:
-        return np.asarray(safe_paths.load_array(folder, name, mapped=True, follow=True))
+        return safe_paths.load_array(folder, name, mapped=True, follow=True)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / name} cannot be read: {error}") from error
 
