@@ -123,7 +123,8 @@ def load_array(folder: Path | str, name: object, *, mapped: bool = False, follow
         raise ValueError("it is not an array of NumPy's format (.npy)")
     if not mapped:
         return np.array(found)
-    found.filename = str(Path(folder, str(name)).resolve())  # type: ignore[attr-defined] - for workers to map it again
+    # Workers map it again by its file's own name.
+    vars(found)["filename"] = str(Path(folder, str(name)).resolve())
     return found
 
 
