@@ -1,7 +1,7 @@
 """Contrastive pairs: each row against all rows of the global batch, whichever process has them.
 
 unisono train examples/contrastive.py optim.lr=3e-3 train.global_batch=64
-unisono prove examples/contrastive.py
+unisono prove examples/contrastive.py:Pairs
 """
 
 import numpy as np

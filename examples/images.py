@@ -2,7 +2,7 @@
 
 pip install scikit-learn
 unisono train examples/images.py optim.lr=3e-3
-unisono prove examples/images.py
+unisono prove examples/images.py:Images
 """
 
 from functools import cache

@@ -3,7 +3,7 @@
 pip install 'unisono[lora,export]'
 python examples/lora_csv.py                        # writes reviews.csv and, for want of a download, a tiny model
 unisono train examples/lora_csv.py adapter=lora adapter.rank=4 optim.lr=1e-2
-unisono prove examples/lora_csv.py adapter=lora
+unisono prove examples/lora_csv.py:Reviews adapter=lora
 
 With a model of yours: task.model=FOLDER, as `save_pretrained` writes it, and its tokenizer in `sample`.
 """

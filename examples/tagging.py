@@ -1,7 +1,7 @@
 """Sequence labelling: sentences of different lengths, padded, where every word counts the same.
 
 unisono train examples/tagging.py optim.lr=3e-3
-unisono prove examples/tagging.py
+unisono prove examples/tagging.py:Tagging
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 unisono train examples/vae.py optim.lr=3e-3
 unisono train examples/vae.py optim.lr=3e-3 'schedules.kl={kind: constant, peak: 1.0, warmup: 0.5}'
-unisono prove examples/vae.py
+unisono prove examples/vae.py:Shapes
 """
 
 import numpy as np
