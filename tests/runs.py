@@ -287,6 +287,7 @@ def train(
 ) -> Result:
     """Train in this folder, from its newest checkpoint."""
     process = process or ProcessInfo()
+    folder.mkdir(parents=True, exist_ok=True)
     run = resolved(task, config, folder, process)
     return loop.train(task, run, process, communicator or SingleProcess(), callbacks)
 

@@ -37,6 +37,7 @@ SHARD = "checkpoints/step-00000004/rank-00000.safetensors"
 def run(tmp_path: Path) -> Path:
     """A run's folder with one checkpoint, of step 4."""
     folder = tmp_path / "run"
+    folder.mkdir()
     save(folder / "checkpoints", 4)
     (folder / "assets").mkdir()
     (folder / "assets" / "vocabulary").write_text("a b c")

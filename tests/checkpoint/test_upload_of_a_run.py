@@ -21,6 +21,7 @@ from tests.runs import configuration
 from unisono.checkpoint.remote import store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload import Uploads
+from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, UploadError
 
 # beside a run -------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_memory_is_no_store() -> None:
 def test_a_checkpoint_that_cannot_be_kept_for_its_upload_ends_nothing(
     server: stores.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder = tmp_path / "run"
@@ -175,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_kept_for_its_upload_ends_nothing(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(os, "link", full)
-            patch.setattr(shutil, "copyfile", full)
+            patch.setattr(safe_paths, "copy_inside", full)
             beside.uploads.enqueue(save(folder / "checkpoints", 4))
         beside.until("WARNING: upload of step 4 failed: [Errno 28] No space left on device")
         beside.end()

@@ -155,7 +155,7 @@ def test_values_that_cannot_be_or_do_not_go_together_are_refused(kind: Any, valu
 
 def test_values_that_go_together_are_taken():
     assert Train(epochs=0.5).epochs == 0.5
-    assert Launch(nodes=1, node_rank=0, rendezvous="a:1").nodes == 1
+    assert Launch(nodes=2, node_rank=0, rendezvous="a:1").nodes == 2
     assert Sgd(kind="sgd", nesterov=True, momentum=0.9).nesterov
     assert RunConfig(**config(schedules={"depth": {"kind": "linear", "peak": 4}})).schedules["depth"].peak == 4
 

@@ -210,7 +210,7 @@ def test_a_task_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(DataError, match=r"data.worker_kind=processes: the task Local cannot be sent.*top level"):
         made.steps(Local(), worker_kind="processes")
     with (
-        made.loader(Augmented(), rows=[lambda: 0] * SIZE, worker_kind="processes") as loader,
+        made.loader(Augmented(), rows=[lambda: 0] * SIZE, workers=1, worker_kind="processes") as loader,
         pytest.raises(DataError, match=r"Augmented.data\(\), a list, cannot be sent"),
     ):
         loader.start()

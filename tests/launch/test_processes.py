@@ -94,7 +94,7 @@ def test_two_processes_compute_what_one_computes(
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main.main([*TRAIN, "train.steps=6", "layout.world_size=1", "layout.threads=1"]) == 0
     mine, theirs = jobs.events(here / "runs" / "a"), jobs.events(two[0] / "runs" / "a")
-    timed = {"seconds", "rows_per_second", "data_wait"}
+    timed = {"seconds", "rows_per_second", "data_wait", "memory_gb"}
     assert len(mine) == 7
     for one, other in zip(mine, theirs, strict=True):
         assert {k: v for k, v in other.items() if k not in timed} == pytest.approx(

@@ -60,6 +60,7 @@ def test_the_file_has_what_is_logged_by_unisono_and_other_handlers_have_not(
 def test_starting_again_and_stopping_close_the_file_that_was_open(tmp_path: Path) -> None:
     opened = []
     for name in ("first", "second"):
+        (tmp_path / name).mkdir()
         logs.start_logging(tmp_path / name, ProcessInfo())
         opened += [h for h in logging.getLogger("unisono").handlers if isinstance(h, logging.FileHandler)]
     log.info("here")

@@ -205,7 +205,7 @@ def test_opus_needs_ffmpeg_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             audio.decode(data, 2.0, backend=backend)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
-    with pytest.raises(DataError, match=r"is Opus, which FFmpeg decodes: pip install 'unisono\[ffmpeg\]'"):
+    with pytest.raises(DataError, match=r"is Opus, which FFmpeg decodes: pip install 'unisono-audio\[ffmpeg\]'"):
         audio.decode(data)
 
 

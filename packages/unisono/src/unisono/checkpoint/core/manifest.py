@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from unisono.runtime.text import one_line
 FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about a million pieces
+_OF_ROWS = "carry/"  # arrays of which a run that is shorter than its batch saves only the rows that it has reached
 _MAX_CUT = 8  # axes along which an array is cut
 _FILE_NAME = re.compile(r"(?!\.)[^/\\\0]+")  # a file directly in the folder
 
@@ -216,6 +217,13 @@ def _tile(pieces: list[Any], whole: list[int]) -> bool:
     return not any(corners.values())
 
 
+def _follow_one_another(pieces: Sequence[Mapping[str, Any]], whole: list[int]) -> bool:
+    """Whether pieces are ranges of whole rows that do not overlap."""
+    ranges = sorted((piece["offset"][0], piece["offset"][0] + piece["shape"][0]) for piece in pieces)
+    apart = all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    return apart and all(piece["shape"][1:] == whole[1:] for piece in pieces)
+
+
 def _check(checkpoint: Checkpoint) -> None:
     """Reject a manifest that points outside its folder, or leaves bytes of a file unverified: it may be malicious."""
     if checkpoint.assets is not None and not all(isinstance(each, str) for each in dict(checkpoint.assets).values()):
@@ -239,7 +247,8 @@ def _check(checkpoint: Checkpoint) -> None:
             if not _fits(piece, array["shape"], item) or not piece["bytes"]:
                 raise CheckpointError(f"{checkpoint.path}: a piece of '{one_line(name)}' lies outside of the array")
             ends[piece["file"]].append((piece["at"], piece["at"] + piece["bytes"]))
-        if not _tile(array["pieces"], array["shape"]):
+        whole = _follow_one_another if name.startswith(_OF_ROWS) else _tile
+        if not whole(array["pieces"], array["shape"]):
             raise CheckpointError(
                 f"{checkpoint.path}: the pieces of '{one_line(name)}' overlap or leave elements out, so its content is "
                 f"not determined; do not trust this checkpoint. {deletion_advice(checkpoint.path)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -250,7 +250,11 @@ class Loader:
 
     @cached_property
     def _stages(self) -> worker_autotuning.StageTimes:
-        return worker_autotuning.measure_stages(self._maker, self._first_request or next(self._requests([0])))
+        request = self._first_request or next(self._requests([0]))
+        try:
+            return worker_autotuning.measure_stages(self._maker, request, self._timeout)
+        except TimeoutError:
+            raise self._too_late("thread that measures the loading is", self._maker.busy) from None
 
     @property
     def _ahead(self) -> int:
@@ -262,11 +266,14 @@ class Loader:
         try:
             return wait(self._timeout)
         except TimeoutError:
-            rows = ", ".join(map(str, self._workers.busy[:8]))
-            raise DataError(
-                f"no micro-batch was ready within {self._timeout:g} s (launch.timeout); the worker {self._kind} are "
-                f"busy with rows {rows or '?'} of the source"
-            ) from None
+            raise self._too_late(f"worker {self._kind} are", self._workers.busy) from None
+
+    def _too_late(self, who: str, busy: Sequence[int]) -> DataError:
+        rows = ", ".join(map(str, busy[:8]))
+        return DataError(
+            f"no micro-batch was ready within {self._timeout:g} s (launch.timeout); the {who} busy with rows "
+            f"{rows or '?'} of the source"
+        )
 
     def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
         for step in steps:

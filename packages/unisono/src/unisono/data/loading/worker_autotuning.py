@@ -53,8 +53,12 @@ class StageTimes:
         return " + ".join(f"{name} {1e3 * seconds:.2g}" for name, seconds in parts) + " ms a micro-batch"
 
 
-def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
-    """Build the first rows of a micro-batch, and extrapolate to all of them; all of them if one call builds them."""
+def measure_stages(maker: BatchBuilder, request: Request, timeout: float = math.inf) -> StageTimes:
+    """Build the first rows of a micro-batch, and extrapolate to all of them; all of them if one call builds them.
+
+    Raises:
+        TimeoutError: if that takes longer than so many seconds.
+    """
     taken, few = request.samples, request.samples[: None if maker.together else _PROBE_ROWS]
     seconds = np.zeros(3)
     fault: list[BaseException] = []
@@ -67,17 +71,20 @@ def measure_stages(maker: BatchBuilder, request: Request) -> StageTimes:
         except BaseException as error:
             fault.append(error)
 
-    locked = lock_share(make)
+    locked = lock_share(make, timeout)
     if fault:
         raise fault[0]
     read, sample, rest = (seconds * len(taken) / max(1, len(few))).tolist()
     return StageTimes(read, sample, rest, locked)
 
 
-def lock_share(act: Callable[[], None]) -> float:
+def lock_share(act: Callable[[], None], timeout: float = math.inf) -> float:
     """The fraction of time in which an action holds Python's global lock.
 
     While it runs, this thread sleeps repeatedly, and wakes up late whenever the lock is held.
+
+    Raises:
+        TimeoutError: if it takes longer than so many seconds.
     """
     thread = threading.Thread(target=act, daemon=True)
     late, began = 0.0, perf_counter()
@@ -86,6 +93,8 @@ def lock_share(act: Callable[[], None]) -> float:
         asleep = perf_counter()
         sleep(_NAP)
         late += max(0.0, perf_counter() - asleep - 2 * _NAP)
+        if perf_counter() - began > timeout:
+            raise TimeoutError
     return min(1.0, late / (perf_counter() - began))
 
 
