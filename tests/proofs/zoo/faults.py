@@ -152,7 +152,7 @@ def ignored_parameter(original: Any, self: Parallel) -> None:
     "build_optimizer",
     strategy="fsdp",
 )
-def stale_optimizer(original: Any, config: Any, model: nn.Module, blocks: Any) -> Any:
+def stale_optimizer(original: Any, config: Any, model: nn.Module, *_: Any) -> Any:
     copied = nn.ModuleDict({n.replace(".", "_"): nn.Module() for n, _ in model.named_parameters()})
     for (_, parameter), module in zip(model.named_parameters(), copied.values(), strict=True):
         module.weight = nn.Parameter(local(parameter.detach()).clone())
