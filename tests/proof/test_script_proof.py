@@ -446,7 +446,7 @@ def test_the_command_prints_the_table_and_ends_with_the_code_of_the_verdict(tmp_
     assert "not seen:" in done.stdout
 
 
-SPARSE = """
+SPARSE_BUFFERS = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -514,7 +514,7 @@ for step in range(9):
 @pytest.mark.slow
 def test_an_optimizer_may_hold_buffers_of_integers_and_scratch_memory_that_no_checkpoint_has(tmp_path: Path) -> None:
     """As those of sparse embeddings do, whose rows each rank has for itself."""
-    report = prove(tmp_path, SPARSE)
+    report = prove(tmp_path, SPARSE_BUFFERS)
     assert report.mark == "PASS", report.lines
     compared = {c.quantity: c.mark for c in report.verdicts[0].compared}
     assert (compared["buffers"], compared["parameters"]) == ("PASS", "PASS")

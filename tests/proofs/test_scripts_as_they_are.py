@@ -9,6 +9,7 @@ import pytest
 from unisono.proof.scripts import self_check
 from unisono.proof.scripts.script_comparison import Report
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
+from unisono.runtime.errors import RunError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BATCH = ["--batch-size", "{16/world}"]
@@ -50,7 +51,6 @@ FAULTY = [
     ("fine_tuning", [*BATCH, "--fault", "alone"], "Ranks make different numbers of updates"),
     ("fine_tuning", [*BATCH, "--dropout", "0.2", "--fault", "left"], "Evaluation changes the training"),
     ("fine_tuning", [*BATCH, "--fault", "own_draw"], ""),
-    ("contrastive", ["detached"], ""),
     ("contrastive", ["local"], ""),
     ("evaluating", ["per-process"], "The schedule is stepped once per process"),
     ("with_trainer", [*DEVICE, "--local_tokens"], "A mean of means"),
@@ -98,6 +98,12 @@ def test_a_callback_shows_what_the_trainer_reports(name: str) -> None:
     assert "states outside of the trained model (" in report.unseen[0]
     assert "(no callback)" not in report.unseen[0]
     assert {"metrics", "evaluation"} <= {c.quantity for c in verdict.compared if c.mark == "PASS"}
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_on_one_process_compares_nothing_and_says_its_own_error() -> None:
+    with pytest.raises(RunError, match=r"fails on one process, so nothing was compared:\n.*contrastive\.py, line \d+"):
+        prove("contrastive", ["detached"])
 
 
 @pytest.mark.slow
