@@ -333,14 +333,14 @@ def test_a_task_of_a_script_is_found_in_worker_processes(tmp_path: Path) -> None
 def test_a_task_of_a_recipe_file_is_found_in_worker_processes(tmp_path: Path) -> None:
     from unisono.task_config import find_task
 
-    (tmp_path / "beside.py").write_text("ADDED = 5\n")
+    (tmp_path / "beside_recipe.py").write_text("ADDED = 5\n")
     (tmp_path / "recipe.py").write_text(
         textwrap.dedent("""
         from tests.data.made import Augmented
-        import beside
+        import beside_recipe
         class Mine(Augmented):
             def sample(self, record, context):
-                return {**super().sample(record, context), "row": int(record) + beside.ADDED}
+                return {**super().sample(record, context), "row": int(record) + beside_recipe.ADDED}
         """)
     )
     task = find_task(f"{tmp_path / 'recipe.py'}:Mine")()

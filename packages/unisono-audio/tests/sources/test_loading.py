@@ -76,7 +76,7 @@ def test_the_reason_names_the_file_and_the_row(path: str) -> None:
 def test_threads_or_processes_are_chosen_by_what_holds_pythons_lock(
     path: str, monkeypatch: pytest.MonkeyPatch, locked: float, kind: str
 ) -> None:
-    monkeypatch.setattr(worker_autotuning, "measure_stages", lambda maker, request: StageTimes(1e-3, 1e-3, 0.1, locked))
+    monkeypatch.setattr(worker_autotuning, "measure_stages", lambda *_: StageTimes(1e-3, 1e-3, 0.1, locked))
     with made.loader(Listener(path), of=PLAN, worker_kind="auto", on_error="mask") as loader:
         assert f"1 {kind}," in loader.facts()
 
