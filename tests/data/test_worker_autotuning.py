@@ -122,7 +122,7 @@ def test_storage_decides_how_many_workers_there_are_by_default(
     monkeypatch: pytest.MonkeyPatch, remote: bool, given: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 2)
-    monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda maker, request: SLOW_STORAGE)
+    monkeypatch.setattr("unisono.data.loading.worker_autotuning.measure_stages", lambda *_: SLOW_STORAGE)
     with made.loader(Augmented(), remote=remote, **given) as loader:
         loader.start()
         next(loader.steps())
