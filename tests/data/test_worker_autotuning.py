@@ -50,7 +50,7 @@ def test_auto_is_the_default_measures_and_says_what_it_found(monkeypatch: pytest
 
     monkeypatch.setattr("unisono.data.loading.loader.usable_cores", lambda: 4)
 
-    def lock_share(act: Callable[[], None]) -> float:
+    def lock_share(act: Callable[[], None], timeout: float) -> float:
         act()
         return locked
 
