@@ -18,14 +18,20 @@ DEADLINE = 60.0  # seconds; of a machine with a hundred other things to do
 
 
 class Tab:
-    """One page. Requests to hosts are blocked, and counted: a site that is read offline makes none."""
+    """One page. Requests to hosts are blocked, and counted: a page that is read offline makes none.
+
+    Attributes:
+        requested: addresses that the page has asked for.
+        errors: exceptions of its scripts, and what the browser has logged, as JSON.
+    """
 
     def __init__(self, send: Any, receive: Any) -> None:
         self._send, self._receive, self._number, self._session = send, receive, 0, ""
         self.requested: list[str] = []
+        self.errors: list[str] = []
         target = next(item for item in self.call("Target.getTargets")["targetInfos"] if item["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Network.setBlockedURLs", urls=["http://*", "https://*"])
 
@@ -40,6 +46,8 @@ class Tab:
             answer = json.loads(self._read())
             if answer.get("method") == "Network.requestWillBeSent":
                 self.requested.append(answer["params"]["request"]["url"])
+            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.errors.append(json.dumps(answer["params"]))
             if answer.get("id") == self._number:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]
@@ -80,10 +88,32 @@ class Tab:
         """Type into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def photograph(self, file: Path) -> None:
-        """Save what the window shows, as PNG."""
+    def move(self, selector: str, share: float, kind: str = "mouseMoved") -> None:
+        """Move the pointer to a share of an element's width, or press or release its left button there."""
+        element = f"document.querySelector({selector!r})"
+        self.evaluate(f"{element}.scrollIntoView({{block: 'center'}})")
+        left, top, width, height = self.evaluate(
+            f"(b => [b.left, b.top, b.width, b.height])({element}.getBoundingClientRect())"
+        )
+        self.call(
+            "Input.dispatchMouseEvent", type=kind, button="none" if kind == "mouseMoved" else "left", clickCount=1,
+            x=left + share * width, y=top + height / 2,
+        )  # fmt: skip
+
+    def click(self, selector: str) -> None:
+        """Click into the middle of an element."""
+        self.move(selector, 0.5, "mousePressed")
+        self.move(selector, 0.5, "mouseReleased")
+
+    def photograph(self, file: Path, most: int | None = None) -> None:
+        """Save what the window shows as PNG, or the whole page down to so many pixels."""
+        clip = {}
+        if most is not None:
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            area = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most), "scale": 1}
+            clip = {"captureBeyondViewport": True, "clip": area}
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))
 
 
 @contextmanager
@@ -91,7 +121,14 @@ def browser(profile: Path) -> Iterator[Tab]:
     """Start Chromium with an empty profile, and end it."""
     commands, send = os.pipe()
     receive, answers = os.pipe()
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+    ]
     # Chromium reads its commands from 3 and writes to 4
     line = [
         "bash", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{answers}', CHROMIUM or "chromium", *flags,

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import CHROMIUM, browser
 from unisono_sweeps import record
 from unisono_sweeps.report.content import describe
 from unisono_sweeps.report.page import embed_json
 from unisono_sweeps.report.series import thin
 
-from . import chromium
 from .written import write_fault, write_run
 
 Command = Callable[..., tuple[int, str, str]]
@@ -131,7 +131,7 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, command: Command) ->
     assert "is neither a run" in err
 
 
-@pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium is installed (Debian: chromium)")
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: chromium)")
 @pytest.mark.parametrize("kind", ["run", "sweep"])
 def test_a_browser_shows_the_report(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Its charts are drawn, a pointer shows values, a click changes an axis, and nothing of the data has run."""
@@ -139,31 +139,32 @@ def test_a_browser_shows_the_report(kind: str, request: pytest.FixtureRequest, t
     page = folder / "report.html"
     page.write_text(describe(folder).render(), encoding="utf-8")
     shots = Path(os.environ.get("UNISONO_SCREENSHOTS", tmp_path))
-    with chromium.open_browser(tmp_path) as browser:
-        browser.open(page, 1280)
-        assert browser.evaluate("document.title") == folder.name
-        charts = browser.evaluate("document.querySelectorAll('figure.chart').length")
+    with browser(tmp_path / "profile") as tab:
+        tab.size(1280, 900)
+        tab.open(page.as_uri())
+        assert tab.evaluate("document.title") == folder.name
+        charts = tab.evaluate("document.querySelectorAll('figure.chart').length")
         drawn = "[...document.querySelectorAll('.chart > svg')].filter(s => s.querySelector('path, circle')).length"
         assert charts > 0
-        assert browser.evaluate(drawn) == charts
-        assert browser.evaluate("document.querySelector('.chart output').textContent") == ""
-        browser.move(".chart > svg", 0.5)
-        assert " at " in browser.evaluate("document.querySelector('.chart output').textContent")
+        assert tab.evaluate(drawn) == charts
+        assert tab.evaluate("document.querySelector('.chart output').textContent") == ""
+        tab.move(".chart > svg", 0.5)
+        assert " at " in tab.evaluate("document.querySelector('.chart output').textContent")
         labels = "[...document.querySelectorAll('.chart > svg')][0].querySelectorAll('text')"
-        before = browser.evaluate(f"[...{labels}].map(t => t.textContent).join()")
-        browser.click(".chart [data-log=x]")
-        assert browser.evaluate("document.querySelector('.chart [data-log=x]').getAttribute('aria-pressed')") == "true"
-        assert browser.evaluate(f"[...{labels}].map(t => t.textContent).join()") != before
-        browser.click(".chart [data-log=x]")
-        browser.move(".chart > svg", 0.4, "mousePressed")
-        browser.move(".chart > svg", 0.6)
-        browser.move(".chart > svg", 0.6, "mouseReleased")
-        assert browser.evaluate(f"[...{labels}].map(t => t.textContent).join()") != before
-        browser.click(".chart .tools button:last-child")
-        assert browser.evaluate(f"[...{labels}].map(t => t.textContent).join()") == before
-        assert browser.errors == []
-        browser.screenshot(shots / f"{kind}-1280.png")
-        browser.resize(390, 844)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
-        browser.screenshot(shots / f"{kind}-390.png")
-        assert browser.evaluate("document.title") == folder.name
+        before = tab.evaluate(f"[...{labels}].map(t => t.textContent).join()")
+        tab.click(".chart [data-log=x]")
+        assert tab.evaluate("document.querySelector('.chart [data-log=x]').getAttribute('aria-pressed')") == "true"
+        assert tab.evaluate(f"[...{labels}].map(t => t.textContent).join()") != before
+        tab.click(".chart [data-log=x]")
+        tab.move(".chart > svg", 0.4, "mousePressed")
+        tab.move(".chart > svg", 0.6)
+        tab.move(".chart > svg", 0.6, "mouseReleased")
+        assert tab.evaluate(f"[...{labels}].map(t => t.textContent).join()") != before
+        tab.click(".chart .tools button:last-child")
+        assert tab.evaluate(f"[...{labels}].map(t => t.textContent).join()") == before
+        assert tab.errors == []
+        tab.photograph(shots / f"{kind}-1280.png", most=6000)
+        tab.size(390, 844, phone=True)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        tab.photograph(shots / f"{kind}-390.png", most=6000)
+        assert tab.evaluate("document.title") == folder.name

@@ -230,10 +230,9 @@ def _start(parsed: argparse.Namespace) -> None:
         from unisono.launch.resume import compose_run
         from unisono.supervise.run_status import read_status
 
-        if not parsed.overrides and read_status(parsed.folder).state == "finished":
-            done = read_status(parsed.folder).step
-            extend = f"unisono resume {parsed.folder} train.steps={2 * done}"
-            say(f"{parsed.folder} is finished, after step {done}. To extend it: {extend}")
+        if not parsed.overrides and (status := read_status(parsed.folder)).state == "finished":
+            extend = f"unisono resume {parsed.folder} train.steps={2 * status.step}"
+            say(f"{parsed.folder} is finished, after step {status.step}. To extend it: {extend}")
             return
         command = ["unisono", "resume", str(parsed.folder), *parsed.overrides]
         parsed.composed = compose_run(parsed.folder, parsed.overrides, trust=parsed.trust)

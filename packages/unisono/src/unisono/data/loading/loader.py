@@ -109,12 +109,8 @@ class Loader:
         self._masked, self._reported, self._messages = 0, -1, deque[str]()
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
-        self._configured_count, self._configured_ahead, self._processes, self._remote = (
-            workers,
-            prefetch,
-            processes,
-            remote,
-        )
+        self._configured_count, self._configured_ahead = workers, prefetch
+        self._processes, self._remote = processes, remote
 
     @classmethod
     def from_config(
