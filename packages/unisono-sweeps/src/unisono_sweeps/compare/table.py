@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from unisono.config import fingerprint, foreign_run
 from unisono.runtime.errors import RunError
+from unisono.supervise import run_status
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps.axes import SEED
 
@@ -36,11 +37,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunFacts]:
     """
     folders: dict[Path, None] = {}
     for path in paths:
-        if (path / foreign_run.CONFIG_FILE).is_file():
-            folders[path] = None
-            continue
-        inside = sorted(inner.parent for inner in path.glob(f"*/{foreign_run.CONFIG_FILE}"))
-        if not inside:
+        if not (inside := run_status.find_runs(path)):
             raise RunError(f"{path} is neither a run (no {path}/{foreign_run.CONFIG_FILE}) nor a folder of runs")
         folders |= dict.fromkeys(inside)
     return [read_run_facts(folder) for folder in folders]
