@@ -52,13 +52,17 @@ def refused(unisono: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.setattr(local_processes, "launch", lambda *_: pytest.fail("processes were started"))
     monkeypatch.setattr(loop, "train", lambda *_: pytest.fail("training was started"))
 
+    def list_files() -> list[Path]:
+        # Python keeps what it has compiled of a file beside it, as of everything that it imports.
+        return sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
+
     def run(*words: object) -> str:
-        before = sorted(Path().rglob("*"))
+        before = list_files()
         code, _, told = unisono("train", *words)
         assert code == 2
         assert told.startswith("unisono: error: ")
         assert "Traceback" not in told
-        assert sorted(Path().rglob("*")) == before
+        assert list_files() == before
         return told.removeprefix("unisono: error: ").rstrip("\n")
 
     return run
