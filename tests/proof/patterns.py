@@ -9,8 +9,8 @@ import numpy as np
 
 from unisono.proof import diagnosis
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.fault_names import Diagnosis
 from unisono.proof.recording.trace import Part, RunFacts, StepFacts, Trace, write_facts, write_tensors
+from unisono.proof.remedies import Diagnosis
 
 
 def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: float | None = 1.0, **facts: Any) -> Trace:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,39 +11,32 @@ import pytest
 import unisono
 from unisono.cli import main
 from unisono.proof import explain
-from unisono.proof.fault_names import REMEDIES, build_diagnosis
+from unisono.proof.remedies import REMEDIES, build_diagnosis
 from unisono.runtime.errors import anchor as anchor_of
+from unisono.runtime.fault_names import FaultName
 
 SOURCE = Path(unisono.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "diagnoses.md").read_text(encoding="utf-8")
-TABLES = ("_ERRORS", "_INVARIANTS", "_KINDS", "_SEEN_ALONE")  # whose values are names of faults, or have one each
 SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
-def told(file: Path) -> Iterator[str]:
-    """Names of faults in a module: calls of `build_diagnosis`, the `fault` of its errors, and its tables."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            given = [keyword.value for keyword in node.keywords if keyword.arg == "fault"]
-            given += node.args[:1] if isinstance(node.func, ast.Name) and node.func.id == "build_diagnosis" else []
-            for value in given:
-                yield from (part.value for part in ast.walk(value) if _is_name(part))
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = [target.id for target in targets if isinstance(target, ast.Name)]
-            if named and named[0] in TABLES and isinstance(node.value, ast.Dict):
-                yield from (part.value for value in node.value.values for part in ast.walk(value) if _is_name(part))
-            if named == ["fault"] and _is_name(node.value):
-                yield node.value.value
+def test_every_fault_has_a_remedy_and_is_named_by_a_rule_or_an_error() -> None:
+    written = {"runtime/fault_names.py", "proof/remedies.py", "proof/scripts/script_remedies.py"}
+    files = [file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).as_posix() not in written]
+    named = {name for file in files for name in re.findall(r"\bFaultName\.([A-Z_]+)", file.read_text(encoding="utf-8"))}
+    assert named == {fault.name for fault in FaultName}
+    assert list(REMEDIES) == list(FaultName)
 
 
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:1].isupper()
-
-
-def test_every_fault_that_is_told_has_a_remedy_and_no_remedy_is_left_over() -> None:
-    assert set(REMEDIES) == {name for file in SOURCE.rglob("*.py") for name in told(file)}
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(r" depends? on the | depend on ", "is_neutral"), (r"on the call$", "is_of_the_call"), (r"by N$", "is_factor")],
+)
+def test_a_name_says_what_kind_of_statement_it_is(words: str, kind: str) -> None:
+    assert [fault for fault in FaultName if re.search(words, fault)] == [
+        fault for fault in FaultName if getattr(build_diagnosis(fault, ""), kind)
+    ]
 
 
 def test_every_fault_has_one_section_and_every_section_is_of_a_fault() -> None:
@@ -57,7 +48,7 @@ def test_sections_stand_in_the_order_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("fault", REMEDIES)
-def test_a_section_is_short_and_explains(fault: str) -> None:
+def test_a_section_is_short_and_explains(fault: FaultName) -> None:
     section = PAGE.partition(f"### {fault}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
     prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL).strip()
     assert 1 <= len(prose.split()) <= 160
@@ -91,7 +82,7 @@ def test_links_to_sections_lead_to_one(file: Path) -> None:
 
 
 def test_a_diagnosis_has_its_remedy_and_what_explains_it() -> None:
-    told = build_diagnosis("A mean of means", "because")
+    told = build_diagnosis(FaultName.MEAN_OF_MEANS, "because")
     assert (told.because, told.remedy, told.more) == (
         "because",
         REMEDIES[told.fault],
@@ -106,7 +97,7 @@ def test_the_package_has_the_page_of_the_docs() -> None:
 
 @pytest.mark.parametrize("fault", REMEDIES)
 def test_a_fault_is_explained_by_the_command_that_its_message_names(
-    fault: str, capsys: pytest.CaptureFixture[str]
+    fault: FaultName, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(build_diagnosis(fault, "").more.split()[1:]) == 0
     told = capsys.readouterr().out

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Difference
-from unisono.proof.fault_names import build_diagnosis
+from unisono.proof.remedies import build_diagnosis
 from unisono.proof.report import format_outcome, format_verdicts
 from unisono.proof.verdict import Verdict, exit_code
+from unisono.runtime.fault_names import FaultName
 
 GOOD = Verdict("ddp:2 fp64", "single fp64", False, [ComparedQuantity("loss", "PASS", Difference(3e-16, 1, "loss"))])
 BAD = Verdict(
@@ -19,7 +20,7 @@ BAD = Verdict(
         ComparedQuantity("raw gradients", "FAIL", Difference(0.5, 2, "layer.weight", 2.0, 1.0)),
         ComparedQuantity("parameters", "FAIL", Difference(0.1, 2, "layer.weight", 2.0, 1.0)),
     ],
-    diagnosis=build_diagnosis("All gradients are scaled by N", "every tensor is 2 times what it should be"),
+    diagnosis=build_diagnosis(FaultName.SCALED_GRADIENTS, "every tensor is 2 times what it should be"),
 )  # fmt: skip
 SILENT = Verdict(
     "ddp:2 m1", "single m1", False, [ComparedQuantity("the run", "ABSTAIN", why="single m1 could not be run")]

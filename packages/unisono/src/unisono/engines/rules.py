@@ -19,6 +19,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import StepResult
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
+from unisono.runtime.fault_names import FaultName
 from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts
 
 ReportNames = list[list[str]]  # of terms, metrics and work
@@ -129,7 +130,7 @@ def check_doubled(task: Task, once: Mapping[str, float], twice: Mapping[str, Any
                 "is given twice, so it is a mean, or a constant. Return the sum over rows, e.g. "
                 'F.cross_entropy(logits, labels, reduction="sum"): it is divided once, by the rows of the whole global '
                 "batch, however they are split. For a penalty on weights, multiply by the number of rows",
-                fault="A mean of means",
+                fault=FaultName.MEAN_OF_MEANS,
             )
 
 
@@ -170,7 +171,7 @@ class MetricSums:
                 f"micro-batch {micro.number}: terms, metrics, work or weights differ from the micro-batches before "
                 f"({self.names}, {self._weights} before; {names}, {weights} now). They must not depend on the rows, "
                 "nor on how often loss() was called; a term with nothing to count has sum and count zero.",
-                fault="The loss depends on the micro-batch",
+                fault=FaultName.LOSS_BY_MICRO_BATCH,
             )
         self.names, self._weights = names, weights
         for name, term in loss.sums.items():
@@ -260,7 +261,7 @@ def check_moved(before: Mapping[str, Any], after: Mapping[str, Any], with_gradie
         raise GuardError(
             f"the update changed none of the {len(still)} parameters that have a gradient ({format_names(still)}): "
             "the optimizer does not reach the parameters that the model computes with",
-            fault="Parameters do not train",
+            fault=FaultName.PARAMETERS_NOT_TRAINED,
         )
 
 

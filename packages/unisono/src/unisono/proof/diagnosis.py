@@ -19,13 +19,13 @@ from unisono.proof.comparison import (
     ComparedQuantity,
     first_failure,
 )
-from unisono.proof.fault_names import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import stepped_per_process
 from unisono.proof.recording.trace import Trace
+from unisono.proof.remedies import REMEDIES, Diagnosis, build_diagnosis
+from unisono.runtime.fault_names import FaultName
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
-_NOT_CARRIED = "The state was not carried on"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
 
 
@@ -60,7 +60,7 @@ def diagnose(
     if first.quantity not in _RULES:
         return None
     if 0 < first.worst.size < _ROUNDING and first.quantity not in ("initial parameters", "learning rate"):
-        return build_diagnosis("Sums are added in another order", "the difference is one of rounding")
+        return build_diagnosis(FaultName.ORDER_OF_SUMS, "the difference is one of rounding")
     return _consider_second_start(pattern, _consider_states(pattern, _RULES[first.quantity](pattern)))
 
 
@@ -70,54 +70,55 @@ def _diagnose_by_facts(pattern: Pattern) -> Diagnosis | None:
     for fact, (fault, quantities) in _SEEN_ALONE.items():
         if quantity in quantities and (why := getattr(pattern.root, fact)):
             return build_diagnosis(fault, why)
-    if quantity in _OF_PASSES and (why := _describe_first_samples(pattern)):  # other micro-batches compare none
-        return build_diagnosis("The samples depend on the process", why)
+    if quantity in _OF_PASSES and (wrong := _find_wrong_ranks(pattern)):  # other micro-batches compare no samples
+        why = f"of the first rows, with the same generators, ranks {wrong} make other samples here"
+        return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, why)
     if quantity == GRADIENT and pattern.mine.facts.replaced:
-        return build_diagnosis("The optimizer was built before wrapping", pattern.mine.facts.replaced)
+        return build_diagnosis(FaultName.OPTIMIZER_BEFORE_WRAPPING, pattern.mine.facts.replaced)
     return None
 
 
-def _consider_states(pattern: Pattern, told: Diagnosis) -> Diagnosis:
+def _consider_states(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
     """The same, or another where passes change parameters or what the task keeps: a state may have any effect."""
     quantity, kept = pattern.first.quantity, pattern.root.kept_by_task
-    by_factor = bool(kept) and pattern.worst.step > 1 and told.fault.endswith("scaled by N")
-    is_open = quantity in _OF_PASSES and (told.is_neutral or by_factor)
-    drifts = quantity == "outputs" and told.fault == "Replicas drift apart"
+    by_factor = bool(kept) and pattern.worst.step > 1 and diagnosis.is_factor
+    is_open = quantity in _OF_PASSES and (diagnosis.is_neutral or by_factor)
+    drifts = quantity == "outputs" and diagnosis.fault == FaultName.REPLICA_DRIFT
     if (is_open or drifts) and (why := pattern.root.changed_by_passes):
-        return build_diagnosis("The forward pass changes parameters", why)
+        return build_diagnosis(FaultName.FORWARD_CHANGES_PARAMETERS, why)
     if not kept:
-        return told
-    if is_open and pattern.is_resumed and not told.fault.endswith("on the call"):
+        return diagnosis
+    if is_open and pattern.is_resumed and not diagnosis.is_of_the_call:
         agree = f"rows and weights of step {pattern.worst.step} agree, and what is computed from them does not"
-        told = build_diagnosis(_NOT_CARRIED, agree)
+        diagnosis = build_diagnosis(FaultName.STATE_NOT_CARRIED, agree)
     elif by_factor and quantity == "loss":
-        told = loss_rules.diagnose_neutrally(pattern)
+        diagnosis = loss_rules.diagnose_neutrally(pattern)
     elif by_factor:
-        told = build_diagnosis("The gradients depend on the layout", told.because.partition(":")[0])
-    if told.fault == _NOT_CARRIED:
-        return build_diagnosis(told.fault, f"{told.because}; passes change {kept}, which no checkpoint has")
-    if is_open or told.fault == "Parameters are left out":
-        because = f"{told.because}; passes change {kept}, of which each process has its own"
-        return replace(told, because=because, remedy=_KEPT_REMEDY)
-    return told
+        diagnosis = build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, diagnosis.because.partition(":")[0])
+    if diagnosis.fault == FaultName.STATE_NOT_CARRIED:
+        return build_diagnosis(diagnosis.fault, f"{diagnosis.because}; passes change {kept}, which no checkpoint has")
+    if is_open or diagnosis.fault == FaultName.UNUSED_PARAMETERS:
+        because = f"{diagnosis.because}; passes change {kept}, of which each process has its own"
+        return replace(diagnosis, because=because, remedy=_KEPT_REMEDY)
+    return diagnosis
 
 
-def _consider_second_start(pattern: Pattern, told: Diagnosis) -> Diagnosis:
+def _consider_second_start(pattern: Pattern, diagnosis: Diagnosis) -> Diagnosis:
     """The same, or another where the first start was right and a second one is not."""
     starts, step, quantity = pattern.starts, pattern.worst.step, pattern.first.quantity
-    is_known = told.fault == "The forward pass changes parameters" or (
-        pattern.root.kept_by_task and told.fault == _NOT_CARRIED
+    is_known = diagnosis.fault == FaultName.FORWARD_CHANGES_PARAMETERS or (
+        pattern.root.kept_by_task and diagnosis.fault == FaultName.STATE_NOT_CARRIED
     )
     # What ranks of the uninterrupted run show, too, is no matter of a resume.
     is_older = quantity == "buffers" and bool(pattern.reference_step.buffers)
-    if len(starts) < 2 or step <= starts[1] or is_known or is_older or told.fault.endswith("on the call"):
-        return told
+    if len(starts) < 2 or step <= starts[1] or is_known or is_older or diagnosis.is_of_the_call:
+        return diagnosis
     agree = f"all steps up to {starts[1]}, after the first resume too, agree"
     if quantity in _OF_PASSES:  # an average that was lost may equal its beginning for a step
         late = "either the second start lost it, or the first one, whose loss shows a step late"
-        return replace(told, because=f"{told.because}; {agree}: {late}")
-    because = f"{agree}; step {step}, after the second, does not; by itself it would be '{told.fault}'"
-    return build_diagnosis("A second resume drifts", because)
+        return replace(diagnosis, because=f"{diagnosis.because}; {agree}: {late}")
+    because = f"{agree}; step {step}, after the second, does not; by itself it would be '{diagnosis.fault}'"
+    return build_diagnosis(FaultName.SECOND_RESUME, because)
 
 
 def diagnose_error(called: str, text: str = "") -> Diagnosis:
@@ -128,24 +129,24 @@ def diagnose_error(called: str, text: str = "") -> Diagnosis:
         text: of the error; some of torch's and gloo's are known.
     """
     if called in REMEDIES:
-        return build_diagnosis(called, "the error says so")
+        return build_diagnosis(FaultName(called), "the error says so")
     for words, fault in _ERRORS.items():
         if words.lower() in text.lower():
             found = build_diagnosis(fault, f"the error says '{words}'")
             return replace(found, remedy=_OF_STATIC_GRAPH) if words == _STATIC_GRAPH else found
-    return build_diagnosis("The run ended with an error", "the error says so")
+    return build_diagnosis(FaultName.ERROR, "the error says so")
 
 
 _STATIC_GRAPH = "not compatible with static_graph set to True"
 _OF_STATIC_GRAPH = "leave out static_graph=True of DDP: which parameters a pass uses changes from step to step"
 _ERRORS = {  # of torch and gloo, by what is always in them
-    _STATIC_GRAPH: "Parameters are left out",
-    "Expected to have finished reduction": "Parameters are left out",
-    "Connection closed by peer": "Processes wait for each other",
-    "Connection reset by peer": "Processes wait for each other",
-    "Timed out waiting": "Processes wait for each other",
-    "Watchdog caught collective operation timeout": "Processes wait for each other",
-    "Detected mismatch between collectives": "Ranks made different collectives",
+    _STATIC_GRAPH: FaultName.UNUSED_PARAMETERS,
+    "Expected to have finished reduction": FaultName.UNUSED_PARAMETERS,
+    "Connection closed by peer": FaultName.DEADLOCK,
+    "Connection reset by peer": FaultName.DEADLOCK,
+    "Timed out waiting": FaultName.DEADLOCK,
+    "Watchdog caught collective operation timeout": FaultName.DEADLOCK,
+    "Detected mismatch between collectives": FaultName.DIFFERENT_COLLECTIVES,
 }
 
 
@@ -156,28 +157,28 @@ def _diagnose_sample_ids(pattern: Pattern) -> Diagnosis:
     theirs_of_data = pattern.reference.facts.source_rows[:1]
     if theirs_of_data and (others := [n for n in pattern.mine.facts.source_rows if n != theirs_of_data[0]]):
         detail = f"data() has {others[0]} rows, and {theirs_of_data[0]} on one process"
-        return build_diagnosis("The samples depend on the process", detail)
+        return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, detail)
     ours, theirs, number = pattern.mine.facts.steps, pattern.reference.facts.steps, pattern.number
     if number >= min(len(ours), len(theirs)):
         return build_diagnosis(
-            "Rows are dropped", f"{len(ours)} steps instead of {len(theirs)}: the last batch is not there"
+            FaultName.DROPPED_ROWS, f"{len(ours)} steps instead of {len(theirs)}: the last batch is not there"
         )
     m, r, at = ours[number], theirs[number], f"step {number + 1}"
     if m.has_equal_ranks:
-        return build_diagnosis("Every rank reads the same rows", f"{at}: all ranks computed rows {m.by_rank[0][:6]}")
+        return build_diagnosis(FaultName.EQUAL_ROWS, f"{at}: all ranks computed rows {m.by_rank[0][:6]}")
     if len(m.rows) < len(r.rows):
-        return build_diagnosis("Rows are dropped", f"{at} has {len(m.rows)} rows instead of {len(r.rows)}")
+        return build_diagnosis(FaultName.DROPPED_ROWS, f"{at} has {len(m.rows)} rows instead of {len(r.rows)}")
     if len(m.rows) > len(r.rows):
         more = sorted((Counter(m.rows) - Counter(r.rows)).elements())
         because = f"{at} computed {len(m.rows)} rows instead of {len(r.rows)}: rows {more[:6]} as well"
-        return build_diagnosis("Rows are repeated to fill the batch", because)
+        return build_diagnosis(FaultName.REPEATED_ROWS, because)
     if (period := _find_period(pattern.mine)) and not _find_period(pattern.reference):
-        return build_diagnosis("Every epoch has the same order", f"the order of samples repeats after {period} rows")
+        return build_diagnosis(FaultName.SAME_ORDER_EVERY_EPOCH, f"the order of samples repeats after {period} rows")
     if number and m.rows in (ours[number - 1].rows, ours[0].rows):
-        return build_diagnosis("Data are replayed", f"{at} computed rows that earlier steps had computed already")
+        return build_diagnosis(FaultName.REPLAYED_DATA, f"{at} computed rows that earlier steps had computed already")
     if sorted(m.rows) == sorted(r.rows):
-        return build_diagnosis("The order inside the global batch depends on the world size", "same rows, other places")
-    return build_diagnosis("The order of samples depends on the world size", f"{at} computed other rows")
+        return build_diagnosis(FaultName.ORDER_INSIDE_BATCH, "same rows, other places")
+    return build_diagnosis(FaultName.ORDER_BY_WORLD_SIZE, f"{at} computed other rows")
 
 
 def _find_period(trace: Trace) -> int | None:
@@ -191,35 +192,34 @@ def _diagnose_samples(pattern: Pattern) -> Diagnosis:
     """Every rank has made the same first samples: by them, and by their generators, one sees who differs."""
     where = f"same rows, other samples in {pattern.worst.name}"
     if why := pattern.root.unstable_samples:
-        return build_diagnosis("The samples depend on the call", why)
+        return build_diagnosis(FaultName.SAMPLES_BY_CALL, why)
     ours, theirs = pattern.mine.facts.first_samples, pattern.reference.facts.first_samples
     if not ours or not theirs:
-        return build_diagnosis("The samples depend on the process", where)
+        return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, where)
     if any([pair[1] for pair in rank] != [pair[1] for pair in theirs[0]] for rank in ours):
         detail = f"{where}: the generators that sample() is given begin elsewhere"
-        return build_diagnosis("Augmentation depends on rank or worker", detail)
-    wrong = [number for number, rank in enumerate(ours) if rank != theirs[0]]
+        return build_diagnosis(FaultName.AUGMENTATION_BY_RANK, detail)
+    wrong = _find_wrong_ranks(pattern)
     if not wrong and pattern.number == 0 and "[0" in pattern.worst.name:  # its rows are those that every rank makes
         detail = (
             f"{where}, although every rank, asked alone, makes what one process makes: what was made before decides"
         )
-        return build_diagnosis("The samples depend on the call", detail)
+        return build_diagnosis(FaultName.SAMPLES_BY_CALL, detail)
     if not wrong:
         detail = f"{where}; on one process they are the same when they are made again, and in another order"
-        return build_diagnosis("The samples depend on the process", detail)
+        return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, detail)
     if all(rank == ours[0] for rank in ours):
         detail = f"{where}: all ranks make the same of a row, with the same generator, and one process another"
     else:
         detail = f"{where}: of the same row, with the same generator, ranks {wrong} make what one process does not"
-    return build_diagnosis("The samples depend on the process", detail)
+    return build_diagnosis(FaultName.SAMPLES_BY_PROCESS, detail)
 
 
-def _describe_first_samples(pattern: Pattern) -> str:
-    """In words, the ranks that make other samples of the first rows than one process, with the same generators."""
+def _find_wrong_ranks(pattern: Pattern) -> list[int]:
+    """The ranks that make other samples of the first rows than one process, with the same generators."""
     ours, theirs = pattern.mine.facts.first_samples, pattern.reference.facts.first_samples
     pairs = [list(zip(rank, theirs[0], strict=False)) for rank in ours] if theirs else []
-    wrong = [n for n, rank in enumerate(pairs) if any(a[0] != b[0] and a[1] == b[1] for a, b in rank)]
-    return f"of the first rows, with the same generators, ranks {wrong} make other samples here" if wrong else ""
+    return [n for n, rank in enumerate(pairs) if any(a[0] != b[0] and a[1] == b[1] for a, b in rank)]
 
 
 def _diagnose_initial(pattern: Pattern) -> Diagnosis:
@@ -229,37 +229,37 @@ def _diagnose_initial(pattern: Pattern) -> Diagnosis:
             continue  # ones or zeros, which two parameters begin with that were never one
         twin = next((n for n in b if n in a and np.array_equal(a[n], a[name])), None)
         if twin is not None:
-            return build_diagnosis("Tied weights were untied", f"'{name}' is a copy of '{twin}' now")
+            return build_diagnosis(FaultName.UNTIED_WEIGHTS, f"'{name}' is a copy of '{twin}' now")
     if pattern.mine.facts.initial_buffers:
-        return build_diagnosis("Initialisation depends on the rank", f"buffer {pattern.mine.facts.initial_buffers[0]}")
+        return build_diagnosis(FaultName.INITIALISATION_BY_RANK, f"buffer {pattern.mine.facts.initial_buffers[0]}")
     if a.keys() != b.keys():
         detail = f"on one side only: {', '.join(sorted({*a} ^ {*b})[:3])}"
-        return build_diagnosis("Initialisation depends on the layout", detail)
-    return build_diagnosis("Initialisation depends on the layout", f"'{pattern.worst.name}' begins with other values")
+        return build_diagnosis(FaultName.INITIALISATION_BY_LAYOUT, detail)
+    return build_diagnosis(FaultName.INITIALISATION_BY_LAYOUT, f"'{pattern.worst.name}' begins with other values")
 
 
 def _diagnose_outputs(pattern: Pattern) -> Diagnosis:
     if pattern.is_resumed:
-        return build_diagnosis("The state was not carried on", f"rows and weights of step {pattern.worst.step} agree")
+        return build_diagnosis(FaultName.STATE_NOT_CARRIED, f"rows and weights of step {pattern.worst.step} agree")
     if pattern.failed("replicas"):
         return build_diagnosis(
-            "Replicas drift apart", "outputs differ, and replicas too: the weights of a rank changed"
+            FaultName.REPLICA_DRIFT, "outputs differ, and replicas too: the weights of a rank changed"
         )
     if why := pattern.root.unstable_forward:
-        return build_diagnosis("The forward pass depends on the call", why)
+        return build_diagnosis(FaultName.FORWARD_BY_CALL, why)
     if detail := pattern.other_draws:
-        return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, outputs do not; {detail}")
+        return build_diagnosis(FaultName.RANDOMNESS_BY_RANK, f"rows and weights agree, outputs do not; {detail}")
     drew = ", although random numbers of a micro-batch have the same key" if pattern.mine.facts.random else ""
-    return build_diagnosis("The forward pass depends on the layout", f"rows and weights agree, outputs do not{drew}")
+    return build_diagnosis(FaultName.FORWARD_BY_LAYOUT, f"rows and weights agree, outputs do not{drew}")
 
 
 def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     worst, rates = pattern.worst, pattern.step.lr
     if any(rank != rates[0] for rank in rates):
-        return build_diagnosis("The learning rate differs between ranks", f"rank {worst.ranks[0]} has {worst.mine:.4g}")
+        return build_diagnosis(FaultName.RATE_BY_RANK, f"rank {worst.ranks[0]} has {worst.mine:.4g}")
     detail = f"{worst.mine:.4g} instead of {worst.reference:.4g} in step {worst.step}"
     if pattern.is_resumed:
-        return build_diagnosis("The state was not carried on", detail)
+        return build_diagnosis(FaultName.STATE_NOT_CARRIED, detail)
     size = pattern.world_size
     ours, theirs = (
         [step.lr[0] for step in trace.facts.steps if step.lr] for trace in (pattern.mine, pattern.reference)
@@ -269,9 +269,9 @@ def _diagnose_lr(pattern: Pattern) -> Diagnosis:
     moved = any(not predictions.is_equal(mine[g], true[g]) for mine, true in known for g in groups)
     if moved and all(stepped_per_process([r[g] for r in ours], [r[g] for r in theirs], size) for g in groups):
         because = f"{detail}: the rate of update k is that of update {size} * k on one process"
-        return build_diagnosis("The schedule is stepped once per process", because)
+        return build_diagnosis(FaultName.SCHEDULE_PER_PROCESS, because)
     begins = "; a schedule that is stepped too often agrees at step 1" if worst.step == 1 else ""
-    return build_diagnosis("The learning rate depends on the world size", detail + begins)
+    return build_diagnosis(FaultName.RATE_BY_WORLD_SIZE, detail + begins)
 
 
 def _diagnose_parameter(pattern: Pattern) -> Diagnosis | None:
@@ -284,9 +284,9 @@ def _diagnose_parameter(pattern: Pattern) -> Diagnosis | None:
             detail = (
                 f"{' and '.join(group)} have the same memory on one process (.data =), and memory of their own here"
             )
-            return build_diagnosis("Tied weights were untied", detail)
+            return build_diagnosis(FaultName.UNTIED_WEIGHTS, detail)
     if pattern.worst.name in pattern.mine.facts.frozen:
-        return build_diagnosis("A frozen parameter is trained", pattern.worst.name)
+        return build_diagnosis(FaultName.FROZEN_PARAMETER_TRAINED, pattern.worst.name)
     return None
 
 
@@ -296,12 +296,10 @@ def _diagnose_update(pattern: Pattern) -> Diagnosis:
     if pattern.first.quantity != "update" and pattern.abstains("raw gradients", "clipped gradients"):
         detail = f"'{pattern.worst.name}' differs; whether the gradients do is not known, since they were not compared"
         return build_diagnosis(
-            "The state was not carried on" if pattern.is_resumed else "The gradients depend on the layout", detail
+            FaultName.STATE_NOT_CARRIED if pattern.is_resumed else FaultName.GRADIENTS_BY_LAYOUT, detail
         )
     detail = f"'{pattern.worst.name}' differs, and gradients and learning rate agree"
-    return build_diagnosis(
-        "The state of the optimizer was lost" if pattern.is_resumed else "The update is computed otherwise", detail
-    )
+    return build_diagnosis(FaultName.OPTIMIZER_STATE_LOST if pattern.is_resumed else FaultName.UPDATE_BY_LAYOUT, detail)
 
 
 def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
@@ -310,43 +308,43 @@ def _diagnose_parameters(pattern: Pattern) -> Diagnosis:
         return found
     if any(c.quantity == "update" and c.mark == "FAIL" for c in pattern.compared):
         return build_diagnosis(
-            "The update is computed otherwise", f"'{name}' differs, after an update from equal gradients too"
+            FaultName.UPDATE_BY_LAYOUT, f"'{name}' differs, after an update from equal gradients too"
         )
     if pattern.abstains("raw gradients", "clipped gradients"):
         return _diagnose_update(pattern)
     if pattern.failed("replicas"):
         detail = f"gradients agree, '{name}' of rank 0 does not, and replicas differ: {pattern.step.replicas[:1]}"
-        return build_diagnosis("Replicas drift apart", detail)
+        return build_diagnosis(FaultName.REPLICA_DRIFT, detail)
     if (size := pattern.distance_of("clipped gradients")) > pattern.rounding:
         detail = f"clipped gradients differ by {size:.1e}, which rounding may come to; '{name}' differs by more"
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     by_script = {*pattern.mine.facts.by_script, *pattern.reference.facts.by_script}
     if pattern.mine.facts.optimizer and name not in by_script:
         detail = f"'{name}' differs after the optimizer's step, gradients and rate agree: compare its other settings"
-        return build_diagnosis("The update is computed otherwise", detail)
-    return build_diagnosis("The update is not that of the gradients", f"'{name}' differs, and all gradients agree")
+        return build_diagnosis(FaultName.UPDATE_BY_LAYOUT, detail)
+    return build_diagnosis(FaultName.UPDATE_NOT_OF_GRADIENTS, f"'{name}' differs, and all gradients agree")
 
 
 def _diagnose_replicas(pattern: Pattern) -> Diagnosis:
     if pattern.step.replicas and all(detail.startswith("'ema/") for detail in pattern.step.replicas):
-        return build_diagnosis("The moving average drifts", f"{pattern.step.replicas[0]}, and their weights are")
+        return build_diagnosis(FaultName.EMA_DRIFT, f"{pattern.step.replicas[0]}, and their weights are")
     first = f": {pattern.step.replicas[0]}" if pattern.step.replicas else ""
-    return build_diagnosis("Replicas drift apart", f"what rank 0 has is that of one process, and others differ{first}")
+    return build_diagnosis(FaultName.REPLICA_DRIFT, f"what rank 0 has is that of one process, and others differ{first}")
 
 
 def _diagnose_buffers(pattern: Pattern) -> Diagnosis:
     if pattern.step.buffers:
         detail = f"parameters agree, and buffer {pattern.step.buffers[0]}"
-        return build_diagnosis("Buffers are those of one process", detail)
+        return build_diagnosis(FaultName.LOCAL_BUFFERS, detail)
     checked = [c.mark for c in pattern.compared if c.quantity == EQUAL_BUFFERS]  # of a script; a task's always are
     alike = "" if pattern.mine.facts.optimizer and checked != ["PASS"] else "is the same on all ranks and "
     detail = f"buffer '{pattern.worst.name}' {alike or 'is '}not that of one process, parameters agree"
-    return build_diagnosis("The buffers depend on the layout", detail)
+    return build_diagnosis(FaultName.BUFFERS_BY_LAYOUT, detail)
 
 
 def _diagnose_average(pattern: Pattern) -> Diagnosis:
     detail = f"the average of '{pattern.worst.name}' differs, parameters agree{_describe_average(pattern)}"
-    return build_diagnosis("The moving average was lost" if pattern.is_resumed else "The moving average drifts", detail)
+    return build_diagnosis(FaultName.EMA_LOST if pattern.is_resumed else FaultName.EMA_DRIFT, detail)
 
 
 def _describe_average(pattern: Pattern) -> str:
@@ -402,10 +400,10 @@ _AFTER_THE_GRADIENT = (
 # By what the facts of the run on one process may tell: the fault, and what it makes differ, whatever else is right.
 _SEEN_ALONE = {
     # Rounding was measured with that loss, too.
-    "unstable_loss": ("The loss depends on the call", (*_AFTER_THE_GRADIENT, "evaluation repeats")),
-    "unstable_gradient": ("The gradients depend on the call", _AFTER_THE_GRADIENT),
+    "unstable_loss": (FaultName.LOSS_BY_CALL, (*_AFTER_THE_GRADIENT, "evaluation repeats")),
+    "unstable_gradient": (FaultName.GRADIENTS_BY_CALL, _AFTER_THE_GRADIENT),
     "changed_by_passes": (
-        "The forward pass changes parameters",
+        FaultName.FORWARD_CHANGES_PARAMETERS,
         (
             "the forward pass repeats", "the loss repeats", "initial parameters", "update", "parameters", "replicas",
             "frozen parameters did not move", "evaluation leaves things as they were",
@@ -414,20 +412,20 @@ _SEEN_ALONE = {
 }  # fmt: skip
 
 _INVARIANTS = {
-    "the loss moved": "Nothing is learnt",
-    GRADIENT: "There is no gradient",
-    "steps begin without gradients": "Gradients of the step before are added",
-    "the model is built alike": "Initialisation depends on the call",
-    "samples repeat": "The samples depend on the call",
-    "the forward pass repeats": "The forward pass depends on the call",
-    "the loss repeats": "The loss depends on the call",
-    "the gradient repeats": "The gradients depend on the call",
-    "evaluation leaves things as they were": "Evaluation changes the training",
-    NEIGHBOURS: "A row depends on its neighbours",
-    DOCUMENTS: "Packed documents see each other",
-    SWITCHED: "The evaluation depends on the layout",
-    "rows keep their places": "Rows of a micro-batch are mixed",
-    "ranks computed different rows": "Every rank reads the same rows",
-    "trained parameters moved": "Parameters do not train",
-    "frozen parameters did not move": "A frozen parameter is trained",
+    "the loss moved": FaultName.NOTHING_LEARNT,
+    GRADIENT: FaultName.NO_GRADIENT,
+    "steps begin without gradients": FaultName.GRADIENTS_NOT_CLEARED,
+    "the model is built alike": FaultName.INITIALISATION_BY_CALL,
+    "samples repeat": FaultName.SAMPLES_BY_CALL,
+    "the forward pass repeats": FaultName.FORWARD_BY_CALL,
+    "the loss repeats": FaultName.LOSS_BY_CALL,
+    "the gradient repeats": FaultName.GRADIENTS_BY_CALL,
+    "evaluation leaves things as they were": FaultName.EVALUATION_CHANGES_TRAINING,
+    NEIGHBOURS: FaultName.ROW_BY_NEIGHBOURS,
+    DOCUMENTS: FaultName.DOCUMENTS_NOT_SEPARATE,
+    SWITCHED: FaultName.EVALUATION_BY_LAYOUT,
+    "rows keep their places": FaultName.MIXED_ROWS,
+    "ranks computed different rows": FaultName.EQUAL_ROWS,
+    "trained parameters moved": FaultName.PARAMETERS_NOT_TRAINED,
+    "frozen parameters did not move": FaultName.FROZEN_PARAMETER_TRAINED,
 }

@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from unisono.proof import predictions
-from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.loss_rules import find_means
 from unisono.proof.pattern import Pattern
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.trace import Array, Part
+from unisono.proof.remedies import Diagnosis, build_diagnosis
+from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 
 _BF16_ROUNDING = 1e-2  # more than a tensor differs when it was rounded to bf16
@@ -28,13 +29,13 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
     """Of raw gradients that are the first to differ, or that a loss follows which nobody recorded."""
     step, number = pattern.worst.step, pattern.number
     if pattern.step.clean is False:
-        return build_diagnosis("Gradients of the step before are added", f"step {step} began with gradients")
+        return build_diagnosis(FaultName.GRADIENTS_NOT_CLEARED, f"step {step} began with gradients")
     a, b = (trace.tensors("raw gradients", number) for trace in (pattern.mine, pattern.reference))
     if frozen := sorted(({*b} - {*a}) & {*pattern.mine.facts.frozen}):
         detail = f"{join_names(frozen)} {'are' if len(frozen) > 1 else 'is'} frozen here, and trained on one process"
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     if missing := sorted({*b} - {*a}):
-        return build_diagnosis("Parameters are left out", f"no gradient for {', '.join(missing[:3])}")
+        return build_diagnosis(FaultName.UNUSED_PARAMETERS, f"no gradient for {', '.join(missing[:3])}")
     if (parts := pattern.reference_gradients) is not None and not predictions.reproduces(
         parts.whole, pattern.true_gradient, pattern.fitting
     ):
@@ -42,26 +43,26 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
             "the gradient of one process is not the sum of what its micro-batches add by themselves: a hook, a "
             "clipping or a backward function changes it on the way, and no fault of the reduction can be read from it"
         )
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     factor = predictions.common_factor(a, b, pattern.rounding)
     if factor is not None and not predictions.is_equal(factor, 1.0, _FITTED):
         return _diagnose_factor(pattern, factor)
     if detail := _not_synchronised_alone(pattern):
-        return build_diagnosis("Some parameters are not synchronised", detail)
+        return build_diagnosis(FaultName.PARTLY_SYNCHRONISED, detail)
     if detail := _clipped_before(pattern, b) or _clipped_by_pass(pattern, b):
-        return build_diagnosis("Clipped before synchronisation", detail)
+        return build_diagnosis(FaultName.CLIPPED_TOO_EARLY, detail)
     if diagnosis := _diagnose_own_gradient(pattern):
         return diagnosis
     if means := find_means(pattern):
-        return build_diagnosis("A mean of means", means)
+        return build_diagnosis(FaultName.MEAN_OF_MEANS, means)
     if lower := predictions.find_lower_precision(pattern.gradient, pattern.rank_shares):
         detail = f"every element is that of one process after rounding what the ranks add to {lower}"
-        return build_diagnosis("Gradients are reduced in a lower precision", detail)
+        return build_diagnosis(FaultName.LOW_PRECISION_REDUCTION, detail)
     if not pattern.shares and (lower := _find_lower_numbers(pattern)):
         detail = f"every element of the tensors that differ is a number of {lower}, and off by rounding to it"
-        return build_diagnosis("Gradients are reduced in a lower precision", detail)
+        return build_diagnosis(FaultName.LOW_PRECISION_REDUCTION, detail)
     if detail := _clipped_by_hand(pattern, a, b):
-        return build_diagnosis("Clipped by a local norm", detail)
+        return build_diagnosis(FaultName.LOCAL_NORM, detail)
     weights = _weights(pattern)
     if weights is not None:
         return _diagnose_weights(pattern, weights)
@@ -69,7 +70,7 @@ def diagnose_gradients(pattern: Pattern) -> Diagnosis:
         return diagnosis
     if pattern.mine.facts.crosses == "rows" and pattern.worst.size > _BF16_ROUNDING and not pattern.failed("loss"):
         detail = "the loss crosses samples and agrees, the gradients differ in direction, tensor by tensor"
-        return build_diagnosis("The gradients across samples depend on the layout", detail)
+        return build_diagnosis(FaultName.CROSS_SAMPLE_GRADIENTS, detail)
     return _diagnose_neutrally(pattern, a, b)
 
 
@@ -81,11 +82,11 @@ def _diagnose_factor(pattern: Pattern, factor: float) -> Diagnosis:
     found = predictions.find_number(factor, known, pattern.rounding)
     shown = f"every tensor is {factor:.6g} times what it should be"
     if found is not None and (told := pattern.explain_factor_by_passes(factor)):
-        return build_diagnosis("The gradients depend on the layout", f"every tensor is {told}")
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, f"every tensor is {told}")
     if found is None:
         detail = f"{shown}, which is neither the number of processes nor that of micro-batches"
-        return build_diagnosis("The gradients depend on the layout", detail)
-    return build_diagnosis("All gradients are scaled by N", shown + known[found])
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
+    return build_diagnosis(FaultName.SCALED_GRADIENTS, shown + known[found])
 
 
 def _wrong_tensors(pattern: Pattern) -> list[str]:
@@ -138,13 +139,13 @@ def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
         rank, factor = found
         detail = f"every tensor is what the rows of rank {rank} alone come to"
         if not pattern.agrees("replicas"):
-            return build_diagnosis("Gradients are not synchronised", detail)
+            return build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
         if factor == 1:
             detail += ", and replicas agree: gradients were reduced, and those of the other ranks were zero"
         else:
             detail += f", {factor} times, and replicas agree: all ranks have the gradient of one"
         detail += "; look for the rank, and for a broadcast, in outputs(), loss() and hooks"
-        return build_diagnosis("Gradients are those of a part of the batch", detail)
+        return build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
     weights = _weights(pattern)
     if weights is None or not pattern.failed("replicas"):
         return None
@@ -154,7 +155,7 @@ def _diagnose_own_gradient(pattern: Pattern) -> Diagnosis | None:
     if not known or not others:
         return None
     detail = f"micro-batches of other ranks are missing, and replicas differ; weights {_shown(weights)}"
-    return build_diagnosis("Gradients are not synchronised", detail)
+    return build_diagnosis(FaultName.NOT_SYNCHRONISED, detail)
 
 
 def _rank_whose_gradient(pattern: Pattern, observed: Mapping[str, Array]) -> tuple[int, int] | None:
@@ -241,14 +242,14 @@ def _diagnose_weights(pattern: Pattern, weights: list[float]) -> Diagnosis:
         detail = (
             f"they differ by {pattern.worst.size:.1g}: more than rounding was measured to be, and no part is missing"
         )
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     absent = [i for i, weight in enumerate(weights) if abs(weight) < _FITTED * largest]
     rest = [weight for weight in weights if abs(weight) >= _FITTED * largest]
     if absent and max(rest) - min(rest) < _FITTED * largest:
         detail = f"micro-batches {absent[:8]} are missing from the sum, and the others are in it alike"
-        return build_diagnosis("Gradients are those of a part of the batch", detail)
+        return build_diagnosis(FaultName.PART_OF_THE_BATCH, detail)
     detail = f"micro-batches are in the sum {_shown(weights)} times, instead of once; these are not means of means"
-    return build_diagnosis("The gradients depend on the layout", detail)
+    return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
 
 
 def _diagnose_regrouped(pattern: Pattern) -> Diagnosis | None:
@@ -270,13 +271,13 @@ def _diagnose_regrouped(pattern: Pattern) -> Diagnosis | None:
         detail = (
             f"every micro-batch adds the same to the gradient of {join_names(names)}, whatever its rows, by '{term}'"
         )
-        return build_diagnosis("A term is added once per micro-batch", detail)
+        return build_diagnosis(FaultName.TERM_PER_MICRO_BATCH, detail)
     detail = (
         f"the gradient of '{term}' for {join_names(names)} is, of rows together, not the sum of what they have "
         "in smaller micro-batches, and their loss is: a factor without a gradient (detach), a hook or a backward "
         "function computes something of several rows"
     )
-    return build_diagnosis("The gradients depend on the layout", detail)
+    return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
 
 
 def find_extra_gradients(
@@ -330,7 +331,7 @@ def find_extra_gradients(
 def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str, Array]) -> Diagnosis:
     if pattern.is_resumed:
         detail = "rows, weights and loss agree, the gradients do not"
-        return build_diagnosis("The state was not carried on", detail)
+        return build_diagnosis(FaultName.STATE_NOT_CARRIED, detail)
     wrong = [n for n in b if np.linalg.norm(np.float64(a[n]) - b[n]) > pattern.rounding * max(norm_of([b[n]]), 1e-300)]
     only = (
         f"only {', '.join(wrong[:3])} differ{_describe_zero(a, wrong)}" if 2 * len(wrong) <= len(b) else "they differ"
@@ -343,14 +344,14 @@ def _diagnose_neutrally(pattern: Pattern, a: Mapping[str, Array], b: Mapping[str
         known *= abs(factor - size) <= pattern.rounding * size
         some = only if 2 * len(wrong) <= len(b) else f"those of {_describe_group(wrong, b)} differ"
         detail = f"{some}, {factor:.6g} times what they should be{known}, and all others agree"
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     if not pattern.shares:
         known = "what each micro-batch adds was not recorded, so no sum of it could be tried"
     else:
         known = "they are no sum of what the micro-batches add, nor of what is left of it in a lower precision"
     loss = "; no loss was recorded" if pattern.step.loss is None else ""
     loss += "" if pattern.mine.tensors("clipped gradients", pattern.number) else "; a clipping by hand would be in them"
-    return build_diagnosis("The gradients depend on the layout", f"{only}, by no common factor; {known}{loss}")
+    return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, f"{only}, by no common factor; {known}{loss}")
 
 
 def _describe_group(names: Sequence[str], every: Collection[str]) -> str:
@@ -377,7 +378,7 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
     exact = norm_of(whole.values())
     if pattern.abstains("raw gradients") or (exact and predictions.is_equal(worst.mine, exact, 1e-9)):
         detail = f"the norm is {shown}, and that of the run's own gradients is {exact:.9g}: it is they that differ"
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     parts = {f"the shards of rank {rank}": norm_of(_shard(whole, rank, size).values()) for rank in range(size)}
     parts |= {
         f"{size} copies of it": exact * math.sqrt(size),
@@ -385,14 +386,14 @@ def diagnose_norm(pattern: Pattern) -> Diagnosis:
     }
     for name, norm in parts.items() if size > 1 else ():
         if predictions.is_equal(worst.mine, norm, max(pattern.rounding, 1e-6)):
-            return build_diagnosis("The norm is that of a part of the gradient", f"{shown}, the norm of {name}")
+            return build_diagnosis(FaultName.NORM_OF_A_PART, f"{shown}, the norm of {name}")
     for name, bits in predictions.LOWER.items():
         unit, rounded = 2.0 ** (1 - bits), float(predictions.round_to(np.array([worst.mine]), bits)[0])
         if rounded == worst.mine and abs(worst.mine - exact) <= 64 * unit * exact:
             detail = f"{shown}, a number of {name}"
-            return build_diagnosis("The norm is added up in too low a precision", detail)
+            return build_diagnosis(FaultName.LOW_PRECISION_NORM, detail)
     return build_diagnosis(
-        "The norm depends on the layout", f"{shown}; the gradients agree, and it is the norm of no rank's shards"
+        FaultName.NORM_BY_LAYOUT, f"{shown}; the gradients agree, and it is the norm of no rank's shards"
     )
 
 
@@ -401,7 +402,7 @@ def diagnose_clipped(pattern: Pattern) -> Diagnosis:
     number, size = pattern.number, pattern.world_size
     if pattern.abstains("raw gradients"):
         detail = "clipped gradients differ; whether those before it do is not known, since they were not compared"
-        return build_diagnosis("The gradients depend on the layout", detail)
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)
     raw, clipped = (pattern.mine.tensors(f"{kind} gradients", number) for kind in ("raw", "clipped"))
     limit, factors, known = pattern.limit, [], True
     for rank in range(size):
@@ -412,13 +413,13 @@ def diagnose_clipped(pattern: Pattern) -> Diagnosis:
         factors.append(math.nan if factor is None else factor)
     if known and max(factors) > min(factors):
         detail = f"each rank has scaled its shards by their own norm: by {_shown(factors)}"
-        return build_diagnosis("Clipped by a local norm", detail)
+        return build_diagnosis(FaultName.LOCAL_NORM, detail)
     some = {name: value for name, value in raw.items() if not np.array_equal(value, clipped.get(name, value))}
     factor = predictions.common_factor({name: clipped[name] for name in some}, some, 1e-6)
     if factor and len(some) < len(raw) and predictions.is_equal(factor, limit / norm_of(some.values()), 1e-4):
         detail = f"{join_names(sorted(some), 3)} are scaled by {factor:.4g}, by the norm of these alone; others are not"
-        return build_diagnosis("The norm is that of a part of the gradient", detail)
-    return build_diagnosis("The clipping depends on the layout", "gradients and norm agree before it")
+        return build_diagnosis(FaultName.NORM_OF_A_PART, detail)
+    return build_diagnosis(FaultName.CLIPPING_BY_LAYOUT, "gradients and norm agree before it")
 
 
 def _shard(tensors: Mapping[str, Array], rank: int, size: int) -> dict[str, Array]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 from unisono.proof import predictions
-from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.pattern import Pattern
 from unisono.proof.predictions import Reduction
 from unisono.proof.recording.trace import Part
+from unisono.proof.remedies import Diagnosis, build_diagnosis
+from unisono.runtime.fault_names import FaultName
 
 _EXACT = 1e-13  # whole numbers are equal, and sums of weights in fp64 closer than this
 
@@ -23,54 +24,54 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
     from_outputs = pattern.agrees("outputs")  # then the forward pass is right, and its state and its draws with it
     if pattern.is_resumed and not from_outputs:
         return build_diagnosis(
-            "The state was not carried on", f"rows and weights of step {worst.step} agree, its loss does not"
+            FaultName.STATE_NOT_CARRIED, f"rows and weights of step {worst.step} agree, its loss does not"
         )
     if not from_outputs and (why := pattern.root.unstable_forward):
-        return build_diagnosis("The forward pass depends on the call", why)
+        return build_diagnosis(FaultName.FORWARD_BY_CALL, why)
     if pattern.agrees("raw gradients"):
         if why := pattern.root.unstable_loss:
-            return build_diagnosis("The loss depends on the call", why)
+            return build_diagnosis(FaultName.LOSS_BY_CALL, why)
         if pattern.parts:
             return _diagnose_report(pattern)
     if pattern.failed("replicas") and not pattern.parts:
         return build_diagnosis(
-            "Replicas drift apart", "the loss differs, and replicas too: the weights of a rank changed"
+            FaultName.REPLICA_DRIFT, "the loss differs, and replicas too: the weights of a rank changed"
         )
     uneven = _uneven_counts(pattern)  # a factor between other micro-batches may be that of their counts
     if not uneven and (number := _scaled_by(pattern)) is not None:
         if passes := pattern.explain_factor_by_passes(worst.mine / worst.reference):
-            return build_diagnosis("The loss depends on the layout", passes)
+            return build_diagnosis(FaultName.LOSS_BY_LAYOUT, passes)
         detail = f"{worst.mine:.6g} instead of {worst.reference:.6g}: by the number of processes, {number}"
-        return build_diagnosis("The loss is scaled by N", detail)
+        return build_diagnosis(FaultName.SCALED_LOSS, detail)
     if scaled := _scaled_terms(pattern):
-        return build_diagnosis("The loss is scaled by N", scaled)
+        return build_diagnosis(FaultName.SCALED_LOSS, scaled)
     if pattern.root.reseeded and not pattern.parts:
         detail = (
             "a forward pass draws the same whatever it was seeded with: something in it seeds torch's generator anew "
             "(torch.manual_seed), so that what a row is given depends on its place in the micro-batch"
         )
-        return build_diagnosis("The loss depends on the micro-batch", detail)
+        return build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, detail)
     if means := find_means(pattern):
-        return build_diagnosis("A mean of means", means)
+        return build_diagnosis(FaultName.MEAN_OF_MEANS, means)
     crosses = pattern.mine.facts.crosses and not pattern.is_resumed  # of a resume, the uninterrupted run has all rows
     if crosses and (terms := _differing_terms(pattern)):
         detail = f"outputs agree, and so does what rows have alone; {terms} does not, and the loss crosses samples"
-        return build_diagnosis("The loss across samples depends on the layout", detail)
+        return build_diagnosis(FaultName.CROSS_SAMPLE_LOSS, detail)
     if why := pattern.root.unstable_loss:
-        return build_diagnosis("The loss depends on the call", why)
+        return build_diagnosis(FaultName.LOSS_BY_CALL, why)
     if not pattern.parts and (why := pattern.root.collated):
-        return build_diagnosis("A sample depends on its neighbours", why)
+        return build_diagnosis(FaultName.SAMPLE_BY_NEIGHBOURS, why)
     if not pattern.parts and (why := pattern.root.padding):
-        return build_diagnosis("Padding changes the loss", why)
+        return build_diagnosis(FaultName.PADDING_IN_LOSS, why)
     if uneven:
-        return build_diagnosis("The loss depends on the micro-batch", uneven)
+        return build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, uneven)
     if kind := _diagnose_kind(pattern, "constant", "averaged", "statistic"):
         return kind
     if not from_outputs and (detail := pattern.other_draws):
-        return build_diagnosis("Randomness depends on the rank", f"rows and weights agree, the loss does not; {detail}")
+        return build_diagnosis(FaultName.RANDOMNESS_BY_RANK, f"rows and weights agree, the loss does not; {detail}")
     if pattern.is_resumed:
         return build_diagnosis(
-            "The state was not carried on", f"rows, weights and outputs of step {worst.step} agree, its loss does not"
+            FaultName.STATE_NOT_CARRIED, f"rows, weights and outputs of step {worst.step} agree, its loss does not"
         )
     return diagnose_neutrally(pattern)
 
@@ -136,29 +137,29 @@ def _own_means(pattern: Pattern) -> str:
 # By what the loss on some rows showed of a term (`RunFacts.additivity`): the fault, and what is said of the term.
 _KINDS = {
     "constant": (
-        "A term is added once per micro-batch",
+        FaultName.TERM_PER_MICRO_BATCH,
         "of any rows is the sum of what each of them adds, and once more the same number",
     ),
     "averaged": (  # also where it shall be added once, whatever the rows
-        "The loss depends on the micro-batch",
+        FaultName.LOSS_BY_MICRO_BATCH,
         "of any rows is not the sum of what these have alone, but the mean, and is divided by their count once more: "
         "return the sum over rows",
     ),
     "statistic": (
-        "A statistic of the batch is taken of its parts",
+        FaultName.STATISTIC_OF_PARTS,
         "of several rows is neither the sum nor a mean of what they have alone, and the same each time",
     ),
     "places": (
-        "The loss depends on the micro-batch",
+        FaultName.LOSS_BY_MICRO_BATCH,
         "of the same rows in another order is another: rows count by their places in a micro-batch, by weights, or by "
         "noise from a key or seed that is always the same",
     ),
     "number": (
-        "The loss depends on the micro-batch",
+        FaultName.LOSS_BY_MICRO_BATCH,
         "of some of the first rows is the sum of what they have alone, times what their number decides",
     ),
     "largest": (
-        "The loss depends on the micro-batch",
+        FaultName.LOSS_BY_MICRO_BATCH,
         "of some of the first rows adds up where a certain row is among them, and not otherwise: are they cut or "
         "padded to the longest without a mask, divided by the largest, or is what they come to clamped?",
     ),
@@ -176,7 +177,7 @@ def _diagnose_kind(pattern: Pattern, *kinds: str) -> Diagnosis | None:
     detail = f"{', '.join(map(repr, names))} {said}"
     if kind in ("statistic", "number") and (name := pattern.root.by_number):
         detail += f"; what outputs() computes, {name}, is another for the same rows where more are in the batch"
-        fault = "The loss depends on the micro-batch"  # which may be right in what it makes of that
+        fault = FaultName.LOSS_BY_MICRO_BATCH  # which may be right in what it makes of that
     return build_diagnosis(fault, detail)
 
 
@@ -258,7 +259,7 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
             "the steps before agree as far as they were seen, and parameters were not compared after them: look at "
             "them on every rank, and on one process, before this step"
         )
-        return build_diagnosis("The loss depends on the layout", detail)
+        return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     if not pattern.step.parts:
         detail = "rows and weights agree, the loss does not; what each micro-batch adds to it was not recorded"
         if pattern.local_gradients:
@@ -268,35 +269,35 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
                 if pattern.number
                 else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
-        return build_diagnosis("The loss depends on the layout", detail)
+        return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     # A set of rows may have been given what another had left, where the task keeps something.
     if not pattern.root.kept_by_task and (kind := _diagnose_kind(pattern, "places", "number", "largest")):
         return kind
     if not pattern.parts and pattern.world_size > 1:
         detail = "rows and weights agree, and other rows are together, on other processes; no loss of rows says why"
-        return build_diagnosis("The loss depends on the layout", detail)
+        return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     if not pattern.parts:
         return build_diagnosis(
-            "The loss depends on the micro-batch",
+            FaultName.LOSS_BY_MICRO_BATCH,
             "rows and weights agree, and other rows are together; no loss of some of the first rows says why",
         )
     wrong = _wrong_parts(pattern)
     if not wrong:
         return build_diagnosis(
-            "The loss depends on the layout", f"every micro-batch has the sums that it has on one process; {excluded}"
+            FaultName.LOSS_BY_LAYOUT, f"every micro-batch has the sums that it has on one process; {excluded}"
         )
     ranks = sorted({part.rank for part in wrong})
     if len(ranks) < pattern.world_size and pattern.failed("replicas"):
-        return build_diagnosis("Replicas drift apart", f"the loss differs on ranks {ranks}, and so do replicas")
+        return build_diagnosis(FaultName.REPLICA_DRIFT, f"the loss differs on ranks {ranks}, and so do replicas")
     where = f"micro-batches {[p.number for p in wrong][:8]}, on ranks {ranks},"
     if len(ranks) < pattern.world_size:
         agree = sorted({part.rank for part in pattern.parts} - {*ranks})
         return build_diagnosis(
-            "The loss depends on the process",
+            FaultName.LOSS_BY_PROCESS,
             f"{where} have other sums or counts than the same rows have on one process; ranks {agree} agree",
         )
     return build_diagnosis(
-        "The loss depends on the layout",
+        FaultName.LOSS_BY_LAYOUT,
         f"{where} have other sums or counts than the same rows have on one process; {excluded}",
     )
 
@@ -324,13 +325,13 @@ def _diagnose_report(pattern: Pattern) -> Diagnosis:
             f"the gradients agree, and micro-batches {[p.number for p in wrong][:8]} have other sums or counts than "
             "the same rows have on one process: what differs has no gradient"
         )
-        return build_diagnosis("The loss depends on the layout", detail)
+        return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
     observed = _differing(pattern)
     ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
     if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
-        return build_diagnosis("The loss is not summed over ranks", f"the gradients agree; the loss is {found.words}")
+        return build_diagnosis(FaultName.LOSS_NOT_SUMMED, f"the gradients agree; the loss is {found.words}")
     return build_diagnosis(
-        "The reported loss depends on the layout", "the gradients agree, and so does the training; the report does not"
+        FaultName.REPORTED_LOSS_BY_LAYOUT, "the gradients agree, and so does the training; the report does not"
     )
 
 
@@ -338,7 +339,7 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
     """Of metrics, where everything before them agrees."""
     ours, theirs = pattern.step.metrics, pattern.reference_step.metrics
     if any(values != ours[0] for values in ours):
-        return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")
+        return build_diagnosis(FaultName.METRIC_NOT_SUMMED, "ranks report different values of it")
     if ours and theirs:
         observed = {
             f"metric/{name}": value
@@ -347,9 +348,9 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
         }
         ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
         if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
-            return build_diagnosis("A metric is not summed over ranks", f"'{pattern.worst.name}' is {found.words}")
+            return build_diagnosis(FaultName.METRIC_NOT_SUMMED, f"'{pattern.worst.name}' is {found.words}")
     return build_diagnosis(
-        "A metric depends on the layout",
+        FaultName.METRIC_BY_LAYOUT,
         f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'",
     )
 
@@ -360,7 +361,7 @@ def diagnose_repeated_evaluation(pattern: Pattern) -> Diagnosis:
     why = facts.evaluation_draws or facts.unstable_evaluation
     because = f"made twice of the same weights and rows, it gives two results; {why}".removesuffix("; ")
     drawn = facts.evaluation_draws or why.startswith("it draws from ")
-    return build_diagnosis("Evaluation draws at random" if drawn else "The evaluation depends on the call", because)
+    return build_diagnosis(FaultName.RANDOM_EVALUATION if drawn else FaultName.EVALUATION_BY_CALL, because)
 
 
 def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
@@ -369,14 +370,14 @@ def diagnose_evaluation(pattern: Pattern) -> Diagnosis:
         return diagnose_repeated_evaluation(pattern)
     ours = pattern.mine.facts.evaluation
     if any(values != ours[0] for values in ours):
-        return build_diagnosis("A metric is not summed over ranks", "ranks report different values of it")
+        return build_diagnosis(FaultName.METRIC_NOT_SUMMED, "ranks report different values of it")
     if why := pattern.root.unstable_forward:
-        return build_diagnosis("The forward pass depends on the call", why)
+        return build_diagnosis(FaultName.FORWARD_BY_CALL, why)
     theirs = pattern.reference.facts.held_out
     if any(theirs.get(rows, digest) != digest for rows, digest in pattern.mine.facts.held_out.items()):
         detail = "the held-out rows came out as other samples than on one process"
-        return build_diagnosis("The evaluation depends on the layout", detail)
+        return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, detail)
     if why := pattern.root.evaluation_draws:
-        return build_diagnosis("Evaluation draws at random", why)
+        return build_diagnosis(FaultName.RANDOM_EVALUATION, why)
     rows = ", and so do the held-out samples of every rank" if theirs else "; which rows were evaluated is not known"
-    return build_diagnosis("The evaluation depends on the layout", f"the training agrees{rows}")
+    return build_diagnosis(FaultName.EVALUATION_BY_LAYOUT, f"the training agrees{rows}")

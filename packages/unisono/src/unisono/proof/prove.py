@@ -32,6 +32,7 @@ from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
+from unisono.runtime.fault_names import FaultName
 from unisono.task import Task, has_own_optimizer
 from unisono.task_config import build_task, resolve_engine, validate_config
 
@@ -212,7 +213,7 @@ def _keep_logs(folder: Path, case: Case, error: local_processes.WorkerError) -> 
     if stacks:
         lines = ["it hung: it took much longer than the first case, and was ended"]
         lines += [f"  rank {rank} was at {where}" for rank, where in stacks.items()]
-    called = "Processes wait for each other" if stacks and case.world_size > 1 else error.fault
+    called = FaultName.DEADLOCK if stacks and case.world_size > 1 else error.fault
     return local_processes.WorkerError("\n".join([*lines, f"  logs: {kept}"]), error.exit_code, called)
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
+from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import find_stretches
 
 _MAX_EXAMPLES, _MAX_LENGTH = 3, 40  # names in an error, and characters of one
@@ -95,7 +96,7 @@ class NonFiniteError(UnisonoError):
     """A non-finite loss or gradient that never reached the parameters, or a non-finite state that is not saved."""
 
     exit_code = 3
-    fault = "Numbers that are not finite"
+    fault = FaultName.NOT_FINITE
 
 
 class SpikeError(UnisonoError):
@@ -148,7 +149,7 @@ class DesyncError(UnisonoError):
     """
 
     exit_code = 8
-    fault = "Ranks made different collectives"
+    fault = FaultName.DIFFERENT_COLLECTIVES
 
     def __init__(self, text: str = "", agreed: bool = False) -> None:
         super().__init__(text)

@@ -32,6 +32,7 @@ from unisono.data.order.plan import Plan, SampleIndices
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import DataError
+from unisono.runtime.fault_names import FaultName
 from unisono.runtime.rng import generator
 from unisono.task import SampleContext, Source, Task, run_setup
 
@@ -342,7 +343,7 @@ def _check_sample_batch(task: Task, source: Source, purpose: str, mask: bool) ->
         raise DataError(
             f"{name}: sample_batch() builds another sample for row {different[0]} of the source than sample(); both "
             "must return the same values, types and fields, from the same draws (docs/tasks.md)",
-            fault="The samples depend on the call",
+            fault=FaultName.SAMPLES_BY_CALL,
         )
 
 
@@ -377,7 +378,7 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
                     f"{name}.sample draws random numbers for held-out rows (row {row}), which would augment what is "
                     "evaluated. Augment only under `if context.training:`; if the evaluation is meant to draw, as that "
                     f"of a masked language model, set draws_in_evaluation = True in {name}",
-                    fault="Held-out rows are augmented",
+                    fault=FaultName.AUGMENTED_HELD_OUT_ROWS,
                 )
 
     before = global_generator_states()
@@ -397,5 +398,5 @@ def check_draws(task: Task, source: Source, *, mask: bool = False, training: boo
         raise DataError(
             f"{name}: data() or sample() drew from {where}, which all threads share, so a run could not be repeated. "
             "Draw from context.rng of sample() (a torch.Generator can be seeded from it).",
-            fault="The samples depend on the call",
+            fault=FaultName.SAMPLES_BY_CALL,
         )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.runtime.fault_names import FaultName
 
 _PATIENCE = 0.2  # of the time that a run may take
 _RECEIVING = 5.0  # seconds, of a process that waits for what another one sends
@@ -34,7 +35,7 @@ class UnequalUpdatesError(UnisonoError):
     """A process makes an update that another one does not make."""
 
     exit_code = 1
-    fault = "Ranks make different numbers of updates"
+    fault = FaultName.UNEQUAL_UPDATES
 
 
 def describe_waiting(folder: Path, size: int) -> str:

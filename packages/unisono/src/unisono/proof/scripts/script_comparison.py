@@ -21,9 +21,9 @@ from unisono.launch.processes import local_processes
 from unisono.proof import comparison, judgement, predictions, report, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference, Mark
-from unisono.proof.fault_names import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, trace_folder
+from unisono.proof.remedies import build_diagnosis
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.proof.scripts.script_process import GONE, ScriptRun
@@ -31,6 +31,7 @@ from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
+from unisono.runtime.fault_names import FaultName
 
 # What rounding may come to. Beyond it, two runs on one process are not the same run.
 MAX_ROUNDING = {"fp64": 1e-6, "fp32": 1e-2}
@@ -177,7 +178,7 @@ def name_local_statistics(
             continue  # a fault that the run shows by itself, whatever its layers normalise by
         if names := find_local_statistics(traces[found.case], reference, found.first.worst.step):
             told = f"{names[0]} and others are of the rows of one process, which normalises by them"
-            found.diagnosis = build_diagnosis("Buffers are those of one process", told)
+            found.diagnosis = build_diagnosis(FaultName.LOCAL_BUFFERS, told)
 
 
 def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrace:
@@ -212,13 +213,13 @@ def _interpret_error(
         told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
         if waiting := describe_waiting(trace, world):
             return ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded")
-        fault = "Processes wait for each other" if world > 1 else ""
+        fault = FaultName.DEADLOCK if world > 1 else ""
     elif not fault and GONE.search(told):
         ended = describe_ended(trace, world)
         told = f"{told}; {ended or 'another process is gone'}"
-        fault = UnequalUpdatesError.fault if ended else "The run ended with an error"
+        fault = UnequalUpdatesError.fault if ended else FaultName.ERROR
     elif run.precision == "fp64" and _MIXED_PRECISION.search(told):
-        fault = "Single precision meets double"
+        fault = FaultName.MIXED_PRECISIONS
     return local_processes.WorkerError(told, error.exit_code, fault=fault)
 
 

@@ -39,6 +39,7 @@ from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 
 # What does not depend on the rows that were computed.
@@ -175,7 +176,7 @@ def _may_be_of_fp64(error: WorkerError) -> bool:
     if LATE in str(error):
         return False
     name = diagnosis.diagnose_error(error.fault, str(error)).fault
-    return name in ("The run ended with an error", "Single precision meets double")
+    return name in (FaultName.ERROR, FaultName.MIXED_PRECISIONS)
 
 
 def _fill_losses(traces: Mapping[str, ScriptTrace], checks: Mapping[str, self_check.SelfCheck], reference: str) -> None:

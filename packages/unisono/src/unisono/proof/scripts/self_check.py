@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from unisono.proof.comparison import EQUAL_BUFFERS, ComparedQuantity, Difference
-from unisono.proof.fault_names import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array
+from unisono.proof.remedies import Diagnosis, build_diagnosis
 from unisono.proof.scripts.gradient_sums import (
     ROUNDING,
     describe_changed,
@@ -36,6 +36,7 @@ from unisono.proof.scripts.rank_facts import (
     reduced_moment,
 )
 from unisono.proof.scripts.script_remedies import SHARD_THE_ROOT, STEP_LATER
+from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 
 BEGIN = "ranks begin with equal parameters and buffers"
@@ -48,14 +49,14 @@ DIFFERENT = "ranks were given different rows"
 MODES = "ranks compute in the same mode"
 APART = "updates of equal gradients begin with equal parameters"
 NAMES = {
-    BEGIN: "Initialisation depends on the rank",
-    EQUAL: "Gradients are not synchronised",
-    CLIPPED: "Clipped before synchronisation",
-    RATES: "The learning rate differs between ranks",
-    BUFFERS: "Buffers are those of one process",
-    DIFFERENT: "Every rank reads the same rows",
-    MODES: "Evaluation changes the training",
-    APART: "Replicas drift apart",
+    BEGIN: FaultName.INITIALISATION_BY_RANK,
+    EQUAL: FaultName.NOT_SYNCHRONISED,
+    CLIPPED: FaultName.CLIPPED_TOO_EARLY,
+    RATES: FaultName.RATE_BY_RANK,
+    BUFFERS: FaultName.LOCAL_BUFFERS,
+    DIFFERENT: FaultName.EQUAL_ROWS,
+    MODES: FaultName.EVALUATION_CHANGES_TRAINING,
+    APART: FaultName.REPLICA_DRIFT,
 }
 INSIDE = (
     "gradients differ between ranks before the optimizer's step, and parameters agree after it, so it reduces them "
@@ -153,7 +154,7 @@ class _Step:
 _Failure = tuple[ComparedQuantity, Diagnosis]
 
 
-def _fail(check: str, step: int, what: str, fault: str = "", remedy: str = "") -> _Failure:
+def _fail(check: str, step: int, what: str, fault: FaultName | None = None, remedy: str = "") -> _Failure:
     """A check that fails in a step, from 0, and what that is called, if not as usual."""
     likely = build_diagnosis(fault or NAMES[check], f"step {step + 1}: {what}")
     failed = ComparedQuantity(check, "FAIL", Difference(math.inf, step + 1, what))
@@ -299,10 +300,9 @@ def _explain_unequal(step: _Step) -> _Failure:
         what += ", and what each rank computes of them by itself could not be seen"
     elif not alone:
         what += describe_changed(step.reduced, step.trace.precision)
+    fault = None if step.all_unequal else FaultName.PARTLY_SYNCHRONISED
     if not alone:
-        fault = "The gradients depend on the layout"
-    else:
-        fault = "" if step.all_unequal else "Some parameters are not synchronised"
+        fault = FaultName.GRADIENTS_BY_LAYOUT
     return _fail(EQUAL, step.number, what, fault, remedy)
 
 

@@ -21,6 +21,7 @@ import jax
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, DesyncError
+from unisono.runtime.fault_names import FaultName
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ProgramKey:
 class ProgramError(DesyncError):
     """Processes that would run different programs. Every rank says so, before any of them is run."""
 
-    fault = "Processes have different programs"
+    fault = FaultName.DIFFERENT_PROGRAMS
 
 
 class Compiler:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.runtime.errors import GuardError
+from unisono.runtime.fault_names import FaultName
 
 Digests = Mapping[str, np.ndarray[Any, np.dtype[np.uint32]]]
 
@@ -71,13 +72,13 @@ def check_copies(differing: Mapping[str, str], count: int, updates: int) -> None
                 f"the initial weights differ between processes: '{name}' is not the same on devices {devices} "
                 f"({len(differing)} of {count} arrays differ). build() reads something beside its key that differs "
                 "there: jax.process_index(), a generator without a seed, a file; draw from the key alone",
-                fault="Initialisation depends on the rank",
+                fault=FaultName.INITIALISATION_BY_RANK,
             )
         raise GuardError(
             f"replicas differ: step {updates}, '{name}' is not the same on devices {devices} ({len(differing)} of "
             f"{count} arrays differ). A device computed something different: a nondeterministic "
             "kernel, or broken hardware",
-            fault="Replicas drift apart",
+            fault=FaultName.REPLICA_DRIFT,
         )
 
 

@@ -19,6 +19,7 @@ from unisono.engines.protocol import StepResult
 from unisono.optim.sharded import local
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import GuardError
+from unisono.runtime.fault_names import FaultName
 
 _CHUNK_ELEMENTS = 1 << 22  # elements at a time
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -108,14 +109,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if len(held) != len(set(held)):
         raise GuardError(
             f"the optimizer holds {len(held) - len(set(held))} parameters twice, and would move them twice",
-            fault="The optimizer holds a parameter twice",
+            fault=FaultName.PARAMETER_HELD_TWICE,
         )
     if lost or stale:
         raise GuardError(
             f"the optimizer does not hold the model's parameters: {len(lost)} are missing "
             f"({rules.format_names(lost)}), and {stale} of its own are not in the model. It was built before the model "
             "was wrapped, or the model was changed afterwards.",
-            fault="The optimizer was built before wrapping",
+            fault=FaultName.OPTIMIZER_BEFORE_WRAPPING,
         )
 
 
@@ -134,7 +135,7 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     if wrong:
         raise GuardError(
             f"the master weights should be {dtype}, but these are not: {rules.format_names(wrong)}",
-            fault="The master weights have the wrong dtype",
+            fault=FaultName.MASTER_WEIGHTS_DTYPE,
         )
 
 
@@ -183,7 +184,7 @@ def check_copies(
     """
     _check_same(
         communicator, copies, replicas, f"the digests of all ranks after step {step}", f"replicas differ: step {step},",
-        "Replicas drift apart",
+        FaultName.REPLICA_DRIFT,
         "Gradients were not synchronised (a forward that bypasses the wrapper, a parameter changed outside the "
         "optimizer), or randomness depends on the rank.",
     )  # fmt: skip
@@ -194,7 +195,7 @@ def check_buffers(communicator: Communicator, buffers: Mapping[str, Tensor], ste
     everyone = [range(communicator.size)]
     _check_same(
         communicator, buffers, everyone, f"the digests of all ranks after step {step}",
-        f"replicas differ: step {step},", "Buffers are those of one process",
+        f"replicas differ: step {step},", FaultName.LOCAL_BUFFERS,
         "The model changes this buffer from the rows it sees, and every process sees different rows: reduce it over "
         "processes in the model, or do not change it in training.",
     )  # fmt: skip
@@ -204,7 +205,7 @@ def check_initial_weights(communicator: Communicator, model: nn.Module) -> None:
     """Check that all ranks begin with the same parameters, before they are sharded; see `check_copies`."""
     _check_same(
         communicator, dict(model.named_parameters()), [range(communicator.size)], "the initial weights of all ranks",
-        "initial parameters differ:", "Initialisation depends on the rank",
+        "initial parameters differ:", FaultName.INITIALISATION_BY_RANK,
         "build() must draw from torch's default generator, which is seeded for it, or use a fixed seed.",
     )  # fmt: skip
 

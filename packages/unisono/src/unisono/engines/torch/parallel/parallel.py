@@ -17,6 +17,7 @@ from unisono.engines.torch.parallel import wrap
 from unisono.engines.torch.parallel.wrap import StepModule
 from unisono.engines.torch.parts import EngineParts
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.fault_names import FaultName
 
 
 class Parallel:
@@ -140,7 +141,7 @@ class Parallel:
             raise ConfigError(
                 f"{where}: a pass did not use parameters that the first pass used ({rules.format_names(left_out)}), so "
                 "DDP did not reduce all gradients. Set layout.find_unused_parameters=true.",
-                fault="Parameters are left out",
+                fault=FaultName.UNUSED_PARAMETERS,
             ) from error
 
     def reshard(self) -> None:
