@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.data.sources import open_source
     from unisono.data.table_files import read_table, write_table
     from unisono.data.views import Mapped, Subset
-    from unisono.engines.kernel_choice import choose_kernel
+    from unisono.engines import choose_kernel
     from unisono.engines.torch.losses.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
     from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
     from unisono.engines.torch.train_state import count_parameters
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals, Vectorised
     from unisono.runtime import safe_paths
+    from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import (
         BadSamplesError,
         ConfigError,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         format_share,
         nearest,
     )
-    from unisono.runtime.extras import import_extra
     from unisono.runtime.files import atomic_file as whole_file
     from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
     from unisono.runtime.hdf5 import check_hdf5
@@ -84,7 +84,7 @@ _HOMES = {
     "data.sources": ["open_source"],
     "data.table_files": ["read_table", "write_table"],
     "data.views": ["Mapped", "Subset"],
-    "engines.kernel_choice": ["choose_kernel"],
+    "engines": ["choose_kernel"],
     "engines.torch.losses.linear_cross_entropy": ["linear_cross_entropy", "logits_cross_entropy"],
     "engines.torch.losses.pairwise_distances": ["pairwise_distances"],
     "engines.torch.train_state": ["count_parameters"],
@@ -106,7 +106,7 @@ _HOMES = {
         "format_share",
         "nearest",
     ],
-    "runtime.extras": ["import_extra"],
+    "runtime.entry_points": ["import_extra"],
     "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
     "runtime.hdf5": ["check_hdf5"],
     "runtime.rng": ["Generators", "generator", "generators", "key"],

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.row_numbers import locate_row
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import open_source
-from unisono.data.views import View
+from unisono.data.views import View, locate_row
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import is_remote, remote_options

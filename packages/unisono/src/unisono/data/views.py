@@ -1,4 +1,4 @@
-"""Views of a source: some of its rows, or its rows transformed.
+"""Views of a source: some of its rows, its rows transformed, or a row of one of its parts.
 
 A view exposes the source's metadata: its files, blocks and lengths.
 """
@@ -127,3 +127,23 @@ class Mapped(View):
         """Rows per block of the source, (blocks,); None if it has no blocks."""
         found: NDArray[np.int64] | None = getattr(self.source, "blocks", None)
         return found
+
+
+def locate_row(ends: NDArray[np.int64], row: int) -> tuple[int, int]:
+    """The part that contains a row, and the row's number in that part.
+
+    Args:
+        ends: number of rows up to the end of each part, (parts,).
+        row: number of the row.
+
+    Raises:
+        IndexError: for a row that is not there.
+
+    >>> locate_row(np.array([3, 3, 5]), 4)
+    (2, 1)
+    """
+    rows = int(ends[-1]) if len(ends) else 0
+    if not 0 <= row < rows:
+        raise IndexError(f"row {row} of {rows}")
+    part = int(ends.searchsorted(row, side="right"))
+    return part, int(row) - (int(ends[part - 1]) if part else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.config.schema.run import RunConfig, refuse_other_engine
-from unisono.engines import device_modules
+from unisono.engines import device_module
 from unisono.runtime.communicator import ProcessInfo, usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -31,7 +31,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
         _refuse_for_launcher(config, process)
     if config.layout.engine == "jax":
         return _resolve_jax_layout(config, process)
-    layout, devices = config.layout, device_modules.device_module("torch")
+    layout, devices = config.layout, device_module("torch")
     if layout.devices not in (1, "auto"):
         raise ConfigError(
             f"layout.devices={layout.devices} is for layout.engine=jax only; torch runs one process per device "
@@ -66,7 +66,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
 
 def _resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     """The same for a JAX run: number of processes, devices of each, and how they share the state."""
-    devices, layout, nodes = device_modules.device_module("jax"), config.layout, config.launch.nodes
+    devices, layout, nodes = device_module("jax"), config.layout, config.launch.nodes
     if process is not None:
         world, here = process.world_size, process.local_world_size
     else:
@@ -132,7 +132,7 @@ def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
     def warn(text: str) -> None:
         say(f"unisono: WARNING: {text}", error=True)
 
-    layout, devices = config.layout, device_modules.device_module(config.layout.engine)
+    layout, devices = config.layout, device_module(config.layout.engine)
     kind, count = devices.accelerators()
     if layout.engine == "jax" and asked.layout.device == "auto" and (why := devices.fallback()):
         warn(f"this run uses the CPU: {why}. Set layout.device=cpu if that is intended")
@@ -164,7 +164,7 @@ def _resolve_world_size(config: RunConfig, process: ProcessInfo | None) -> tuple
     if layout.world_size != "auto":
         return layout.world_size, layout.world_size // nodes
     alone = layout.device == "cpu" or is_single(config)
-    local = 1 if alone else max(1, device_modules.device_module("torch").accelerators()[1])
+    local = 1 if alone else max(1, device_module("torch").accelerators()[1])
     return local * nodes, local
 
 

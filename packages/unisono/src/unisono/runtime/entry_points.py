@@ -1,4 +1,4 @@
-"""Finds what other distributions plug in, by the entry points that they declare in their `pyproject.toml`.
+"""Finds what other distributions bring: what they plug in by their entry points, and packages of an extra.
 
 [project.entry-points."unisono.trackers"]
 mlflow = "unisono_mlflow.tracker"
@@ -18,6 +18,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from unisono.runtime.errors import ConfigError
 
 _PREFIX = "unisono."  # of our groups
 _SUFFIXES = (".dist-info", ".egg-info")  # folders in which installers write entry_points.txt
@@ -56,6 +58,18 @@ def find_entry_points(group: str) -> dict[str, EntryPoint]:
     backwards = reversed(_read_all(tuple(sys.path)))  # so that the first on the path wins
     found = {entry.name: entry for entry in backwards if entry.group == group}
     return dict(sorted(found.items()))
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Import a module that an extra of `unisono` installs, for what needs it, e.g. a setting.
+
+    Raises:
+        ConfigError: If it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what} needs the package '{error.name}': pip install 'unisono[{extra}]'") from error
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.run import RunConfig
-from unisono.engines import device_modules
+from unisono.engines import device_module
 from unisono.optim import schedules
 from unisono.runtime.communicator import Channel, Json, ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError, nearest
@@ -56,7 +56,7 @@ def describe_run(
         "versions": versions(resolve_engine(config)),
         "data": {name: data[name] for name in DATA_KEYS if name in data} if data is not None else None,
         "environment": environment.relevant_variables() if place is not None else None,
-        "machine": place and device_modules.device_module(config.layout.engine).machine(config.layout, place),
+        "machine": place and device_module(config.layout.engine).machine(config.layout, place),
     }
     kept: dict[str, Json] = json.loads(json.dumps(described))  # in the form in which it is read back from a file
     return kept

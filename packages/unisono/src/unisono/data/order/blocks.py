@@ -16,8 +16,8 @@ import numpy as np
 
 from unisono.data.order.lanes import Lanes, group_equal
 from unisono.data.order.order import Indices, Shuffle, apply_shuffles
-from unisono.data.row_numbers import locate_row
 from unisono.data.sources.cache import LruCache
+from unisono.data.views import locate_row
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import key
 

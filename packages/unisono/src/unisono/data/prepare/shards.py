@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from unisono.data.prepare.manifest import MANIFEST_FILE, ContentHash, Lengths, Units, read_manifest
-from unisono.data.row_numbers import locate_row
 from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.data.views import locate_row
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.row_numbers import locate_row
+from unisono.data.views import locate_row
 
 
 class Windows:
