@@ -99,12 +99,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 FAILURES = {
-    "write on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
-    "write on 0": "rank 0 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
-    "flush on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 0.00 MB, ",
+    "write on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 56 B, ",
+    "write on 0": "rank 0 could not write its part of the checkpoint: no space left: needs 56 B, ",
+    "flush on 1": "rank 1 could not write its part of the checkpoint: no space left: needs 56 B, ",
     "bug on 1": "rank 1 could not write its part of the checkpoint: RuntimeError: something of ours",
     "make on 0": "rank 0 could not create a folder for the checkpoint: Permission denied",
-    "manifest on 0": "rank 0 could not finish the checkpoint: no space left: needs 0.00 MB, ",
+    "manifest on 0": "rank 0 could not finish the checkpoint: no space left: needs 56 B, ",
     "rename on 0": "rank 0 could not finish the checkpoint: Permission denied",
 }
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from unisono.config import fingerprint
 from unisono.config.compose import ComposedConfig
@@ -74,6 +75,14 @@ class Unfit(unisono.Task):
         path: str = "here"
 {METHODS}
 
+class Retiring(unisono.Task):
+    class Config(unisono.Settings):
+        class Inner(unisono.Settings):
+            retired = {{"old": (3, "It was always 3.")}}
+            depth: int = 1
+        inner: Inner = Inner()
+{METHODS}
+
 class Halved(unisono.Task):
     def data(self): return []
     def build(self): ...
@@ -137,8 +146,6 @@ def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
 
 
 def test_another_kind_of_a_group_keeps_no_value_of_a_key_that_means_something_else(tmp_path: Path):
-    import yaml
-
     values = {"recipe": "puzzles", "train": {"steps": 1}, "optim": {"kind": "sgd"}}
     values["data"] = {"kind": "embedded", "held_out": 500, "seed": 7}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -146,6 +153,28 @@ def test_another_kind_of_a_group_keeps_no_value_of_a_key_that_means_something_el
     assert (found.held_out, found.seed) == (0.1, 7)  # a share of the rows, where it was a number of them
     given = ["data.kind=sudoku", "data.path=x.csv", "data.held_out=0.3"]
     assert read_config(tmp_path / "config.yaml", "puzzles", given).data.held_out == 0.3
+
+
+# keys that there were -------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_was_removed_is_dropped_from_the_file_of_an_old_run_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    now = config("train.steps=2", task="tasks.py:Retiring")
+    old = fingerprint.to_json(now)
+    old["task"]["inner"]["old"] = 3
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old), encoding="utf-8")
+    assert read_config(tmp_path / "config.yaml", now.recipe) == now
+    assert capsys.readouterr().err == "unisono: old is no longer a setting, and is ignored. It was always 3.\n"
+    assert fingerprint.changed_keys(old, now, random=False) == {}, "it is the same run"
+    old["task"]["inner"]["old"] = 4
+    assert list(fingerprint.changed_keys(old, now, random=False)) == ["task.inner.old"]
+
+
+def test_a_key_that_was_removed_is_refused_with_another_value():
+    (told,) = mistakes("task.inner.old=4", task="tasks.py:Retiring")
+    assert told == ("'task.inner.old' is no longer a setting, got 4 (override 'task.inner.old=4'). It was always 3.")
 
 
 # unknown keys ----------------------------------------------------------------------------------------------------
@@ -197,7 +226,10 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
         ("Tagged", "train.steps=1", ["'model.form' is missing; choose one of: one, two"]),
         ("Tagged", "model.form=three", ["'model.form' must be one of: one, two, got 'three' (…)"]),
         ("Plan", "train.steps=1", ["tasks.py has no class 'Plan', did you mean 'Plain'?"]),
-        ("Zzzzz", "train.steps=1", ["tasks.py has no class 'Zzzzz', valid here: Choosy, Halved, Plain, Tagged, Unfit"]),
+        (
+            "Zzzzz", "train.steps=1",
+            ["tasks.py has no class 'Zzzzz', valid here: Choosy, Halved, Plain, Retiring, Tagged, Unfit"],
+        ),
         ("Halved", "train.steps=1", ["tasks.py:Halved does not define loss(), outputs()"]),
     ],
 )  # fmt: skip

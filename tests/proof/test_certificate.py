@@ -15,6 +15,7 @@ from tests import configs
 from tests.launch import jobs
 from unisono.cli import main
 from unisono.config import code_digest
+from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
 from unisono.launch import layout, preflight, resolve, run_directory
@@ -301,8 +302,9 @@ def test_what_no_case_covers_is_named_and_the_proposed_proof_covers_it(
 
 def certify_by(command: str) -> None:
     """The certificate of a command, had all its cases passed."""
-    own, rest = prove.split_words(shlex.split(command)[3:])
-    certify(*(word for word in rest if word not in TWO), name="again", **own)
+    own, rest = split_words(shlex.split(command)[3:], ProofSettings)
+    given = validate_words(own, ProofSettings).model_dump(exclude_unset=True)
+    certify(*(word for word in rest if word not in TWO), name="again", **given)
 
 
 def test_several_micro_batches_need_a_case_that_has_them():

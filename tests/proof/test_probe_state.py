@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.proof.probes.state import describe_state, digest_kept, restore_attributes, restore_model
+from unisono.proof.probes.state import describe_state, digest_kept, restore_state
 
 GENERATOR = np.random.default_rng(0)  # of this module, as a task's may be
 
@@ -27,7 +27,7 @@ def test_probes_leave_what_a_task_counts_as_it_was() -> None:
     task: Any = object.__new__(Keeping)
     task.mean, task.rng, task.big = np.zeros(3), np.random.default_rng(1), np.zeros(10**6)
     expected, big = np.random.default_rng(1).random(), task.big
-    with restore_attributes(task):
+    with restore_state(task):
         task.keep()
         task.keep()
         assert task.calls == 2 and task.mean[0] == 2.0
@@ -39,10 +39,10 @@ def test_probes_leave_what_a_task_counts_as_it_was() -> None:
 def test_probes_leave_parameters_as_they_were_that_an_evaluation_changes() -> None:
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    with restore_model(model):
+    with restore_state(object.__new__(Keeping), model):
         model.weight.data.mul_(0.5)
     assert torch.equal(model.weight, before)
-    with restore_model(SimpleNamespace(parameters={"weight": 1.0})):
+    with restore_state(object.__new__(Keeping), SimpleNamespace(parameters={"weight": 1.0})):
         pass  # a model in JAX, which nothing changes in place
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch import jobs
-from unisono.proof.prove import split_words
-from unisono.runtime.errors import ConfigError
 
 TASK = '''
 import os, time
@@ -177,17 +175,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prove(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return jobs.unisono("prove", *words, cwd=folder, timeout=400)
-
-
-def test_words_of_the_proof_are_told_from_those_of_the_recipe() -> None:
-    own, rest = split_words(["layouts=[ddp:2,hsdp:2x2]", "optim.lr=1", "steps=4", "train.steps=9", "vary=[]"])
-    assert own == {"layouts": ["ddp:2", "hsdp:2x2"], "steps": 4, "vary": []}
-    assert rest == ["optim.lr=1", "train.steps=9"]
-
-
-def test_a_word_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'layouts=\[ddp:2' cannot be parsed"):
-        split_words(["layouts=[ddp:2"])
 
 
 @pytest.mark.slow

@@ -51,6 +51,10 @@ SEVERAL = {
 }
 
 
+def test_settings_of_a_run_from_before_refill_was_removed_are_read() -> None:
+    assert settings.PuzzlesConfig.model_validate({"refill": False}) == settings.PuzzlesConfig()
+
+
 def run_config(mixture: Any = None, **layout: Any) -> Any:
     return configuration(
         layout=layout,

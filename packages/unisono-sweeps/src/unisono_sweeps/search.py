@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
-from unisono.cli import arguments
 from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
+from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.base import Settings
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
@@ -33,7 +33,7 @@ from unisono_sweeps.extras import import_optuna
 from unisono_sweeps.launchers.interface import Ended, Job, Launcher, find_launcher
 from unisono_sweeps.planning import Sweep, plan_runs
 from unisono_sweeps.settings import read_list
-from unisono_sweeps.sweep import build_job, split_place, split_words
+from unisono_sweeps.sweep import build_job, split_place
 from unisono_sweeps.text_table import format_number
 
 STUDY = "study.journal"
@@ -202,10 +202,10 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     """
     optuna = import_optuna()
     own, rest = split_words(words, SearchSettings)
-    settings = arguments.validate_words(own, SearchSettings)
+    settings = validate_words(own, SearchSettings)
     kind = find_launcher(settings.launcher)
     own, rest = split_words(rest, kind.Settings)
-    launcher: Launcher = kind(arguments.validate_words(own, kind.Settings))
+    launcher: Launcher = kind(validate_words(own, kind.Settings))
     composer = Composer(recipe, config_dir)
     space = read_space(rest, composer)
     propose = _propose_from_file(settings.space) if settings.space is not None else None

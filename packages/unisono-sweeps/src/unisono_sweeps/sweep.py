@@ -5,22 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from unisono.cli import arguments
 from unisono.config.compose import Composer
+from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.run import Run
 from unisono.launch import run_directory
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
-from unisono.runtime.text import one_line
+from unisono.runtime.text import format_bytes, one_line
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, list_variants, shorten_keys
 from unisono_sweeps.launchers.interface import Ended, Job, Launcher, find_launcher
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
 from unisono_sweeps.settings import SweepSettings
-from unisono_sweeps.text_table import format_bytes, format_number, format_seconds, format_table
+from unisono_sweeps.text_table import format_number, format_seconds, format_table
 
 _LONGEST_SENTENCE = 600  # characters of an error that are shown
 
@@ -50,18 +49,10 @@ def read_words(words: Sequence[str]) -> tuple[SweepSettings, Launcher, list[str]
         ConfigError: for a setting that does not fit, or a launcher that is not installed.
     """
     own, rest = split_words(words, SweepSettings)
-    settings = arguments.validate_words(own, SweepSettings)
+    settings = validate_words(own, SweepSettings)
     kind = find_launcher(settings.launcher)
     own, rest = split_words(rest, kind.Settings)
-    return settings, kind(arguments.validate_words(own, kind.Settings)), rest
-
-
-def split_words(words: Sequence[str], kind: Any) -> tuple[dict[str, str], list[str]]:
-    """The words that are settings of a kind, by key, and the others."""
-    own = {
-        key: text for key, sign, text in (word.partition("=") for word in words) if sign and key in kind.model_fields
-    }
-    return own, [word for word in words if word.partition("=")[0] not in own]
+    return settings, kind(validate_words(own, kind.Settings)), rest
 
 
 def split_place(
@@ -158,7 +149,7 @@ def describe_plan(sweep: Sweep, planned: Sequence[PlannedRun]) -> list[str]:
             "–" if estimate is None else f"{estimate.parameters:.3g}".replace("e+0", "e"),
             "–" if estimate is None or estimate.flops is None else f"{estimate.flops:.2e}",
             format_seconds(estimate.seconds if estimate else None),
-            format_bytes(estimate.disk if estimate else None),
+            format_bytes(estimate.disk) if estimate else "–",
         ])  # fmt: skip
     head = [*(short[key] for key in keys), "state", "steps", "parameters", "FLOPs", "time", "disk"]
     lines = format_table(head, rows, left=len(keys) + 1)

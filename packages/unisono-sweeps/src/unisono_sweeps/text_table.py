@@ -42,17 +42,3 @@ def format_seconds(seconds: float | None) -> str:
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}" if seconds / size >= 10 else f"{seconds / size:.1f} {unit}"
     return f"{seconds / 86400:.1f} d"
-
-
-def format_bytes(size: float | None) -> str:
-    """A size for people.
-
-    >>> format_bytes(950), format_bytes(2_400_000)
-    ('950 B', '2.4 MB')
-    """
-    if size is None:
-        return "–"
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= limit:
-            return f"{size / limit:.3g} {unit}"
-    return f"{size:.0f} B"

@@ -64,11 +64,11 @@ def _search(parsed: argparse.Namespace) -> int:
 def _compare(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from unisono.config.key_values import split_words, validate_words
     from unisono_sweeps.compare.verb import CompareSettings, compare
-    from unisono_sweeps.sweep import split_words
 
     own, paths = split_words(parsed.paths, CompareSettings)
-    compare([Path(path) for path in paths], arguments.validate_words(own, CompareSettings))
+    compare([Path(path) for path in paths], validate_words(own, CompareSettings))
     return 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -241,6 +242,14 @@ class Weights(Settings):
 class PuzzlesConfig(Settings):
     """How puzzles are learnt."""
 
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "refill": (
+            False,
+            "A row that has not halted ignores its new example, as in the original: if it kept it, the next batch "
+            "would depend on the model's last answers, and could not be built ahead of its step.",
+        )
+    }
+
     weights: Weights = Field(Weights(), description="weights of the loss terms")
     cross_entropy: Literal["stablemax", "softmax"] = Field("stablemax", description="cross-entropy of the cells")
     halt_steps: PositiveInt = Field(16, description="maximum supervision steps per puzzle; evaluation always uses all")
@@ -248,22 +257,9 @@ class PuzzlesConfig(Settings):
         0.1,
         description="fraction of rows that must not halt before a random step; schedules.halt_exploration schedules it",
     )
-    refill: bool = Field(
-        False, description="a row that has not halted keeps its next example for later, instead of dropping it"
-    )
     votes: PositiveInt = Field(
         1, description="ARC: augmentations per question whose answers vote in evaluation; 1: no voting"
     )
     pass_at: list[PositiveInt] = Field(
         [1, 2], description="ARC with voting: report whether the answer is among the top k, for each k"
     )
-
-    @model_validator(mode="after")
-    def _order_is_a_function(self) -> PuzzlesConfig:
-        if self.refill:
-            raise ValueError(
-                "task.refill=true is not supported: the next batch would depend on the model's last answers, so it "
-                "could not be built ahead of its step. Leave it out: a row that has not halted ignores its new example "
-                "(as in the original), and the metric examples_learnt counts the examples that a row has finished"
-            )
-        return self

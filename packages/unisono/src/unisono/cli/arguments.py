@@ -1,4 +1,4 @@
-"""Command-line arguments that several verbs share, and the parsing of key=value words."""
+"""Command-line arguments that several verbs share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from unisono.config.schema.run import RunConfig
 
 
@@ -54,33 +52,10 @@ def recipe_words(parsed: argparse.Namespace) -> list[str]:
 
 def parse_own_settings(parsed: argparse.Namespace, kind: Any) -> Any:
     """The verb's own settings among the words; what is left in `overrides` is the recipe's."""
-    words = dict(
-        word.split("=", 1) for word in parsed.overrides if word.split("=")[0] in kind.model_fields and "=" in word
-    )
-    parsed.overrides = [word for word in parsed.overrides if word.split("=")[0] not in words]
+    from unisono.config.key_values import split_words, validate_words
+
+    words, parsed.overrides = split_words(parsed.overrides, kind)
     return validate_words(words, kind)
-
-
-def validate_words(words: Mapping[str, Any], kind: Any) -> Any:
-    """The settings that words of a command give, or an error that names each that does not fit."""
-    from pydantic import ValidationError
-
-    from unisono.runtime.errors import ConfigError
-
-    try:
-        return kind.model_validate(words)
-    except ValidationError as error:
-        raise ConfigError("; ".join(map(_format_mistake, error.errors()))) from error
-
-
-def _format_mistake(mistake: Mapping[str, Any]) -> str:
-    text = mistake["msg"].removeprefix("Value error, ")
-    if not mistake["loc"]:  # of several words together, which the text names
-        return str(text)
-    name = mistake["loc"][0]
-    if mistake["type"] == "missing":
-        return f"{name} is missing: add {name}=…"
-    return f"{name}: {text[0].lower()}{text[1:]}, got {mistake['input']!r}"
 
 
 def parse_settings(parsed: argparse.Namespace, kind: Any) -> Any:

@@ -373,8 +373,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     from unisono.proof.cases import ProofSettings
     from unisono.runtime import safe_paths
 
-    own, parsed.overrides = prove.split_words(parsed.overrides)
-    proof = arguments.validate_words(own, ProofSettings)
+    proof = arguments.parse_own_settings(parsed, ProofSettings)
     with user_errors.raise_as_sentences():
         asked = arguments.load_config(parsed)
         config = run_directory.with_name(asked)

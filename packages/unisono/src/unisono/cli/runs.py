@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.runtime.console import say
+from unisono.runtime.text import format_bytes
 
 if TYPE_CHECKING:
     from unisono.checkpoint.core.leftovers import Leftover
@@ -65,7 +66,7 @@ def format_table(statuses: Sequence[RunStatus]) -> list[str]:
     rows = [("run", "state", "step", "loss", "age", "size", "where")]
     for status in statuses:
         loss = "–" if status.loss is None else f"{status.loss:.4f}"
-        size = _format_size(measure_size(status.folder))
+        size = format_bytes(measure_size(status.folder))
         rows.append(
             (str(status.folder), status.outcome, status.progress, loss, _format_age(status.age), size, status.place)
         )
@@ -146,8 +147,8 @@ def _clean(parsed: argparse.Namespace) -> int:
         say(f"there is nothing to remove in {parsed.folder}")
         return 0
     for one, size in sizes.items():
-        say(f"  {_format_size(size):>8}  {one.path}  ({one.reason})")
-    say(f"{len(sizes)} {'entry' if len(sizes) == 1 else 'entries'}, {_format_size(sum(sizes.values()))} in all")
+        say(f"  {format_bytes(size):>8}  {one.path}  ({one.reason})")
+    say(f"{len(sizes)} {'entry' if len(sizes) == 1 else 'entries'}, {format_bytes(sum(sizes.values()))} in all")
     if not parsed.yes and not _confirm():
         say("nothing was removed")
         return 0
@@ -155,7 +156,7 @@ def _clean(parsed: argparse.Namespace) -> int:
         with run_lock.hold_lock(run):
             for one in inside:
                 leftovers.remove(one)
-    say(f"removed; {_format_size(sum(sizes.values()))} are free")
+    say(f"removed; {format_bytes(sum(sizes.values()))} are free")
     return 0
 
 
@@ -166,14 +167,6 @@ def _confirm() -> bool:
         raise ConfigError("nothing was removed: there is no terminal to ask on; add --yes to remove it")
     say("Remove it? [y/N]")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _format_size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _format_age(seconds: float) -> str:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from unisono.config.schema.base import retired_values
 from unisono.config.schema.run import RunConfig
 
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.
@@ -86,6 +87,10 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """Mathematical keys whose value is not the same, with the old and the new value."""
     before, after = mathematical_keys(old, random), mathematical_keys(new, random)
+    for key, value in (pair for one in (old, new) if isinstance(one, RunConfig) for pair in retired_values(one)):
+        for side in (before, after):
+            if key in side and side[key] == value:
+                del side[key]
     there, here = _flat(old), _flat(new)
     engines = there.get("layout.engine"), here.get("layout.engine")
     if "auto" not in engines and None not in engines:  # one recipe may have a task for each, with other first weights

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unisono.config.compose import ComposedConfig
+from unisono.config.schema.base import Settings
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import secrets
@@ -92,7 +93,9 @@ def _format_mistakes(
         parts = [*([group] if group else []), *_strip_tags(mistake["loc"], values, mistake["type"])]
         dotted = ".".join(str(part) for part in parts)
         origin = composed.origin(dotted)
-        if mistake["type"] == "extra_forbidden":
+        if mistake["type"] == "extra_forbidden" and (why := _find_retirement(parts, composed.values, groups)):
+            yield f"'{dotted}' is no longer a setting, got {mistake['input']!r} ({origin}). {why}"
+        elif mistake["type"] == "extra_forbidden":
             yield f"unknown key '{dotted}' ({origin}), {_suggest_key(parts, composed.values, groups)}"
         elif mistake["type"] == "missing":
             remedy = "" if any(isinstance(part, int) for part in parts) else f"; set {dotted}=…"
@@ -113,6 +116,14 @@ def _format_mistakes(
             yield f"'{dotted}' is a group of keys, not a value ({origin})" + (f"; set one of {keys}" if keys else "")
         else:
             yield f"'{dotted}': {mistake['msg'][0].lower() + mistake['msg'][1:]}, got {mistake['input']!r} ({origin})"
+
+
+def _find_retirement(parts: Sequence[int | str], values: Any, groups: Groups) -> str:
+    """Why the key at a path was removed, as a sentence; empty if it never was a setting."""
+    for model in settings_models(*_annotation_at(parts[:-1], values, groups)):
+        if issubclass(model, Settings) and parts[-1] in model.retired:
+            return model.retired[str(parts[-1])][1]
+    return ""
 
 
 def _missing_keys(error: ValidationError, group: str, values: Any) -> list[str]:

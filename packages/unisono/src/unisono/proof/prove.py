@@ -16,6 +16,7 @@ import yaml
 
 from unisono.config import code_digest, environment, fingerprint
 from unisono.config.compose import compose
+from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import RunConfig
 from unisono.launch.layout import threads_per_process
@@ -31,7 +32,7 @@ from unisono.proof.trace_room import LOGS, trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.console import say
-from unisono.runtime.errors import ConfigError, RunError
+from unisono.runtime.errors import RunError
 from unisono.runtime.fault_names import FaultName
 from unisono.task import Task, has_own_optimizer
 from unisono.task_config import build_task, resolve_engine, validate_config
@@ -253,10 +254,10 @@ def prove_task(task: type[Task] | str, words: Sequence[str] = ()) -> ProofResult
         proved = unisono.prove(MyTask, ["layouts=[ddp:2]"])
         assert proved.passed, proved
     """
-    own, rest = split_words(list(words))
+    own, rest = split_words(words, ProofSettings)
     composed = compose(task if isinstance(task, str) else reference_to(task), rest)
     config = validate_config(composed if isinstance(task, str) else with_engine(composed, task))
-    verdicts, references, _ = prove(config, ProofSettings.model_validate(own))
+    verdicts, references, _ = prove(config, validate_words(own, ProofSettings))
     return ProofResult(verdicts, references)
 
 
@@ -338,21 +339,3 @@ def describe_proof(config: RunConfig, proof: ProofSettings, facts: dict[str, Any
         "versions": environment.library_versions(resolve_engine(config)),
         "hardware": certificate.describe_hardware(),
     }
-
-
-def split_words(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The proof's own settings among `key=value` words, and the rest, which are the recipe's."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    own: dict[str, Any] = {}
-    rest = []
-    for word in words:
-        name = word.partition("=")[0]
-        if name in ProofSettings.model_fields and "=" in word:
-            try:
-                own[name] = OverridesParser.create().parse_override(word).value()
-            except Exception as error:
-                raise ConfigError(f"'{word}' cannot be parsed: {error}") from error
-        else:
-            rest.append(word)
-    return own, rest

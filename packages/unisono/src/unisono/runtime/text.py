@@ -79,3 +79,15 @@ def format_count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.{digits}f}{sign}"
     return f"{number:.0f}"
+
+
+def format_bytes(size: float) -> str:
+    """Format a size for people.
+
+    >>> format_bytes(950), format_bytes(2_400_000), format_bytes(999_960), format_bytes(12_345_678_901)
+    ('950 B', '2.4 MB', '1 MB', '12.3 GB')
+    """
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.9995 * limit:
+            return f"{size / limit:.3g} {unit}"
+    return f"{size:.0f} B"

@@ -34,6 +34,7 @@ from unisono.runtime.communicator import Communicator, Json, SingleProcess
 from unisono.runtime.consensus import raise_everywhere
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError
 from unisono.runtime.files import fsync_path, remove_folder
+from unisono.runtime.text import format_bytes
 
 __all__ = [
     "Checkpoint",
@@ -246,12 +247,8 @@ def _explain_full_disk(folder: Path, needed: int) -> Iterator[None]:
             raise
         why = "no space left" if error.errno == errno.ENOSPC else "the disk quota is used up"
         late = "; it was used up meanwhile" if free > needed and error.errno == errno.ENOSPC else ""
-        text = f"{why}: needs {_format_size(needed)}, {_format_size(free)} free at {folder}{late}"
+        text = f"{why}: needs {format_bytes(needed)}, {format_bytes(free)} free at {folder}{late}"
         raise OSError(error.errno, text) from error
-
-
-def _format_size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 def _refuse_to_overwrite(final: Path) -> None:

@@ -92,37 +92,32 @@ def digest_attributes(task: Task) -> dict[str, int]:
 
 
 @contextmanager
-def restore_attributes(task: Task) -> Iterator[None]:
-    """A context after which a task keeps what it kept before, as far as that can be copied.
+def restore_state(task: Task, model: Any = None) -> Iterator[None]:
+    """A context after which a task and its model keep what they kept before, as far as that can be copied.
 
     Otherwise the run whose task is tried goes on with other counters than those that it is compared with.
+
+    Args:
+        task: all of whose attributes are restored.
+        model: a torch module, whose parameters are restored, and what it keeps beside these and buffers: a counter, a
+            generator. Nothing changes one in JAX in place.
     """
-    before, digests = {name: _copy(value) for name, value in vars(task).items()}, digest_attributes(task)
-    try:
-        yield
-    finally:
-        for name, digest in digest_attributes(task).items():
-            if digest != digests.get(name) and before.get(name, _NOT_COPIED) is not _NOT_COPIED:
-                setattr(task, name, before[name])
-            elif name not in before and isinstance(getattr(type(task), name, None), _PLAIN):
-                delattr(task, name)  # what began as an attribute of the class
-
-
-@contextmanager
-def restore_model(model: Any) -> Iterator[None]:
-    """The same for parameters of a torch model, and what it keeps beside these and buffers: a counter, a generator."""
-    found = find_kept(model)
-    before, digests = {name: _copy(value) for name, (_, _, value) in found.items()}, digest_model(model)
+    kept = [*((task, name, value) for name, value in vars(task).items()), *find_kept(model).values()]
+    before = [(owner, name, _copy(value), _digest(value)) for owner, name, value in kept]
+    own = {*vars(task)}
     parameters = [(p, p.detach().clone()) for p in model.parameters()] if _is_of_torch(model, "nn.Module") else []
     try:
         yield
     finally:
-        for parameter, kept in parameters:  # an evaluation may have changed them
-            parameter.data.copy_(kept)
-        now = digest_model(model)
-        for name, (module, attribute, _) in found.items():
-            if now.get(name) != digests[name] and before[name] is not _NOT_COPIED:
-                module.__dict__[attribute] = before[name]
+        for parameter, values in parameters:  # an evaluation may have changed them
+            parameter.data.copy_(values)
+        for owner, name, value, digest in before:
+            changed = name not in vars(owner) or _digest(vars(owner)[name]) != digest
+            if changed and value is not _NOT_COPIED:
+                vars(owner)[name] = value
+        for name in {*vars(task)} - own:
+            if isinstance(getattr(type(task), name, None), _PLAIN):
+                delattr(task, name)  # what began as an attribute of the class, or as none
 
 
 def digest_kept(task: Task, model: Any, caches: bool = True) -> dict[str, int]:

@@ -28,7 +28,7 @@ from unisono.proof.probes.build_probe import find_overlapping, probe_build
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.pass_probe import PassProbe, changed_parameters, digest_parameters
 from unisono.proof.probes.sample_probe import digest_samples
-from unisono.proof.probes.state import describe_state, restore_attributes, restore_model
+from unisono.proof.probes.state import describe_state, restore_state
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.recorder import Recorder, content_digest
 from unisono.proof.recording.trace import (
@@ -182,7 +182,7 @@ class _CaseRun:
         self.recorder.steps = self.steps
         self.engine.observe(self.recorder)
         if self.process.world_size == 1 and not (case.perturbed or case.starts):  # those have the same model
-            with restore_attributes(self.task), restore_model(getattr(view, "module", None)):
+            with restore_state(self.task, getattr(view, "module", None)):
                 self._probe(first[0], facts, of_terms)
 
     def _probe(self, micro: MicroBatch, facts: RunFacts, of_terms: bool) -> None:

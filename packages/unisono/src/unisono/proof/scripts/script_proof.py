@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, PositiveFloat
 
+from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.base import Settings
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
@@ -76,24 +76,14 @@ def parse_settings(words: Sequence[str]) -> ScriptSettings:
     Raises:
         ConfigError: for words that are none, and values that do not fit.
     """
-    values = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name not in ScriptSettings.model_fields:
-            raise ConfigError(
-                f"'{word}' is not a setting of a proof of a script ({', '.join(ScriptSettings.model_fields)}); "
-                f"arguments of the script stand after `--`: unisono prove train.py worlds=[1,2] -- {word}"
-            )
-        try:
-            values[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"'{word}' cannot be parsed: {str(error).splitlines()[0]}") from None
-    try:
-        return ScriptSettings.model_validate(values)
-    except ValidationError as error:
+    own, rest = split_words(words, ScriptSettings)
+    if rest:
         raise ConfigError(
-            "; ".join(f"{e['loc'][0]}: {e['msg']}, got {e['input']!r}" for e in error.errors())
-        ) from error
+            f"'{rest[0]}' is not a setting of a proof of a script ({', '.join(ScriptSettings.model_fields)}); "
+            f"arguments of the script stand after `--`: unisono prove train.py worlds=[1,2] -- {rest[0]}"
+        )
+    settings: ScriptSettings = validate_words(own, ScriptSettings)
+    return settings
 
 
 def prove_script(
