@@ -43,7 +43,7 @@ quick: $(READY)
 slow: $(READY)
 	$(PYTEST) -n $(WORKERS) -m slow --budget=$(BUDGET)
 
-# What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be mended.
+# What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be fixed.
 again: $(READY)
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v
 

@@ -35,7 +35,7 @@ class Numbers:
     blocks: Any = None
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def known_inputs(self) -> Mapping[str, Any]:
         return {"records": self.records, "source": self.inputs["source"]}
 
     def bounds(self, shard_mb: float) -> Sequence[int]:

@@ -154,14 +154,14 @@ def needs_totals(task: Task) -> bool:
     Raises:
         ConfigError: if it sets `needs_totals` but does not define `totals`.
     """
-    asked = getattr(task, "needs_totals", None)
+    declared = getattr(task, "needs_totals", None)
     defined = isinstance(task, Totals)
-    if asked and not defined:
+    if declared and not defined:
         raise ConfigError(
             f"{type(task).__name__} has needs_totals = True but does not define totals(); define it, or set "
             "needs_totals = False"
         )
-    return defined and asked is not False
+    return defined and declared is not False
 
 
 def compute_totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class TokenisePreparation:
         return {"source": source, "tokenizer": self.tokenizer.describe}
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def known_inputs(self) -> Mapping[str, Any]:
         """As `of`; a rewritten file counts as a different one."""
         return {"stamp": self.texts.stamp, **self.inputs}
 

@@ -85,13 +85,13 @@ def _map_bounded(
     pool: Any, source: Recordings, parts: list[range], ahead: int
 ) -> Iterator[tuple[range, dict[int, str]]]:
     """Results in order, with a bounded number of pending requests."""
-    asked = deque[tuple[range, Future[dict[int, str]]]]()
+    pending = deque[tuple[range, Future[dict[int, str]]]]()
     for part in parts:
-        asked.append((part, pool.submit(_scan_rows, source, part)))
-        if len(asked) >= ahead:
-            first, future = asked.popleft()
+        pending.append((part, pool.submit(_scan_rows, source, part)))
+        if len(pending) >= ahead:
+            first, future = pending.popleft()
             yield first, future.result()
-    for part, future in asked:
+    for part, future in pending:
         yield part, future.result()
 
 

@@ -171,11 +171,11 @@ def _evaluations(page: Page, run: RunFacts) -> None:
 
 def _notes(run: RunFacts) -> Iterator[list[str]]:
     for event in run.events:
-        told = {name: value for name, value in event.items() if name not in ("step", "seconds")}
-        if "loss" not in told:
-            yield [str(event["step"]), format_value(told)]
-        elif "skipped" in told:
-            yield [str(event["step"]), f"update skipped: {told['skipped']}"]
+        values = {name: value for name, value in event.items() if name not in ("step", "seconds")}
+        if "loss" not in values:
+            yield [str(event["step"]), format_value(values)]
+        elif "skipped" in values:
+            yield [str(event["step"]), f"update skipped: {values['skipped']}"]
     if run.why:
         yield [str(run.steps_done), run.why]
 

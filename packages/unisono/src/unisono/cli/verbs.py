@@ -80,22 +80,22 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
     arguments.add_task_options(parser)
     parsed, words = parser.parse_known_args(argv[1:])
     verb = argv[0]
-    asked = [word for word in words if word not in _HELP]
-    if not asked:
+    given = [word for word in words if word not in _HELP]
+    if not given:
         say("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _find_in_recipes(verb, core)))
-        if len(asked) < len(words):
+        if len(given) < len(words):
             return 0
         raise ConfigError(f"unisono {verb} needs a run: unisono {verb} RUN")
     try:
-        reference = _reference(asked[0], parsed.task, parsed.trust)
+        reference = _reference(given[0], parsed.task, parsed.trust)
         function = _find(verb, reference, core)
     except ConfigError:
         _refuse_misspelt(verb, core)  # the likelier mistake, whatever the word after it is
         raise
-    if len(asked) < len(words):
-        say(_help(verb, asked[0], function))
+    if len(given) < len(words):
+        say(_help(verb, given[0], function))
         return 0
-    _print(_call_verb(verb, function, asked[0], asked[1:], reference))
+    _print(_call_verb(verb, function, given[0], given[1:], reference))
     return 0
 
 

@@ -126,7 +126,7 @@ def threads_per_process(processes: int) -> int:
     return max(1, usable_cores() // processes)
 
 
-def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
+def warn_about_layout(configured: RunConfig, config: RunConfig) -> None:
     """Warn about accelerators that stay idle and settings without effect, once what was asked for is concrete."""
 
     def warn(text: str) -> None:
@@ -134,9 +134,9 @@ def warn_about_layout(asked: RunConfig, config: RunConfig) -> None:
 
     layout, devices = config.layout, device_module(config.layout.engine)
     kind, count = devices.accelerators()
-    if layout.engine == "jax" and asked.layout.device == "auto" and (why := devices.fallback()):
+    if layout.engine == "jax" and configured.layout.device == "auto" and (why := devices.fallback()):
         warn(f"this run uses the CPU: {why}. Set layout.device=cpu if that is intended")
-    if count and asked.layout.device == "auto" and layout.device == "cpu":
+    if count and configured.layout.device == "auto" and layout.device == "cpu":
         run = f"{layout.world_size} × {config.train.precision}"
         warn(
             f"this run ({run}) uses the CPU, although this host has {count} × {kind}: a run needs one for each "

@@ -202,8 +202,8 @@ def open_trackers(
     """
     check_trackers(names)
     ids = _ensure_ids(folder, names)
-    told = secrets.hidden(config), secrets.hidden(facts)
-    runs = {name: TrackedRun(folder, folder.name, project, ids[name], first_step, *told, timeout) for name in names}
+    shown = secrets.hidden(config), secrets.hidden(facts)
+    runs = {name: TrackedRun(folder, folder.name, project, ids[name], first_step, *shown, timeout) for name in names}
     return Trackers(runs, timeout)
 
 

@@ -222,16 +222,16 @@ def require_certificate(
     """
     found, skipped = _read_certificates(*sorted(config.run.dir.glob("*")))
     here = CurrentRun.from_config(config, facts)
-    asked = [(certificate, here.find_misfits(certificate)) for certificate in found]
-    newest = max((c for c, misfits in asked if not misfits), key=lambda c: c.time, default=None)
+    judged = [(certificate, here.find_misfits(certificate)) for certificate in found]
+    newest = max((c for c, misfits in judged if not misfits), key=lambda c: c.time, default=None)
     against = [c for c in found if newest and c.time > newest.time and here.has_failed_in(c)]
     if newest and not against:
         return here.describe_coverage(newest), skipped
     if against:
         cases = ", ".join(judged.case for judged in against[0].cases if judged.mark == "FAIL")
         lines = [f"{newest} fits, but {against[0]} is newer, with the same code and configuration; failed: {cases}"]
-    elif asked:
-        nearest, misfits = min(asked, key=lambda pair: len(pair[1]))
+    elif judged:
+        nearest, misfits = min(judged, key=lambda pair: len(pair[1]))
         lines = [f"none matches this run. The closest is {nearest}:", *(f"  {line}" for line in misfits)]
     else:
         lines = [f"there is none under {config.run.dir}"]

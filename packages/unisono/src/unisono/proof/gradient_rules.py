@@ -81,8 +81,8 @@ def _diagnose_factor(pattern: Pattern, factor: float) -> Diagnosis:
     known = {n: f": by the {' or the '.join(what for m, what in meanings if m == n)}" for n, _ in meanings}
     found = predictions.find_number(factor, known, pattern.rounding)
     shown = f"every tensor is {factor:.6g} times what it should be"
-    if found is not None and (told := pattern.explain_factor_by_passes(factor)):
-        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, f"every tensor is {told}")
+    if found is not None and (words := pattern.explain_factor_by_passes(factor)):
+        return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, f"every tensor is {words}")
     if found is None:
         detail = f"{shown}, which is neither the number of processes nor that of micro-batches"
         return build_diagnosis(FaultName.GRADIENTS_BY_LAYOUT, detail)

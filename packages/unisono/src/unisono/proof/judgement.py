@@ -404,14 +404,14 @@ def _describe_neighbours(facts: RunFacts) -> str:
 def _describe_zeros(facts: RunFacts) -> str:
     """Which numbers are 0 all the time: they agree on every layout, whatever is wrong with them."""
     steps = [step for step in facts.steps if step.computed]
-    told: dict[str, list[dict[str, float]]] = {
+    numbers: dict[str, list[dict[str, float]]] = {
         "loss term": [step.terms for step in steps],
         "metric": [values for step in steps for values in step.metrics],
         "evaluated": facts.evaluation,
     }
     zeros = [
         f"{kind} '{name}'"
-        for kind, values in told.items()
+        for kind, values in numbers.items()
         for name in dict.fromkeys(name for each in values for name in each)
         if all(each.get(name, 0.0) == 0 for each in values)
     ]

@@ -54,7 +54,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
     every = engines.cases(proof, config) if proof.engines else build_cases(proof, config)
     config, device = _choose_device(every, config, proof)
     layouts = _describe_layouts(every, config, proof)
-    digests, asked = code_digest.digest_sources(config.recipe, config.layout.engine), config
+    digests, configured = code_digest.digest_sources(config.recipe, config.layout.engine), config
     with trace_room() as folder, ExitStack() as stack:
         one = _open_fork_server(stack, config, every)
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
@@ -63,20 +63,20 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         libraries = preloading.imported_libraries()  # the parts that the task uses, too
         several = max(case.world_size for case in every) > 1
         # While this process and the first server import, two cores have enough to do.
-        servers = _Servers(one, _open_fork_server(stack, asked, every, libraries) if several else None)
+        servers = _Servers(one, _open_fork_server(stack, configured, every, libraries) if several else None)
         if one is not None:
             one.preload(libraries)
         say(f"all cases run on {device}", error=True)
         ended = _run_cases(every, config, proof, folder, servers, digests)
         if case_process.needs_whole_batches(folder, every[0], config):
             remove_recorded(folder)
-            every = build_cases(proof, asked, carried=True)
-            layouts = _describe_layouts(every, asked, proof)
+            every = build_cases(proof, configured, carried=True)
+            layouts = _describe_layouts(every, configured, proof)
             ended = _run_cases(every, config, proof, folder, servers, digests)
         traces = {case.name: trace for case in every if (trace := read_trace(folder, case.name))}
         adaptive = not isinstance(config.optim, Sgd) or has_own_optimizer(build_task(config))
         return *judgement.judge_cases(every, traces, adaptive, ended, config.recipe), {
-            **describe_proof(asked, proof, facts),
+            **describe_proof(configured, proof, facts),
             **({"shrunk": shrunk} if shrunk else {}),
             "code": digests,
             "layouts": layouts,

@@ -1,4 +1,4 @@
-"""What a proof prints: verdict, what differs first, why, how to mend it; below it all that was compared and was not."""
+"""What a proof prints: verdict, what differs first, why, how to fix it; below it all that was compared and was not."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _describe_cases(judged: Sequence[Verdict]) -> list[str]:
 
 
 def _explain_failures(judged: Sequence[Verdict]) -> list[str]:
-    """Every fault once: what differs first, why and how to mend it; cases that fail alike stand in a line below."""
+    """Every fault once: what differs first, why and how to fix it; cases that fail alike stand in a line below."""
     failed = [verdict for verdict in judged if verdict.mark == "FAIL"]
     places = {verdict.case: number for number, verdict in enumerate(judged)}
     by_fault: dict[tuple[str, str], list[Verdict]] = {}
@@ -134,7 +134,7 @@ def _format_case(verdict: Verdict) -> str:
 
 
 def _explain_verdict(verdict: Verdict) -> list[str]:
-    """Its failure: what differs, why, how to mend it, and where to read more."""
+    """Its failure: what differs, why, how to fix it, and where to read more."""
     first, diagnosis = verdict.first, verdict.diagnosis
     where = _format_difference(first.worst, first.quantity not in _NO_TENSORS) if first else verdict.fault
     result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]

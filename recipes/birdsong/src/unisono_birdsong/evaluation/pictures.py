@@ -109,12 +109,12 @@ def plot_reconstruction(axes: Sequence[Any], model: BirdsongModel, clip: NDArray
     hidden = masked_patches(settings, model.objective.settings)
     order = mask_order(settings.grid, hidden, np.random.default_rng(0))
     encoded = model.encoder(jnp.asarray(clip), jnp.asarray(order[:-hidden]))
-    told = np.asarray(model.objective.decode(settings, encoded, jnp.asarray(order)))
+    predicted = np.asarray(model.objective.decode(settings, encoded, jnp.asarray(order)))
     patches = np.asarray(patches_of(jnp.asarray(clip), settings.patch))
     mean, deviation = patches.mean(1, keepdims=True), patches.std(1, keepdims=True)
     shown, filled = patches.copy(), patches.copy()
     shown[order[-hidden:]] = patches.min()
-    filled[order[-hidden:]] = (told * deviation + mean)[order[-hidden:]]
+    filled[order[-hidden:]] = (predicted * deviation + mean)[order[-hidden:]]
     for axis, picture, title in zip(axes, (patches, shown, filled), ("clip", "shown", "reconstructed"), strict=True):
         whole = picture.reshape(*settings.grid, *settings.patch).swapaxes(1, 2).reshape(settings.frames, settings.mels)
         axis.imshow(whole.T, origin="lower", aspect="auto", vmin=patches.min(), vmax=patches.max())

@@ -154,13 +154,13 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
 
 
 def _read_metadata(config: Study) -> Metadata | None:
-    asked = {key: name for _, key in reversed(_NEEDED) if (name := getattr(config, key)) is not None}
+    named = {key: name for _, key in reversed(_NEEDED) if (name := getattr(config, key)) is not None}
     if config.metadata is None:
-        for key, name in asked.items():
+        for key, name in named.items():
             raise ConfigError(f"data.{key}={name} is a column of the metadata: set data.metadata")
         return None
     strip = config.white_space == "strip"
-    found = metadata_.read_metadata(config.metadata, "data.metadata", config.id_column, strip, list(asked.values()))
-    for key, name in asked.items():
+    found = metadata_.read_metadata(config.metadata, "data.metadata", config.id_column, strip, list(named.values()))
+    for key, name in named.items():
         found.column(name, f"data.{key}")
     return found

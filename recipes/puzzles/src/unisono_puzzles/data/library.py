@@ -302,8 +302,8 @@ def _open_tables(
         if config.test is None and not test.is_file():
             test = None
     if ask:
-        asked = read(test or path)
-        return Library(config, asked.format, asked.subset(slice(0, 0)), asked)
+        questions = read(test or path)
+        return Library(config, questions.format, questions.subset(slice(0, 0)), questions)
     every = read(path)
     if test is not None:
         training, held_out = every, read(test)

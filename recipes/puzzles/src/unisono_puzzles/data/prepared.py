@@ -49,7 +49,7 @@ class PuzzlePreparation:
         return len(self.puzzles)
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def known_inputs(self) -> Mapping[str, Any]:
         """The same."""
         return self.inputs
 

@@ -159,14 +159,14 @@ def check_sudokus(table: Table, unique: bool = False, answers: bool = True) -> C
     _add(improper, table, _clues_clash(format_, questions), "has a digit twice in a row, column or box")
     good = np.array([line not in improper for line in table.lines], dtype=bool)
     unknown = (solutions == 0).all(axis=1)
-    asked = good & (np.ones_like(good) if unique else unknown & answers)
-    if asked.any():
-        found = solve(format_, questions[asked])
+    unsolved = good & (np.ones_like(good) if unique else unknown & answers)
+    if unsolved.any():
+        found = solve(format_, questions[unsolved])
         counts = np.ones(len(good), dtype=np.int32)
-        counts[asked] = found.counts
+        counts[unsolved] = found.counts
         _add(improper, table, counts == 0, "has no solution")
         _add(improper, table, counts == 2, "has several solutions")
-        solutions[np.flatnonzero(asked)] = found.answers
+        solutions[np.flatnonzero(unsolved)] = found.answers
     return _checked(table, format_, questions, solutions, improper)
 
 

@@ -39,7 +39,7 @@ from unisono.runtime.text import format_bytes
 __all__ = [
     "Checkpoint",
     "find_checkpoints",
-    "free_aside_path",
+    "free_damaged_path",
     "open_checkpoint",
     "read_manifest",
     "remove_leftovers",
@@ -146,7 +146,7 @@ def save_checkpoint(
             if allowed is not None:
                 allowed()
             if final.exists():
-                final.rename(free_aside_path(final))
+                final.rename(free_damaged_path(final))
             temporary.rename(final)
             try:
                 fsync_path(folder)
@@ -258,14 +258,14 @@ def _refuse_to_overwrite(final: Path) -> None:
     try:
         open_checkpoint(final)
     except CheckpointError as error:
-        log.warning("%s; it will be kept as %s", error, free_aside_path(final).name)
+        log.warning("%s; it will be kept as %s", error, free_damaged_path(final).name)
         return
     raise SaveError(
         f"{final} already exists and is intact, and a checkpoint is never overwritten. Move it away, or resume from it"
     )
 
 
-def free_aside_path(final: Path) -> Path:
+def free_damaged_path(final: Path) -> Path:
     """A free name for a damaged checkpoint, so that none is lost."""
     names = (f"damaged-{final.name}" + (f"-{number}" if number else "") for number in itertools.count())
     return next(path for name in names if not (path := final.with_name(name)).exists())

@@ -169,7 +169,7 @@ def open_newest(
         refetched = RejectedCheckpoint(candidate.name, *candidate.refetched)
     host = _compare_host(run, checkpoint, here, communicator)
     gone = _check_ledger(run, checkpoint, communicator)
-    kept = _set_aside(folder, rejected, communicator)
+    kept = _rename_damaged(folder, rejected, communicator)
     changes = {**candidate.changes, **host.to_json()}
     return Resumption(checkpoint, kept, changes, (*candidate.lines, *host.lines()), gone, refetched)
 
@@ -222,14 +222,14 @@ def _check_ledger(run: ResolvedRun, checkpoint: Checkpoint, communicator: Commun
     return list(gone)
 
 
-def _set_aside(
+def _rename_damaged(
     folder: Path, rejected: Sequence[RejectedCheckpoint], communicator: Communicator
 ) -> list[RejectedCheckpoint]:
     """Rename damaged checkpoints, so that the run can save at their steps again; none is lost."""
 
     def rename() -> list[str]:
         try:
-            kept = [(folder / one.name).rename(commit.free_aside_path(folder / one.name)) for one in rejected]
+            kept = [(folder / one.name).rename(commit.free_damaged_path(folder / one.name)) for one in rejected]
             if rejected:
                 fsync_path(folder)
         except OSError as error:
@@ -238,7 +238,7 @@ def _set_aside(
             ) from error
         return [path.name for path in kept]
 
-    what = "damaged checkpoints to be kept aside"
+    what = "damaged checkpoints to be renamed"
     names = raise_everywhere(communicator, rename if communicator.rank == 0 else None, what)[0]
     named = [RejectedCheckpoint(one.name, one.why, name) for one, name in zip(rejected, names, strict=True)]
     for one in named:

@@ -173,14 +173,14 @@ def _run(
     pickle: BufferedReader, key: str | None, size: int, file: BufferedWriter, shown: Path
 ) -> subprocess.CompletedProcess[str]:
     """The process that reads a pickle: two open files are all it is given."""
-    asked = {"source": safe_paths.path_of(pickle), "key": key, "limit": 4 * size + (64 << 20)}
+    request = {"source": safe_paths.path_of(pickle), "key": key, "limit": 4 * size + (64 << 20)}
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - a text in, a text out
     command = [sys.executable, "-P", "-m", "unisono.checkpoint.exchange.pickle_process"]
     try:
         return subprocess.run(
             [*command, str(file.fileno())],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             errors="replace",
@@ -200,9 +200,9 @@ def _run(
 def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, Any]) -> str:
     """What is wrong with a pickle, as the end of a sentence."""
     if "global" in reply:
-        asked = _printable(reply["global"])
+        needed = _printable(reply["global"])
         return (
-            f"was refused: reading it would need {asked}, which is neither a tensor nor plain data and "
+            f"was refused: reading it would need {needed}, which is neither a tensor nor plain data and "
             "could run code. Nothing of it was run. The file's author can save only the tensors: "
             "torch.save(model.state_dict(), …), or safetensors.torch.save_file"
         )

@@ -76,9 +76,9 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
         # Without mmap only where the file is older than what can be mapped; always the restricted reader.
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
     except pickle.UnpicklingError as error:
-        asked = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
-        if asked:
-            return {"global": asked[1]}
+        named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        if named:
+            return {"global": named[1]}
         detail = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         return {
             "sentence": "was refused: it is not a torch.save file, or a pickle of more than tensors and plain data "
@@ -176,10 +176,10 @@ def _first_line(error: BaseException) -> str:
 def main() -> None:
     """Entry point of the process."""
     leave_network()
-    asked = json.loads(sys.stdin.read())
-    missing = limit_resources(asked["source"], asked["limit"])  # before torch, whose import starts threads
+    request = json.loads(sys.stdin.read())
+    missing = limit_resources(request["source"], request["limit"])  # before torch, whose import starts threads
     cast(dict[str, Any], sys.modules)["dill"] = None  # torch would import it, which opens devices for writing
-    answer = extract_tensors(asked["source"], asked["key"], asked["limit"], int(sys.argv[1]))
+    answer = extract_tensors(request["source"], request["key"], request["limit"], int(sys.argv[1]))
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")
 
 

@@ -83,7 +83,7 @@ def _fetch_files(store: ObjectStore, begun: Checkpoint) -> None:
     fsync_path(begun.path)
     final = begun.path.parent / name
     if final.exists():  # a damaged checkpoint, or a folder without a manifest; kept under another name
-        final.rename(commit.free_aside_path(final))
+        final.rename(commit.free_damaged_path(final))
     begun.path.rename(final)
     fsync_path(final.parent)
 
@@ -108,7 +108,7 @@ def refetch(store: ObjectStore, path: Path) -> tuple[Path | None, str]:
             return None, f"{store.url_of(f'{CHECKPOINTS}/{name}')} belongs to another history of this run"
         for file, written in found.files.items():
             _link_file(path / file, found.path / file, written["size"], written["sha256"])
-        kept = commit.free_aside_path(path)
+        kept = commit.free_damaged_path(path)
         try:
             _fetch_files(store, found)
         except ObjectError:

@@ -195,14 +195,14 @@ class UploadWorker:
     Args:
         upload: uploads one checkpoint.
         store: of the run, to clean up after interrupted uploads.
-        tell: sends a report.
+        report: sends one to the run.
         pause: seconds from the first failure to the next attempt; doubled after each, up to a minute.
     """
 
     def __init__(
-        self, upload: CheckpointUploader, store: ObjectStore, tell: Callable[[dict[str, Any]], None], pause: float
+        self, upload: CheckpointUploader, store: ObjectStore, report: Callable[[dict[str, Any]], None], pause: float
     ) -> None:
-        self._upload, self._store, self._tell, self._pause = upload, store, tell, pause
+        self._upload, self._store, self._report, self._pause = upload, store, report, pause
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self._next: dict[str, Any] | None = None
         self._ending = False
@@ -221,7 +221,7 @@ class UploadWorker:
             try:
                 self._upload_with_retries(order)
             except TakenOverError as error:
-                self._tell({"stopped": order["name"], "step": order["step"], "why": str(error)})
+                self._report({"stopped": order["name"], "step": order["step"], "why": str(error)})
                 return
 
     def _upload_with_retries(self, order: dict[str, Any]) -> None:
@@ -233,12 +233,12 @@ class UploadWorker:
                     self._store.abort_parts()
                 self._upload.commit(Path(order["path"]), name, order["files"], order["metric"])
             except DamagedError as error:
-                self._tell({"failed": name, "step": step, "why": str(error), "again": None})
+                self._report({"failed": name, "step": step, "why": str(error), "again": None})
                 self._drop(order)
                 return
             except (DataError, RunError, OSError) as error:
                 why = secrets.mask(str(error) or type(error).__name__)
-                self._tell({"failed": name, "step": step, "why": why, "again": pause})
+                self._report({"failed": name, "step": step, "why": why, "again": pause})
                 self._take_orders(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if self._next is not None:
@@ -246,13 +246,13 @@ class UploadWorker:
                     return
             else:
                 sent, seconds = self._upload.sent - before, time.monotonic() - began
-                self._tell({"uploaded": name, "step": step, "seconds": seconds, "sent": sent})
+                self._report({"uploaded": name, "step": step, "seconds": seconds, "sent": sent})
                 _remove_links(order)
                 return
 
     def _drop(self, order: dict[str, Any]) -> None:
         """Give a checkpoint up."""
-        self._tell({"left": order["name"], "step": order["step"]})
+        self._report({"left": order["name"], "step": order["step"]})
         _remove_links(order)
 
     def _take_orders(self, seconds: float | None) -> None:
@@ -287,12 +287,12 @@ def main() -> None:
     where = remote_options(settings["options"], settings["deadline"])
     store, start = ObjectStore(settings["url"], where), settings["start"]
 
-    def tell(report: dict[str, Any]) -> None:
+    def send(report: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
 
     upload = CheckpointUploader(store, Path(settings["folder"]), start, Retention(**settings["retention"]))
-    worker = UploadWorker(upload, store, tell, _FIRST_PAUSE)
+    worker = UploadWorker(upload, store, send, _FIRST_PAUSE)
 
     def listen() -> None:
         for line in sys.stdin:
@@ -317,7 +317,7 @@ def main() -> None:
     with contextlib.suppress(Exception):
         if store_lock.find_new_owner(store, start) is None:
             store_lock.write_heartbeat(store, start, None)
-    tell({"ended": True})
+    send({"ended": True})
     os._exit(0)  # do not wait for threads of unanswered requests
 
 

@@ -99,7 +99,7 @@ class Preparation(Protocol):
         """Number of records in the source."""
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def known_inputs(self) -> Mapping[str, Any]:
         """What determines the result, as far as it is known before anything is read, as JSON."""
 
     def bounds(self, shard_mb: float) -> Sequence[int]:
@@ -180,7 +180,7 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
     """The planned shards of a folder; writes the plan if there is none."""
     if not preparation.records:
         raise DataError(f"{folder}: there is nothing to prepare: the source has no records")
-    asked = json.loads(json.dumps(preparation.asked))
+    inputs = json.loads(json.dumps(preparation.known_inputs))
     path = folder / PLAN_FILE
     if not path.is_file():
         others = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".") and p.suffix != ".writing")
@@ -190,11 +190,11 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
             )
         bounds = list(preparation.bounds(shard_mb or SHARD_MB))
         assert bounds[0] == 0 and bounds[-1] == preparation.records
-        write_json(path, {"format": FORMAT, "asked": asked, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
+        write_json(path, {"format": FORMAT, "asked": inputs, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
     create_cache_folder(folder)
     found = read_json(path)
-    if found.get("format") != FORMAT or found["asked"] != asked:
-        raise _other_data_error(f"{folder} was started with", found.get("asked"), asked, "asked")
+    if found.get("format") != FORMAT or found["asked"] != inputs:
+        raise _other_data_error(f"{folder} was started with", found.get("asked"), inputs, "asked")
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
             f"{folder} was started with shard_mb={found['shard_mb']:g}, not {shard_mb:g}; omit it, or choose another "
@@ -253,8 +253,8 @@ def _make_all(
         pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_init_worker, initargs=(each,))
     else:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="unisono-prepare")
-    told = None if kind == "processes" else counted
-    jobs = {pool.submit(_make_shard, maker, folder, shard, told): shard for shard in missing}
+    counter = None if kind == "processes" else counted
+    jobs = {pool.submit(_make_shard, maker, folder, shard, counter): shard for shard in missing}
     try:
         for job in as_completed(jobs):
             note = job.result()

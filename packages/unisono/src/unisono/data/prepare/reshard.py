@@ -51,7 +51,7 @@ class _Resharding:
         return len(self._source)
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def known_inputs(self) -> Mapping[str, Any]:
         """The rows, and the number of shards."""
         return {"content": self._source.fingerprint, "shards": self._shards}
 

@@ -72,14 +72,14 @@ class Probe:
             engine.close()
 
 
-def search(probe: Probe, group: Communicator, asked: dict[str, Any], limit: memory.MemoryLimit, folder: Path) -> None:
+def search(probe: Probe, group: Communicator, request: dict[str, Any], limit: memory.MemoryLimit, folder: Path) -> None:
     """Measure sizes until the largest that fits is known, and write the result."""
     everyone = group.gather([limit.amount, limit.source, limit.kind], "the limits of all ranks")
     amount, source, kind = min(everyone)
-    peaks = {int(size): peak for size, peak in asked["peaks"].items()} if asked["kind"] in ("", kind) else {}
+    peaks = {int(size): peak for size, peak in request["peaks"].items()} if request["kind"] in ("", kind) else {}
     while True:
         size = memory_fit.next_size(
-            asked["sizes"], peaks, memory_fit.usable_bytes(amount), asked["failed"] or float("inf")
+            request["sizes"], peaks, memory_fit.usable_bytes(amount), request["failed"] or float("inf")
         )
         if group.rank == 0:
             write_whole(folder / CURRENT_SIZE_FILE, json.dumps(size))
@@ -98,10 +98,10 @@ def main(folder: Path, task: str) -> NoReturn:
 
     def work() -> None:
         config = read_config(folder / "config.yaml", task)
-        asked = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
+        request = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
         group = rank_process.join_processes(config, place)
         limit = memory.memory_limit(config, config.layout.device, place.local_world_size)
-        search(Probe(build_task(config), config, place, group), group, asked, limit, folder)
+        search(Probe(build_task(config), config, place, group), group, request, limit, folder)
 
     rank_process.run_and_exit(work, place, report=folder / "logs" / f"rank-{place.rank:05d}.fault.json")
 

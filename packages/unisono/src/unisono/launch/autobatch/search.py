@@ -121,8 +121,8 @@ def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict
         values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         for start in range(_MAX_STARTS):
-            asked = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
-            (path / REQUEST_FILE).write_text(json.dumps(asked), encoding="utf-8")
+            request = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
+            (path / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
             (path / CURRENT_SIZE_FILE).unlink(missing_ok=True)
             try:
                 threads = layout.threads_per_process(config.layout.world_size)

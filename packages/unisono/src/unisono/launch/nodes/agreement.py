@@ -56,16 +56,16 @@ def agree_on_node(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack
 def _connect_nodes(meeting: NodeCommunicator, config: RunConfig, stack: ExitStack) -> Node:
     """Choose this node's interface, and check that all nodes reach each other through theirs."""
     assert config.launch.rendezvous is not None
-    asked, (host, port) = config.launch.interface, network.parse_rendezvous(config.launch.rendezvous)
+    interface, (host, port) = config.launch.interface, network.parse_rendezvous(config.launch.rendezvous)
 
     def choose() -> tuple[str, str] | None:  # not on node 0, whose own name may mean 127.0.1.1
-        return network.choose_interface(asked, host, port) if meeting.rank else None
+        return network.choose_interface(interface, host, port) if meeting.rank else None
 
     others = raise_everywhere(meeting, choose, "the interfaces of all nodes", member="node")
     with ExitStack() as listeners:
 
         def listen() -> dict[str, Any]:
-            name, address = others[meeting.rank] or network.choose_interface(asked, others[1][1], port)
+            name, address = others[meeting.rank] or network.choose_interface(interface, others[1][1], port)
             listener = listeners.enter_context(_open_listener(address))
             kept = stack.enter_context(reserve_port(address))
             ports = [each.getsockname()[1] for each in (listener, kept)]

@@ -124,12 +124,12 @@ def find_own_address(host: str, port: int) -> str:
 
 
 def choose_interface(
-    asked: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ
+    interface: str | None, host: str, port: int, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
     """Choose the interface through which this node talks to the others, and its address.
 
     Args:
-        asked: `launch.interface`; otherwise the user's environment decides, or else the route to `host`.
+        interface: `launch.interface`; otherwise the user's environment decides, or else the route to `host`.
         host: Another node.
         port: On that node.
         environment: Of this process.
@@ -138,7 +138,7 @@ def choose_interface(
         ConfigError: For an interface that does not exist or cannot be used.
     """
     found = interfaces()
-    name = asked or environment.get(GLOO)
+    name = interface or environment.get(GLOO)
     if name is None:
         address = find_own_address(host, port)
         name = next((i.name for i in found if any(a.partition("%")[0] == address for a in i.addresses)), None)
@@ -148,7 +148,7 @@ def choose_interface(
                 f"{format_interfaces(found)}"
             )
         return name, address
-    key = f"launch.interface={name}" if asked else f"{GLOO}={name}"
+    key = f"launch.interface={name}" if interface else f"{GLOO}={name}"
     chosen = next((i for i in found if i.name == name), None)
     if chosen is None:
         raise ConfigError(f"{key}: this host has no such interface, {nearest(name, [i.name for i in found])}")

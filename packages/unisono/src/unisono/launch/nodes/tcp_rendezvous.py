@@ -267,15 +267,15 @@ def _open_listener(host: str, port: int, size: int) -> socket.socket:
         listener.listen(max(size, 256))  # strangers may fill the queue, too
     except OSError as error:
         listener.close()
-        asked = f"launch.rendezvous={format_address(host, port)}"
+        key = f"launch.rendezvous={format_address(host, port)}"
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{asked}: port {port} of this node is in use; use another port on all nodes") from error
+            raise ConfigError(f"{key}: port {port} of this node is in use; use another port on all nodes") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"{asked} must be an address of node 0, but this node, which was started with "
+                f"{key} must be an address of node 0, but this node, which was started with "
                 f"launch.node_rank=0, has these: {network.format_interfaces(network.interfaces())}"
             ) from error
-        raise ConfigError(f"{asked} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
     return listener
 
 

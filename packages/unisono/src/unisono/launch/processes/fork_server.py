@@ -167,12 +167,12 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
     signal.set_wakeup_fd(signalled.fileno())
     children = set[int]()
     while True:
-        asked = wait([channel, wakeup])
-        if wakeup in asked:
+        ready = wait([channel, wakeup])
+        if wakeup in ready:
             with suppress(BlockingIOError):
                 wakeup.recv(4096)
             _report_exits(channel, children)
-        if channel in asked:
+        if channel in ready:
             order = _receive(channel)
             if order is None:  # the launcher is gone or done
                 for child in children:

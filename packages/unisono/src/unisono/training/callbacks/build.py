@@ -48,8 +48,8 @@ def find_callback(reference: str) -> type[Callback]:
 
 def name_user_callbacks(config: RunConfig, task: Task) -> list[str]:
     """The callbacks of a run that are the user's own, by name; those of the configuration are not built for that."""
-    asked = [f"{_read_entry(entry)[0]}" for entry in config.callbacks]
-    return [*(type(one).__name__ for one in task.callbacks()), *(name for name in asked if name not in BUILT_IN)]
+    configured = [f"{_read_entry(entry)[0]}" for entry in config.callbacks]
+    return [*(type(one).__name__ for one in task.callbacks()), *(name for name in configured if name not in BUILT_IN)]
 
 
 def _read_entry(entry: str | dict[str, Any]) -> tuple[Any, dict[str, Any]]:

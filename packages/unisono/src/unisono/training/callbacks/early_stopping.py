@@ -89,7 +89,7 @@ class Patience(EarlyStopping):
     @classmethod
     def from_config(cls, config: RunConfig) -> list[Patience]:
         """The callback that the configuration asks for; none without `eval.patience`."""
-        asked = config.eval
-        if asked.patience is None:
+        settings = config.eval
+        if settings.patience is None:
             return []
-        return [cls(cls.Config(metric=asked.metric, mode=asked.mode, patience=asked.patience))]
+        return [cls(cls.Config(metric=settings.metric, mode=settings.mode, patience=settings.patience))]
