@@ -7,8 +7,9 @@ features only through the functions below.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, SampleContexts, Task
@@ -148,48 +149,62 @@ def packed_capacity(task: Task) -> int | None:
     return found
 
 
-def needs_totals(task: Task) -> bool:
-    """Whether the task's loss reads `context.totals`, given its settings.
+@dataclass(frozen=True)
+class TaskFeatures:
+    """What a task can do beyond the methods that every task has, under its settings.
+
+    Attributes:
+        cross_sample: how its loss looks across the rows of the global batch; None if it does not.
+        totals: the task, if its loss reads `context.totals`.
+        recurrent: the task, if it carries state from step to step.
+        sharing: the task, if its loss across samples needs arrays of all rows besides their outputs.
+    """
+
+    cross_sample: CrossSampleMode | None
+    totals: Totals | None
+    recurrent: Recurrent | None
+    sharing: CrossSample | None
+
+    @property
+    def has_local_loss(self) -> bool:
+        """Whether the loss of a micro-batch is known without the others."""
+        return self.cross_sample is None and self.totals is None
+
+    def compute_totals(self, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
+        """These rows' contribution to the task's totals; empty if it needs none."""
+        return {} if self.totals is None else self.totals.totals(outputs, batch, context)
+
+    def initial_carry(self, batch: Batch) -> dict[str, Any] | None:
+        """The carry of rows before their first step; None if the task is not recurrent."""
+        return None if self.recurrent is None else self.recurrent.initial_carry(batch)
+
+    def shared_arrays(self, batch: Batch) -> dict[str, Any]:
+        """What a loss across samples needs for all rows besides their outputs."""
+        return {} if self.sharing is None else dict(self.sharing.shared(batch))
+
+
+def resolve_features(task: Task) -> TaskFeatures:
+    """What a task can do; whoever computes with it resolves this once.
 
     Raises:
-        ConfigError: if it sets `needs_totals` but does not define `totals`.
+        ConfigError: for a `cross_sample` that there is not, or `needs_totals` without `totals`.
     """
+    crosses: CrossSampleMode | None = getattr(task, "cross_sample", None)
+    if crosses not in (None, "rows", "whole"):
+        raise ConfigError(f"{type(task).__name__}.cross_sample is {crosses!r}; it can be None, 'rows' or 'whole'")
     declared = getattr(task, "needs_totals", None)
-    defined = isinstance(task, Totals)
-    if declared and not defined:
+    totals = task if isinstance(task, Totals) else None
+    if declared and totals is None:
         raise ConfigError(
             f"{type(task).__name__} has needs_totals = True but does not define totals(); define it, or set "
             "needs_totals = False"
         )
-    return defined and declared is not False
-
-
-def compute_totals(task: Task, outputs: Any, batch: Batch, context: Context) -> dict[str, Tensor]:
-    """These rows' contribution to the task's totals; empty if it needs none."""
-    return task.totals(outputs, batch, context) if needs_totals(task) and isinstance(task, Totals) else {}
-
-
-def cross_sample_mode(task: Task) -> CrossSampleMode | None:
-    """How the task's loss looks across the rows of the global batch; None if it does not.
-
-    Raises:
-        ConfigError: for any other value.
-    """
-    found: CrossSampleMode | None = getattr(task, "cross_sample", None)
-    if found not in (None, "rows", "whole"):
-        raise ConfigError(f"{type(task).__name__}.cross_sample is {found!r}; it can be None, 'rows' or 'whole'")
-    return found
-
-
-def shared_arrays(task: Task, batch: Batch) -> dict[str, Any]:
-    """What a loss across samples needs for all rows besides their outputs."""
-    arrays: Mapping[str, Any] = task.shared(batch) if hasattr(task, "shared") else {}
-    return dict(arrays)
-
-
-def initial_carry(task: Task, batch: Batch) -> dict[str, Any] | None:
-    """The carry of rows before their first step; None if the task is not recurrent."""
-    return task.initial_carry(batch) if isinstance(task, Recurrent) else None
+    return TaskFeatures(
+        crosses,
+        None if declared is False else totals,
+        task if isinstance(task, Recurrent) else None,
+        cast(CrossSample, task) if hasattr(task, "shared") else None,
+    )
 
 
 def find_preparations(task: Task) -> dict[str, tuple[Any, Path]]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.state import ArrayShard, StateReader
+from unisono.protocols import TaskFeatures, resolve_features
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Task
 
@@ -47,6 +49,11 @@ class EngineJob:
     split: BatchSplit
     rows_of_rank: int | None = None
     check_updates: bool = True
+
+    @cached_property
+    def features(self) -> TaskFeatures:
+        """What the task can do beyond the methods that every task has."""
+        return resolve_features(self.task)
 
 
 class Profiler(Protocol):

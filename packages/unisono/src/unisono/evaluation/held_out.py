@@ -11,7 +11,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.grouped import plan_evaluation
 from unisono.engines.protocol import Engine
-from unisono.protocols import cross_sample_mode
+from unisono.protocols import resolve_features
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 from unisono.task import Source, Task
@@ -51,7 +51,7 @@ class HeldOut:
         devices = config.layout.devices_each
         parts = place.world_size * devices
         whole = micro * parts
-        if cross_sample_mode(task) is not None:
+        if resolve_features(task).cross_sample is not None:
             whole = global_batch or config.train.global_batch
             micro = max(size for size in divisors(whole // parts) if size <= micro)
         self._split = BatchSplit.create(whole, place.world_size, micro, devices)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.jax import model, state
@@ -112,7 +111,15 @@ class JaxEngine:
         self.optimizer = optimizers.build_optimizer(self._config.optim, self.structure, task.optimizer)
         dynamic = tuple(sorted(name for name in scalars if name not in task.static_scalars))
         self.programs = Programs(
-            task, self._config, self.structure, self.optimizer, self.grid, self._compiler, dynamic, recompute
+            task,
+            self._job.features,
+            self._config,
+            self.structure,
+            self.optimizer,
+            self.grid,
+            self._compiler,
+            dynamic,
+            recompute,
         )
         rules.sum_counts(batches)
         names = ColumnNames.from_micro_batch(batches[0])
@@ -163,7 +170,7 @@ class JaxEngine:
     def _initial_carry(self, batch: DeviceBatch) -> dict[str, Any]:
         """Allocate the state of all rows."""
         one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[2:], array.dtype), batch.arrays)
-        shapes = jax.eval_shape(lambda arrays: protocols.initial_carry(self._job.task, arrays), one) or {}
+        shapes = jax.eval_shape(self._job.features.initial_carry, one) or {}
         lead = batch.number.shape[0], self.split.devices
         return {name: self.batches.spread(np.zeros((*lead, *like.shape), like.dtype)) for name, like in shapes.items()}
 
@@ -223,7 +230,7 @@ class JaxEngine:
         self, seen: ObservedStep, outcome: StepOutcome, columns: Columns, batches: Sequence[MicroBatch]
     ) -> None:
         """Show observers the passes and gradients of a step whose update is computed but not accepted yet."""
-        whole = protocols.cross_sample_mode(self._job.task) == "whole"  # then a micro-batch has no loss of its own
+        whole = self._job.features.cross_sample == "whole"  # then a micro-batch has no loss of its own
         losses = [None] * len(batches) if whole else local_losses(columns, outcome.reports, batches)
         for micro, outputs, loss in zip(batches, local_outputs(seen.outputs, batches), losses, strict=True):
             self.view.begin_pass(micro)
@@ -300,10 +307,9 @@ class JaxEngine:
         before = self.train_state
         given = before.parameters, self.constants, before.carry, batch, inputs
         found = self.programs.search(given, names, scalars)(*given)
-        task = self._job.task
         return faults.not_finite_error(
             self.communicator, batches, sorted(before.parameters), [np.asarray(part) > 0 for part in found],
-            result, step, by_term=protocols.cross_sample_mode(task) is None and not protocols.needs_totals(task),
+            result, step, by_term=self._job.features.has_local_loss,
         )  # fmt: skip
 
     # evaluation -------------------------------------------------------------------------------------------------
@@ -394,7 +400,7 @@ class JaxEngine:
 
     def _count_rows(self, batches: Sequence[MicroBatch], what: str) -> int:
         """Real rows of the global batch, where the loss crosses samples; else 0."""
-        if protocols.cross_sample_mode(self._job.task) is None:
+        if self._job.features.cross_sample is None:
             return 0
         own = sum(micro.size for micro in batches if not micro.idle)
         return max(1, sum(self.communicator.gather(own, f"the number of rows of {what}")))

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from unisono import protocols
 from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Parameters
 from unisono.engines.jax.parallel import mesh
@@ -39,7 +38,7 @@ class EvaluationProgram:
     ) -> jax.Array:
         forward = self.forward
         batch = jax.tree.map(lambda array: array[:, 0], batch)
-        crosses = protocols.cross_sample_mode(forward.task) is not None
+        crosses = forward.features.cross_sample is not None
 
         def one(_: None, micro: DeviceBatch) -> tuple[None, Any]:
             context = forward.context(micro, inputs, carry=forward.carry(None, micro, inputs))
@@ -89,7 +88,7 @@ class NonFiniteSearchProgram:
         def compute_values(parameters: Parameters, micro: DeviceBatch, own: Any) -> Any:
             context = forward.context(micro, inputs, carry=forward.carry(own or None, micro, inputs))
             outputs = forward.outputs(parameters, constants, micro, context)
-            if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
+            if not forward.features.has_local_loss:
                 return _total_magnitude(outputs, micro.valid)
             _, sums = forward.loss(outputs, micro.arrays, micro.valid, context)
             return jnp.stack([value for _, value in sorted(sums["sums"].items())])

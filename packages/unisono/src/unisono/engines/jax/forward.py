@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from unisono import protocols
 from unisono.engines import rules
 from unisono.engines.jax.batches import ColumnNames, DeviceBatch
 from unisono.engines.jax.model import Structure
@@ -20,6 +19,7 @@ from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.mesh import BATCH, REPLICATED, Grid
 from unisono.engines.protocol import StepResult
+from unisono.protocols import TaskFeatures
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
 from unisono.task import Context, Loss, Task, expand_counts
@@ -152,6 +152,7 @@ class Forward:
 
     Attributes:
         task: whose they are.
+        features: what it can do.
         structure: of its model.
         grid: of devices.
         kind: precision of the run.
@@ -166,6 +167,7 @@ class Forward:
     """
 
     task: Task
+    features: TaskFeatures
     structure: Structure
     grid: Grid
     kind: str
@@ -189,7 +191,7 @@ class Forward:
 
     def carry(self, kept: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         """The state of a micro-batch's rows: from an earlier step, else the initial one; None without."""
-        first = protocols.initial_carry(self.task, one.arrays)
+        first = self.features.initial_carry(one.arrays)
         if first is None or kept is None or not self.training:
             return first
         return jax.tree.map(lambda a, b: jnp.where(inputs.started, a, b.astype(a.dtype)), kept, dict(first))

@@ -18,6 +18,7 @@ from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics.optimizers import Optimizer
 from unisono.engines.jax.parallel.mesh import Grid
 from unisono.engines.jax.step import CONTROLS, ObservedStep, State, Step
+from unisono.protocols import TaskFeatures
 from unisono.task import Task
 
 Scalars = Mapping[str, float]
@@ -33,6 +34,7 @@ class Programs:
 
     Attributes:
         task: whose functions they call.
+        features: what it can do.
         config: of the run.
         structure: of the model.
         optimizer: makes the update.
@@ -43,6 +45,7 @@ class Programs:
     """
 
     task: Task
+    features: TaskFeatures
     config: RunConfig
     structure: Structure
     optimizer: Optimizer
@@ -55,8 +58,8 @@ class Programs:
     def forward(self, training: bool, scalars: Scalars, names: ColumnNames, grid: Grid | None = None) -> Forward:
         """The functions of the task, with the scheduled values that a program is compiled for."""
         return Forward(
-            self.task, self.structure, grid or self.grid, self.config.train.precision, names, self.scalars,
-            self._static(scalars), training, self.recompute,
+            self.task, self.features, self.structure, grid or self.grid, self.config.train.precision, names,
+            self.scalars, self._static(scalars), training, self.recompute,
         )  # fmt: skip
 
     def _static(self, scalars: Scalars) -> dict[str, int]:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_map_with_path
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax.model import key_from_bits
 from unisono.engines.jax.numerics import precision
+from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address
 from unisono.task import Context, Loss, Task
@@ -42,6 +42,7 @@ class RowForward:
         except RuntimeError as error:
             raise ConfigError(f"device={device}: JAX has no such device here ({error})") from error
         self._task, self._seed, self._kind = task, seed, kind
+        self._features = resolve_features(task)
         self._model = jax.device_put(eqx.filter(model, eqx.is_array), self.device)
         self._rest = eqx.filter(model, eqx.is_array, inverse=True)
         self._program = jax.jit(self._compute, static_argnums=0)
@@ -67,12 +68,12 @@ class RowForward:
         rows = len(jax.tree.leaves(batch)[0])
         context = Context(
             step, training=False, scalars=dict(scalars), key=key, valid=jnp.ones(rows, bool),
-            carry=protocols.initial_carry(self._task, batch),
+            carry=self._features.initial_carry(batch),
         )  # fmt: skip
         model = eqx.combine(precision.to_compute(arrays, self._kind), self._rest)
         outputs = self._task.outputs(model, precision.to_compute(batch, self._kind), context)
         outputs = precision.to_wide(outputs, self._kind)
-        if protocols.cross_sample_mode(self._task) is not None:
+        if self._features.cross_sample is not None:
             return outputs, None
         loss = self._task.loss(outputs, batch, context)
         sums, metrics = jax.tree.map(jnp.sum, (dict(loss.sums), dict(loss.metrics)))

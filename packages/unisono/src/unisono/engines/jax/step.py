@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from unisono import protocols
 from unisono.engines import rules
 from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Parameters, Scales
@@ -198,7 +197,7 @@ class Step:
         device = _Device(forward, self, whole, constants, batch, inputs, scales(forward, batch))
         kept = device.carry(carry)
         totals = device.totals(kept)
-        crosses = protocols.cross_sample_mode(forward.task) is not None
+        crosses = forward.features.cross_sample is not None
         compute = partial(device.across_samples if crosses else device.by_micro_batch, totals, kept)
         on_cpu = forward.grid.mesh.devices.flat[0].platform == "cpu"
         computed, transposed = mesh.find_transposed_products(compute) if on_cpu else (compute(), set())
@@ -241,14 +240,14 @@ class _Device:
     def totals(self, kept: Any) -> dict[str, jax.Array]:
         """`Task.totals` over the global batch, from a pass without gradients; empty if not needed."""
         forward = self.forward
-        if not protocols.needs_totals(forward.task):
+        if forward.features.totals is None:
             return {}
 
         def one(_: None, given: Any) -> tuple[None, Any]:
             micro, own = given
             context = forward.context(micro, self.inputs, carry=own)
             outputs = forward.outputs(self.parameters, self.constants, micro, context)
-            totals: Mapping[str, Any] = protocols.compute_totals(forward.task, outputs, micro.arrays, context)
+            totals: Mapping[str, Any] = forward.features.compute_totals(outputs, micro.arrays, context)
             any_row = micro.valid.any()
             wide = self.batch.counts.dtype
             return None, {name: jnp.where(any_row, value, 0).astype(wide) for name, value in totals.items()}

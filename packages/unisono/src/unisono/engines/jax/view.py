@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.jax import state
 from unisono.engines.jax.batches import ColumnNames
@@ -121,8 +120,7 @@ class JaxModelView:
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
-        task = self._engine.programs.task
-        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+        if not self._engine.programs.features.has_local_loss:
             return {}
         found = self._on_one_device(_term_sums, micro, micro.size, 0, scalars)
         return {name: float(value) for name, value in found.items()}
@@ -142,10 +140,9 @@ class JaxModelView:
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """The gradient of every term's sum over the micro-batch that observers are shown; see `ModelView`."""
         engine, micro = self._engine, self._pass
-        task = engine.programs.task
         if micro is None or engine.grid.devices > 1 or engine.train_state.carry:
             return {}
-        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+        if not engine.programs.features.has_local_loss:
             return {}
 
         def compute_gradients(forward: Forward, parameters: Any, constants: Any, one: Any, context: Context) -> Any:

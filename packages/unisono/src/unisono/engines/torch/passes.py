@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.nested import map_leaves
@@ -37,12 +36,13 @@ class Passes:
     def __init__(self, parts: EngineParts, state: TrainState) -> None:
         task, self.random = parts.job.task, state.mixes_rows
         self._parts, self._state, self._parallel, self._task = parts, state, state.parallel, task
+        self._features = parts.job.features
         self._seed, self._precision = parts.random_state.seed, parts.job.config.train.precision
         self.cross_sample: TorchCrossSampleLoss | None = None
-        if protocols.cross_sample_mode(task) is not None:
+        if self._features.cross_sample is not None:
             self.cross_sample = TorchCrossSampleLoss(parts.job, parts.random_state, self._prepare_micro_batch)
         # A process's only micro-batch still has its graph when the loss across samples is computed.
-        self._has_first_pass = protocols.needs_totals(task) or (
+        self._has_first_pass = self._features.totals is not None or (
             self.cross_sample is not None and parts.job.split.passes > 1
         )
 
@@ -108,7 +108,7 @@ class Passes:
             result = self._run(micro, batch, context, None)
             if self.cross_sample is not None:
                 self.cross_sample.add_outputs(micro, result, batch)
-                result = protocols.compute_totals(self._task, result, batch, context)
+                result = self._features.compute_totals(result, batch, context)
             for name, value in sorted(result.items()):
                 value = value.detach().to(self._parts.device, self._parts.reduction.dtype)
                 value = torch.zeros_like(value) if micro.idle else value
@@ -153,7 +153,7 @@ class Passes:
     @torch.no_grad()
     def check_sum(self, micro: MicroBatch, outputs: Any, loss: Loss) -> None:
         """Refuse a loss that is not a sum, of a task that leaves the counting of rows to us; see `rules.check_sum`."""
-        if not rules.counts_by_default(micro.counts) or self.cross_sample or protocols.needs_totals(self._task):
+        if not rules.counts_by_default(micro.counts) or not self._features.has_local_loss:
             return
         batch, context = self._prepare_micro_batch(micro, self._context)
 

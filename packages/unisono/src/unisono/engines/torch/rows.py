@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.torch.devices import find_device, select_device
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.transfer import Transfer
+from unisono.protocols import resolve_features
 from unisono.runtime.communicator import ProcessInfo
 from unisono.task import Context, Loss, Task
 
@@ -43,7 +43,7 @@ class RowForward:
         task.kernels(self.device.type, kind)
         self._model = load_model().eval().to(self.device)
         self._transfer, self._random = Transfer(self.device, kind), RandomState(seed, self.device)
-        self._has_row_loss = protocols.cross_sample_mode(task) is None
+        self._features = resolve_features(task)
 
     def __call__(
         self, micro: MicroBatch, context: Context, columns: Callable[[Any], dict[str, Any]]
@@ -64,7 +64,7 @@ class RowForward:
         ):
             self._random.seed("eval", micro.number)
             batch = self._transfer.to_device(micro.arrays)
-            own = replace(context, carry=protocols.initial_carry(self._task, batch))
+            own = replace(context, carry=self._features.initial_carry(batch))
             outputs = self._task.outputs(self._model, batch, own)
-            loss = self._task.loss(outputs, batch, own) if self._has_row_loss else None
+            loss = self._task.loss(outputs, batch, own) if self._features.cross_sample is None else None
             return columns(outputs), loss

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import Array, ArrayGroup
 from unisono.engines.torch import sharded_tensors
@@ -110,16 +109,14 @@ class TorchModelView:
 
     def sums(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
         """The sums of the task's loss for a micro-batch; see `ModelView`."""
-        task = self._job.task
-        if protocols.cross_sample_mode(task) or protocols.needs_totals(task):
+        if not self._job.features.has_local_loss:
             return {}
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
         return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""
-        task = self._job.task
-        by_batch = not (protocols.cross_sample_mode(task) or protocols.needs_totals(task))
+        by_batch = self._job.features.has_local_loss
         with restore_modes_on_exit(self.module), torch.set_grad_enabled(training):
             self.module.train(training)
             (self._passes.loss if by_batch else self._passes.outputs)(micro, Context(0, training, scalars))
@@ -139,7 +136,7 @@ class TorchModelView:
     def term_gradients(self, loss: Loss) -> dict[str, dict[str, Array]]:
         """The gradient of every term's sum on this process; see `ModelView`."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if self._job.process.world_size > 1 or protocols.cross_sample_mode(self._job.task):
+        if self._job.process.world_size > 1 or self._job.features.cross_sample:
             return {}
         result = {}
         for term, value in loss.sums.items():

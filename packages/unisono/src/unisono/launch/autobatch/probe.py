@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono import protocols
 from unisono.config import memory_fit
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
@@ -26,6 +25,7 @@ from unisono.launch.autobatch import memory
 from unisono.launch.autobatch.search import CURRENT_SIZE_FILE, REQUEST_FILE, RESULT_FILE
 from unisono.launch.processes import rank_process
 from unisono.optim import schedules
+from unisono.protocols import resolve_features
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.files import write_whole
 from unisono.task import Task
@@ -50,7 +50,7 @@ class Probe:
         """
         config, world = self._config, self._place.world_size
         passes = config.train.global_batch // (world * size)
-        if protocols.cross_sample_mode(self._task) is None:
+        if resolve_features(self._task).cross_sample is None:
             passes = min(2, passes)
         split = BatchSplit(world * size * passes, world, size)
         plan = build_plan(self._task, self._source, config, world)

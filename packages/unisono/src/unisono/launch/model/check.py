@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from unisono import protocols
 from unisono.config.schema.run import RunConfig
 from unisono.launch.data_check import describe_empty_counts
+from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.task import Context, Task, run_setup
 
@@ -109,7 +109,8 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
     from unisono.engines.nested import map_leaves
     from unisono.engines.torch.transfer import Transfer
 
-    if protocols.cross_sample_mode(task) is not None or protocols.needs_totals(task):
+    features = resolve_features(task)
+    if not features.has_local_loss:
         yield "the forward pass (the loss looks at the whole global batch)"
         return
     arrays, rows = _first_batch(task, config)
@@ -123,7 +124,7 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
     where = f"{type(task).__name__}, on the first {rows} rows"
     try:
         with torch.device("meta"):
-            context = Context(0, True, _Scalars(), protocols.initial_carry(task, batch))
+            context = Context(0, True, _Scalars(), features.initial_carry(batch))
             loss = task.loss(task.outputs(model, batch, context), batch, context)
     except Exception as error:
         if _needs_content(error):

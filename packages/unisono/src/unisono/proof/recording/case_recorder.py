@@ -41,7 +41,7 @@ from unisono.proof.recording.trace import (
     write_facts,
 )
 from unisono.proof.user_errors import format_user_error
-from unisono.protocols import cross_sample_mode
+from unisono.protocols import resolve_features
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
@@ -235,7 +235,7 @@ class _CaseRun:
         facts.initial_buffers = view.find_differing_buffers()
         if self.config.layout.engine == "torch":
             facts.overlapping = find_overlapping(view.module)
-        facts.crosses = cross_sample_mode(self.task) or ""
+        facts.crosses = resolve_features(self.task).cross_sample or ""
         facts.trainable, facts.frozen, facts.per_process = view.trainable, view.frozen, view.local_buffers
         first = case.starts_after
         if case.starts_from:

@@ -10,7 +10,6 @@ import jax.interpreters.partial_eval as partial_eval
 import jax.numpy as jnp
 import numpy as np
 
-from unisono import protocols
 from unisono.engines import rules
 from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs
@@ -46,7 +45,7 @@ def check_double_precision(forward: Forward, one: DeviceBatch, inputs: Inputs) -
 
     def compute_loss(arrays: Any, one: DeviceBatch, inputs: Inputs) -> Any:
         outputs, context = _outputs(forward, arrays, one, inputs)
-        if protocols.cross_sample_mode(forward.task) is not None or protocols.needs_totals(forward.task):
+        if not forward.features.has_local_loss:
             return outputs
         return forward.loss(outputs, one.arrays, one.valid, context)[1]
 
@@ -70,7 +69,7 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
         ConfigError: naming the term or metric.
     """
     rows = len(one.valid)
-    if rows < 2 or protocols.cross_sample_mode(forward.task) == "whole":
+    if rows < 2 or forward.features.cross_sample == "whole":
         return
 
     if (outputs := _synthetic_outputs(forward, one, inputs)) is None:
@@ -82,18 +81,18 @@ def check_padding(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
         micro = one.with_rows(cut[1], jnp.arange(count) < rows - 1)
         real = jax.tree.map(lambda array: array[: rows - 1], cut)
         everyone = None
-        if protocols.cross_sample_mode(forward.task) == "rows":
-            everyone = GlobalBatch(real[0], protocols.shared_arrays(forward.task, real[1]), 0)
+        if forward.features.cross_sample == "rows":
+            everyone = GlobalBatch(real[0], forward.features.shared_arrays(real[1]), 0)
         context = forward.context(
-            micro, inputs, carry=protocols.initial_carry(forward.task, micro.arrays), global_batch=everyone
+            micro, inputs, carry=forward.features.initial_carry(micro.arrays), global_batch=everyone
         )  # fmt: skip
-        if protocols.needs_totals(forward.task) and forward.training:
-            context = replace(context, totals=protocols.compute_totals(forward.task, *cut, context))
+        if forward.features.totals is not None and forward.training:
+            context = replace(context, totals=forward.features.compute_totals(*cut, context))
         return forward.loss(*cut, micro.valid, context)[1], context.totals
 
     whole = outputs, one.arrays
     jax.eval_shape(lambda: sums(rows, whole))
-    if not (forward.masked_by_task or protocols.needs_totals(forward.task)):
+    if not (forward.masked_by_task or forward.features.totals is not None):
         return
     program, pairs = jax.jit(sums, static_argnums=0), list[Any]()
     for shift in range(min(rows, _LAST_ROWS)):
@@ -119,8 +118,7 @@ def check_sum(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     task = forward.task
     if (
         not rules.counts_by_default(forward.names.terms)
-        or protocols.cross_sample_mode(task) is not None
-        or protocols.needs_totals(task)
+        or not forward.features.has_local_loss
         or (outputs := _synthetic_outputs(forward, one, inputs)) is None
     ):
         return
@@ -128,7 +126,7 @@ def check_sum(forward: Forward, one: DeviceBatch, inputs: Inputs) -> None:
     def sums(everything: Any) -> Any:
         outputs, arrays = jax.tree.map(jnp.asarray, everything)
         micro = one.with_rows(arrays, jnp.ones(len(jax.tree.leaves(arrays)[0]), bool))
-        context = forward.context(micro, inputs, carry=protocols.initial_carry(task, arrays))
+        context = forward.context(micro, inputs, carry=forward.features.initial_carry(arrays))
         return forward.loss(outputs, arrays, micro.valid, context)[1]["sums"]
 
     whole = outputs, one.arrays
@@ -157,7 +155,7 @@ def _synthetic_outputs(forward: Forward, one: DeviceBatch, inputs: Inputs) -> An
 
 def _outputs(forward: Forward, arrays: Any, one: DeviceBatch, inputs: Inputs, **changes: Any) -> tuple[Any, Context]:
     """The task's outputs for a micro-batch with these arrays of the model, and the context in which it gave them."""
-    context = forward.context(one, inputs, carry=protocols.initial_carry(forward.task, one.arrays))
+    context = forward.context(one, inputs, carry=forward.features.initial_carry(one.arrays))
     context = replace(context, **changes)
     return forward.task.outputs(forward.structure.model(arrays), one.arrays, context), context
 

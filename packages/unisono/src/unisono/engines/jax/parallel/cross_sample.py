@@ -14,7 +14,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from unisono import protocols
 from unisono.engines.jax.batches import DeviceBatch
 from unisono.engines.jax.forward import Forward, Inputs, Scales
 from unisono.engines.jax.parallel import mesh
@@ -56,7 +55,7 @@ class JaxCrossSampleLoss:
         self._forward, self._batch, self._inputs, self._scales = forward, batch, inputs, scales
         self._totals, self._carry = totals, carry
         self._rows = _GlobalRows(batch, rows)
-        shared = jax.vmap(lambda arrays: protocols.shared_arrays(forward.task, arrays))(batch.arrays)
+        shared = jax.vmap(forward.features.shared_arrays)(batch.arrays)
         self._shared = jax.tree.map(self._rows.gather, shared)
 
     def compute_loss(self, outputs: Any) -> CrossSampleResult:
@@ -69,7 +68,7 @@ class JaxCrossSampleLoss:
             ConfigError: for outputs that cannot be put side by side.
         """
         self._check(outputs)
-        whole = protocols.cross_sample_mode(self._forward.task) == "whole"
+        whole = self._forward.features.cross_sample == "whole"
         loss = self._whole if whole else self._by_rows
         if whole:  # nothing is added up over devices, so the gather is no part of what is differentiated
             outputs = jax.tree.map(self._rows.gather_padded, outputs)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono import protocols
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.nested import leaves, map_leaves
@@ -48,13 +47,14 @@ class TorchCrossSampleLoss:
     def __init__(self, job: EngineJob, random_state: RandomState, local: PrepareMicroBatch) -> None:
         task, config = job.task, job.config
         name = type(task).__name__
-        self._is_whole = protocols.cross_sample_mode(task) == "whole"
-        if self._is_whole and isinstance(task, protocols.Recurrent):
+        self._is_whole = job.features.cross_sample == "whole"
+        if self._is_whole and job.features.recurrent is not None:
             raise ConfigError(
                 f"{name} carries state of rows from step to step, which its loss cannot return with "
                 "cross_sample='whole', since it does not get rows; use 'rows', or remove initial_carry()"
             )
         self._task, self._process, self._communicator = task, job.process, job.communicator
+        self._features = job.features
         self._precision, self._ordered = config.train.precision, config.layout.reduction == "ordered"
         self._random_state, self._local = random_state, local
         self._parts: list[_MicroBatchOutputs] = []
@@ -65,7 +65,7 @@ class TorchCrossSampleLoss:
     def add_outputs(self, micro: MicroBatch, outputs: Any, batch: Batch) -> None:
         """Keep the outputs of a micro-batch, and the arrays that it shares with all processes."""
         cut_off = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
-        self._parts.append(_MicroBatchOutputs(micro, cut_off, protocols.shared_arrays(self._task, batch)))
+        self._parts.append(_MicroBatchOutputs(micro, cut_off, self._features.shared_arrays(batch)))
 
     def compute_loss(self, context: Context, scales: Mapping[str, Tensor]) -> list[tuple[MicroBatch, Loss]]:
         """Compute the loss of the added outputs, and in training its gradient in this process's ones; collective.

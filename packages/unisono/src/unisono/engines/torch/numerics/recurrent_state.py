@@ -12,7 +12,6 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import EngineJob
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch import saved_tensors
-from unisono.protocols import initial_carry
 from unisono.task import Batch, Context
 
 Rows = Mapping[str, Tensor]
@@ -22,7 +21,7 @@ class RecurrentState:
     """The carry of a task, for the micro-batches of one process; empty where the task has none."""
 
     def __init__(self, job: EngineJob, device: torch.device) -> None:
-        self._task, self._split, self._device = job.task, job.split, device
+        self._features, self._split, self._device = job.features, job.split, device
         self._rank = job.process.rank if job.rows_of_rank is None else job.rows_of_rank
         self._carry_by_number: dict[int, dict[str, Tensor]] = {}
         self._new: list[tuple[MicroBatch, Rows]] = []
@@ -36,7 +35,9 @@ class RecurrentState:
         Rows of idle micro-batches (which repeat other rows) and of evaluations always start from the initial state.
         """
         kept = self._carry_by_number.get(micro.number) if context.training and not micro.idle else None
-        rows = {name: rows[: micro.size] for name, rows in kept.items()} if kept else initial_carry(self._task, batch)
+        rows = (
+            {name: rows[: micro.size] for name, rows in kept.items()} if kept else self._features.initial_carry(batch)
+        )
         return context if rows is None else replace(context, carry=rows)
 
     def begin(self) -> None:

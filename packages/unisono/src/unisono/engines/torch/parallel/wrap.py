@@ -24,7 +24,7 @@ from unisono.config.schema.layout import Layout
 from unisono.engines import rules
 from unisono.engines.torch.parallel import data_parallel
 from unisono.engines.torch.parallel.activation_checkpointing import checkpoint_forward
-from unisono.protocols import compute_totals, cross_sample_mode
+from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError
 from unisono.task import Batch, Context, Task
 
@@ -45,7 +45,7 @@ class StepModule(nn.Module):
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.task = task
+        self.task, self.features = task, resolve_features(task)
         self.recorded_outputs: list[Any] | None = None
 
     def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
@@ -56,10 +56,10 @@ class StepModule(nn.Module):
         outputs = self.task.outputs(self.model, batch, context)
         if self.recorded_outputs is not None and torch.is_grad_enabled():
             self.recorded_outputs.append(outputs)
-        if cross_sample_mode(self.task) is not None:
+        if self.features.cross_sample is not None:
             return outputs
         if scales is None:
-            return compute_totals(self.task, outputs, batch, context)
+            return self.features.compute_totals(outputs, batch, context)
         return rules.scaled_loss(self.task, outputs, batch, context, scales)
 
     @contextmanager
@@ -128,7 +128,7 @@ def wrap(
             **_NO_BUFFER_BROADCAST,
         )
     if layout.strategy == "dp" and len(devices := data_parallel.device_indices(device)) > 1:
-        crosses = cross_sample_mode(step.task) is not None
+        crosses = step.features.cross_sample is not None
         return data_parallel.DataParallel(step, crosses, precision, device, devices)
     return step
 
