@@ -128,7 +128,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             data = torch.randn(arguments.megabytes << 18)
             shards = [ArrayShard("w", (len(data),), (0,), data)]
-            path = commit.save_checkpoint(Path(directory) / "checkpoints", 1, shards, {}, SingleProcess(), 2)
+            path = commit.save_checkpoint(
+                Path(directory) / "checkpoints", commit.Snapshot(1, shards, {}), SingleProcess(), 2
+            )
             for number in range(arguments.rounds):
                 for kind, url in (("S3", f"s3://{BUCKET}"), ("folder", f"file://{directory}/store")):
                     (folder := Path(directory) / f"run {number} {kind}").mkdir()

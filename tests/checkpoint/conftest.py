@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint import stores
 from tests.checkpoint.saved import STATE, Threads, shards
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.remote.object_store import ObjectStore
 
 
@@ -41,7 +42,7 @@ def of_two(tmp_path: Path) -> Path:
     """A checkpoint of step 4, written by two ranks."""
     group = Threads(2)
     first, second = group.run(
-        lambda: commit.save_checkpoint(tmp_path / "two", 4, shards(4, group.rank, 2), STATE, group, keep=2)
+        lambda: commit.save_checkpoint(tmp_path / "two", Snapshot(4, shards(4, group.rank, 2), STATE), group, keep=2)
     )
     assert first == second
     return Path(first)

@@ -12,6 +12,7 @@ import torch
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 from unisono.runtime.communicator import SingleProcess
@@ -28,7 +29,9 @@ def shards(step: int, rank: int = 0, size: int = 1) -> list[ArrayShard]:
 
 
 def save(folder: Path, step: int, keep: int = 10, state: Any = None) -> Path:
-    return commit.save_checkpoint(folder, step, shards(step), STATE if state is None else state, SingleProcess(), keep)
+    return commit.save_checkpoint(
+        folder, Snapshot(step, shards(step), STATE if state is None else state), SingleProcess(), keep
+    )
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:

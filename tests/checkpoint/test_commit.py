@@ -14,6 +14,7 @@ import torch
 
 from tests.checkpoint.saved import FILES, STATE, Threads, flip_bit, is_of, load, save, shards, steps
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.retention import Retention
 from unisono.runtime.communicator import SingleProcess
 from unisono.runtime.errors import SaveError
@@ -41,7 +42,7 @@ def test_a_checkpoint_is_a_folder_named_by_its_step_and_nothing_else_remains(tmp
 def test_a_rank_without_pieces_writes_no_file(tmp_path: Path) -> None:
     group = Threads(2)
     path = group.run(
-        lambda: commit.save_checkpoint(tmp_path, 4, [] if group.rank else shards(4), STATE, group, keep=2)
+        lambda: commit.save_checkpoint(tmp_path, Snapshot(4, [] if group.rank else shards(4), STATE), group, keep=2)
     )[0]
     assert {file.name for file in path.iterdir()} == {"rank-00000.safetensors", "manifest.json"}
     assert is_of(path, 4)
@@ -173,8 +174,8 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 def test_the_parent_is_the_checkpoint_before(tmp_path: Path) -> None:
     for step in (2, 4, 8):
         save(tmp_path, step)
-    commit.save_checkpoint(tmp_path, 6, shards(6), STATE, SingleProcess(), keep=9)
-    commit.save_checkpoint(tmp_path, 9, shards(9), STATE, SingleProcess(), keep=9, parent="step-00000006")
+    commit.save_checkpoint(tmp_path, Snapshot(6, shards(6), STATE), SingleProcess(), keep=9)
+    commit.save_checkpoint(tmp_path, Snapshot(9, shards(9), STATE, parent="step-00000006"), SingleProcess(), keep=9)
     parents = {
         commit.read_manifest(path).step: commit.read_manifest(path).parent for path in commit.find_checkpoints(tmp_path)
     }
@@ -184,7 +185,7 @@ def test_the_parent_is_the_checkpoint_before(tmp_path: Path) -> None:
 def test_what_made_it_what_it_holds_and_how_good_it_is_comes_back(tmp_path: Path) -> None:
     about, metric = {"config": {"a": [1, None]}, "layout": {}}, {"loss": 0.1, "worst": float("inf")}
     path = commit.save_checkpoint(
-        tmp_path, 4, shards(4), STATE, SingleProcess(), 1, about=about, metric=metric, holds="model"
+        tmp_path, Snapshot(4, shards(4), STATE, about, metric, holds="model"), SingleProcess(), 1
     )
     checkpoint = commit.open_checkpoint(path)
     assert (checkpoint.about, checkpoint.metric, checkpoint.holds) == (about, metric, "model")
@@ -237,7 +238,7 @@ def test_every_nth_and_the_best_remain_too(tmp_path: Path) -> None:
     for step, loss in losses.items():
         metric = None if loss is None else {"loss": loss}
         retention = Retention(1, every=5, best="loss")
-        commit.save_checkpoint(tmp_path, step, shards(step), STATE, SingleProcess(), retention, metric=metric)
+        commit.save_checkpoint(tmp_path, Snapshot(step, shards(step), STATE, metric=metric), SingleProcess(), retention)
     assert steps(tmp_path) == [2, 5, 7]
 
 

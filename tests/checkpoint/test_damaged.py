@@ -17,6 +17,7 @@ import torch
 
 from tests.checkpoint.saved import FILES, STATE, Threads, load, save
 from unisono.checkpoint.core import arrays, commit, manifest, verify
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError
@@ -89,7 +90,9 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(of_two: Path) -
 def test_files_of_another_step_are_refused(tmp_path: Path) -> None:
     """Even if they have the same names, sizes and arrays, and even the same values."""
     same = [ArrayShard("model/weight", (3,), (0,), torch.ones(3))]
-    one, other = (commit.save_checkpoint(tmp_path, step, same, STATE, SingleProcess(), keep=9) for step in (4, 6))
+    one, other = (
+        commit.save_checkpoint(tmp_path, Snapshot(step, same, STATE), SingleProcess(), keep=9) for step in (4, 6)
+    )
     assert (one / FILES[0]).stat().st_size == (other / FILES[0]).stat().st_size
     shutil.copy(one / FILES[0], other / FILES[0])
     assert f"{other / FILES[0]} is damaged: its header" in _refused(other)

@@ -20,6 +20,7 @@ import unisono
 from tests.checkpoint.saved import flip_bit
 from tests.tasks import LinearTask
 from unisono.checkpoint.core import commit, manifest
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.exchange import export, hf_shards
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
@@ -47,7 +48,9 @@ def made(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
         shards += [
             ArrayShard(name, tuple(value.shape), (o, *(0,) * (value.dim() - 1))[: value.dim()], p) for o, p in parts
         ]
-    commit.save_checkpoint(folder / "checkpoints", 3, shards, {"step": 3, "random": False}, SingleProcess(), 1)
+    commit.save_checkpoint(
+        folder / "checkpoints", Snapshot(3, shards, {"step": 3, "random": False}), SingleProcess(), 1
+    )
     return folder
 
 

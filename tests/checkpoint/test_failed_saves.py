@@ -20,6 +20,7 @@ import torch
 from tests import processes
 from tests.checkpoint.saved import STATE, Threads, is_of, load, save, shards, steps
 from unisono.checkpoint.core import arrays, commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError
@@ -47,7 +48,7 @@ def test_a_full_disk_fails_the_save_and_leaves_the_older_checkpoint(tmp_path: Pa
         save(disk, 2)
         large = [ArrayShard("model/weight", (2**20,), (0,), torch.ones(2**20))]
         with pytest.raises(SaveError, match=r"no space left: needs 4.19 MB, 1.0\d MB free at ") as caught:
-            commit.save_checkpoint(disk, 4, large, STATE, SingleProcess(), keep=1)
+            commit.save_checkpoint(disk, Snapshot(4, large, STATE), SingleProcess(), keep=1)
         assert str(disk) in str(caught.value)
         assert caught.value.exit_code == 7
         assert steps(disk) == [2]
@@ -61,7 +62,7 @@ def _with_failures(place: ProcessInfo, group: Communicator, folder: Path) -> dic
     told: dict[str, str] = {}
 
     def save(step: int) -> None:
-        commit.save_checkpoint(folder, step, shards(step, place.rank, 2), STATE, group, keep=5)
+        commit.save_checkpoint(folder, Snapshot(step, shards(step, place.rank, 2), STATE), group, keep=5)
 
     def failing(name: str, step: int, target: Any, attribute: str, rank: int, error: Exception) -> None:
         def fail(*arguments: Any, **more: Any) -> Any:
@@ -126,7 +127,7 @@ def test_a_save_after_failures_succeeds_and_is_seen_by_all_ranks(failures: list[
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
 def test_a_state_that_is_not_finite_is_not_saved_on_any_rank(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
-    commit.save_checkpoint(tmp_path, 2, shards(2), STATE, SingleProcess(), keep=2)
+    commit.save_checkpoint(tmp_path, Snapshot(2, shards(2), STATE), SingleProcess(), keep=2)
     moment = torch.ones(4).to(dtype)
     moment[2] = value
     group = Threads(2)
@@ -137,7 +138,7 @@ def test_a_state_that_is_not_finite_is_not_saved_on_any_rank(tmp_path: Path, val
             f"{own[0].name}_{group.rank}", *(getattr(own[0], n) for n in ("shape", "offset", "data", "finite"))
         )
         try:
-            commit.save_checkpoint(tmp_path, 4, own, STATE, group, keep=2)
+            commit.save_checkpoint(tmp_path, Snapshot(4, own, STATE), group, keep=2)
         except NonFiniteError as error:
             assert error.exit_code == 3
             return str(error)
@@ -161,7 +162,7 @@ def _pieces(step: int) -> list[ArrayShard]:
 def _save_for_ever(folder: Path, step: int) -> None:
     while True:
         step += 1
-        commit.save_checkpoint(folder, step, _pieces(step), {"step": step}, SingleProcess(), keep=2)
+        commit.save_checkpoint(folder, Snapshot(step, _pieces(step), {"step": step}), SingleProcess(), keep=2)
 
 
 def test_a_process_killed_while_saving_leaves_only_whole_checkpoints(tmp_path: Path) -> None:

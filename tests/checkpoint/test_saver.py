@@ -19,6 +19,7 @@ from tests import processes
 from tests.checkpoint.saved import steps
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core import saver as saver_module
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
@@ -73,7 +74,7 @@ def until_told(saver: Saver, seconds: float = 30.0) -> None:
 def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
     saver, shards = Saver(tmp_path, SingleProcess(), Settings()), state(1.0)
     with held() as go:
-        saver.save(3, shards, {"step": 3})
+        saver.save(Snapshot(3, shards, {"step": 3}))
         shards[0].data.fill_(2.0)
         saver.check()
         assert commit.find_checkpoints(tmp_path) == []
@@ -85,9 +86,9 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
 def test_a_save_does_not_wait_for_the_disk_but_the_next_waits_for_it(tmp_path: Path) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings())
     with held() as go:
-        saver.save(3, state(3.0), {})
+        saver.save(Snapshot(3, state(3.0), {}))
         threading.Timer(0.2, go.set).start()
-        saver.save(4, state(4.0), {})
+        saver.save(Snapshot(4, state(4.0), {}))
         assert steps(tmp_path) == [3]
     saver.finish()
     assert (of(tmp_path / "step-00000003"), of(tmp_path / "step-00000004")) == ([3.0, 3.0], [4.0, 4.0])
@@ -98,9 +99,9 @@ def test_every_checkpoint_is_told_once_and_knows_the_one_before(tmp_path: Path, 
     told: list[Path] = []
     settings = Settings(background=background, keep=5)
     with Saver(tmp_path, SingleProcess(), settings, first=2, finished=told.append) as saver:
-        saver.save(2, state(2.0), {})  # the run goes on from there
+        saver.save(Snapshot(2, state(2.0), {}))  # the run goes on from there
         for step in (4, 6, 6):
-            saver.save(step, state(float(step)), {"step": step}, {"code": "a"}, {"loss": 0.5})
+            saver.save(Snapshot(step, state(float(step)), {"step": step}, {"code": "a"}, {"loss": 0.5}))
     assert told == [tmp_path / "step-00000004", tmp_path / "step-00000006"] == commit.find_checkpoints(tmp_path)
     first, second = (commit.open_checkpoint(path) for path in told)
     assert (first.parent, second.parent) == ("step-00000002", "step-00000004")
@@ -109,10 +110,10 @@ def test_every_checkpoint_is_told_once_and_knows_the_one_before(tmp_path: Path, 
 
 def test_a_failure_ends_the_run_with_the_next_step(tmp_path: Path) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings())
-    saver.save(1, state(1.0), {})
+    saver.save(Snapshot(1, state(1.0), {}))
     until_told(saver)
     with failing():
-        saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
         with pytest.raises(
             SaveError, match=r"of step 2 was not written \(the newest is from step 1\).*no space left"
         ) as caught:
@@ -128,9 +129,9 @@ def test_a_failure_is_told_by_whatever_comes_next(tmp_path: Path, when: str) -> 
         pytest.raises(SaveError, match="there is none yet"),
         Saver(tmp_path, SingleProcess(), Settings()) as saver,
     ):
-        saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
         if when == "next save":
-            saver.save(3, state(3.0), {})
+            saver.save(Snapshot(3, state(3.0), {}))
         elif when == "finish":
             saver.finish()
 
@@ -138,8 +139,8 @@ def test_a_failure_is_told_by_whatever_comes_next(tmp_path: Path, when: str) -> 
 def test_without_a_background_a_failure_is_told_at_once(tmp_path: Path) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings(background=False))
     with failing(), pytest.raises(SaveError, match="no space left"):
-        saver.save(2, state(2.0), {})
-    saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
+    saver.save(Snapshot(2, state(2.0), {}))
     assert steps(tmp_path) == [2]
 
 
@@ -171,7 +172,7 @@ def test_what_may_pass_is_tried_again_from_the_copies(
     shards = state(1.0)
     with away(3, OSError(code, os.strerror(code)), what=what) as made:
         saver = Saver(tmp_path, SingleProcess(), Settings(background=background))
-        saver.save(3, shards, {"step": 3})
+        saver.save(Snapshot(3, shards, {"step": 3}))
         if background:
             shards[0].data.fill_(2.0)
         saver.finish()
@@ -184,7 +185,7 @@ def test_what_may_pass_is_tried_again_from_the_copies(
 def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Path) -> None:
     with away(10**6) as made:
         saver = Saver(tmp_path, SingleProcess(), Settings(retry_for=0.1))
-        saver.save(3, state(1.0), {})
+        saver.save(Snapshot(3, state(1.0), {}))
         with pytest.raises(SaveError, match=r"\d+ attempts in 0 s \(checkpoint.retry_for\)"):
             saver.finish()
     assert len(made) >= 2, "it was tried again"
@@ -195,7 +196,7 @@ def test_what_does_not_pass_ends_after_the_time_that_is_set_for_it(tmp_path: Pat
 def test_what_is_not_to_be_tried_again_is_not(tmp_path: Path, settings: dict[str, Any], error: OSError) -> None:
     with away(1, error) as made:
         saver = Saver(tmp_path, SingleProcess(), Settings(**settings))
-        saver.save(3, state(1.0), {})
+        saver.save(Snapshot(3, state(1.0), {}))
         with pytest.raises(SaveError) as caught:
             saver.finish()
     assert "retry_for" not in str(caught.value)
@@ -205,7 +206,7 @@ def test_what_is_not_to_be_tried_again_is_not(tmp_path: Path, settings: dict[str
 def test_a_run_that_has_to_go_tries_nothing_again(tmp_path: Path) -> None:
     with away(10**6) as made, mock.patch.object(saver_module, "_FIRST_PAUSE", 3600.0):
         saver = Saver(tmp_path, SingleProcess(), Settings(retry_for=1e6))
-        saver.save(3, state(1.0), {})
+        saver.save(Snapshot(3, state(1.0), {}))
         deadline = time.monotonic() + 30
         while not made and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -220,16 +221,16 @@ def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path
     said: list[str] = []
     settings = Settings(on_failure="continue", background=background)
     saver = Saver(tmp_path, SingleProcess(), settings, say=said.append)
-    saver.save(1, state(1.0), {})
+    saver.save(Snapshot(1, state(1.0), {}))
     until_told(saver)
     assert saver.unsaved_since is None
     with failing():
         for step in (2, 3):
-            saver.save(step, state(float(step)), {})
+            saver.save(Snapshot(step, state(float(step)), {}))
             until_told(saver)
             assert saver.unsaved_since == 1
     assert ["of step 2" in said[0], "of step 3" in said[1], len(said)] == [True, True, 2]
-    saver.save(4, state(4.0), {})
+    saver.save(Snapshot(4, state(4.0), {}))
     until_told(saver)
     assert saver.unsaved_since is None
     saver.finish()
@@ -240,7 +241,7 @@ def test_a_run_that_may_go_on_is_told_until_a_later_save_succeeds(tmp_path: Path
 def test_a_run_that_may_go_on_does_not_end_with_success_unsaved(tmp_path: Path) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings(on_failure="continue"))
     with failing():
-        saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
         with pytest.raises(SaveError, match="no space left"):
             saver.finish()
 
@@ -249,7 +250,7 @@ def test_a_run_that_may_go_on_does_not_end_with_success_unsaved(tmp_path: Path) 
 def test_a_state_that_is_not_finite_ends_the_run_whatever_the_policy(tmp_path: Path, background: bool) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings(on_failure="continue", background=background))
     with pytest.raises(NonFiniteError, match="'model/w'"):
-        saver.save(2, state(float("nan")), {})
+        saver.save(Snapshot(2, state(float("nan")), {}))
         until_told(saver)
     assert not tmp_path.exists() or steps(tmp_path) == []
 
@@ -257,13 +258,13 @@ def test_a_state_that_is_not_finite_ends_the_run_whatever_the_policy(tmp_path: P
 def test_what_is_a_fault_of_ours_is_loud_too(tmp_path: Path) -> None:
     saver = Saver(tmp_path, SingleProcess(), Settings())
     with failing(RuntimeError("a bug")), pytest.raises(SaveError, match="RuntimeError: a bug"):
-        saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
         saver.finish()
 
 
 def test_a_run_that_fails_lets_the_save_in_flight_end(tmp_path: Path) -> None:
     with held() as go, pytest.raises(KeyError), Saver(tmp_path, SingleProcess(), Settings()) as saver:
-        saver.save(2, state(2.0), {})
+        saver.save(Snapshot(2, state(2.0), {}))
         threading.Timer(0.2, go.set).start()
         raise KeyError
     assert steps(tmp_path) == [2]
@@ -279,11 +280,11 @@ def _stories(place: ProcessInfo, group: Communicator, folder: Path) -> dict[str,
     def attempt(name: str, settings: Settings, patch: Any, rank: int, value: float = 1.0) -> Saver:
         """A good save, one that fails on a rank, and steps until it is told."""
         saver = Saver(folder / name, group, settings, say=lambda line: told.update({f"{name}: said": line}))
-        saver.save(1, state(1.0, place.rank, 2), {})
+        saver.save(Snapshot(1, state(1.0, place.rank, 2), {}))
         until_told(saver)
         try:
             with patch if place.rank == rank else mock.patch.object(arrays, "MAX_PIECE_BYTES", arrays.MAX_PIECE_BYTES):
-                saver.save(2, state(value if place.rank == rank else 1.0, place.rank, 2), {})
+                saver.save(Snapshot(2, state(value if place.rank == rank else 1.0, place.rank, 2), {}))
                 for step in range(3, 10_000):
                     told[f"{name}: step"] = step
                     if saver._pending is None:
@@ -304,7 +305,7 @@ def _stories(place: ProcessInfo, group: Communicator, folder: Path) -> dict[str,
         else:
             go.set()
         began = time.monotonic()
-        saver.save(1, state(float(place.rank), place.rank, 2), {"step": 1})
+        saver.save(Snapshot(1, state(float(place.rank), place.rank, 2), {"step": 1}))
         told["slow: blocked"] = time.monotonic() - began
         made = 0
         while saver._pending is not None:
@@ -320,18 +321,18 @@ def _stories(place: ProcessInfo, group: Communicator, folder: Path) -> dict[str,
     attempt("at once", Settings(background=False), failing(), 1)
     saver = attempt("goes on", Settings(on_failure="continue"), failing(), 1)
     told["goes on: unsaved"] = saver.unsaved_since
-    saver.save(9, state(9.0, place.rank, 2), {})
+    saver.save(Snapshot(9, state(9.0, place.rank, 2), {}))
     saver.finish()
     told["goes on: saved"] = [saver.unsaved_since, steps(folder / "goes on")]
 
     # What passes on one rank is waited for by both; what one of them could not get over is not tried again by any.
     with away(2 if place.rank == 1 else 0) as made:
         saver = Saver(folder / "away", group, Settings())
-        saver.save(1, state(1.0, place.rank, 2), {})
+        saver.save(Snapshot(1, state(1.0, place.rank, 2), {}))
         saver.finish()
     told["away: tries"] = len(made)
     with away(1, AWAY if place.is_first else FULL) as made, Saver(folder / "away", group, Settings(), first=1) as saver:
-        saver.save(2, state(1.0, place.rank, 2), {})
+        saver.save(Snapshot(2, state(1.0, place.rank, 2), {}))
         with pytest.raises(SaveError, match=r"rank 0 could not .*; rank 1 could not .*no space left"):
             saver.finish()
         saver._failed = None
@@ -394,10 +395,10 @@ def test_all_ranks_go_on_together_where_they_may(stories: list[dict[str, Any]]) 
 def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path, policy: Any) -> None:
     said: list[str] = []
     saver = Saver(tmp_path, SingleProcess(), Settings(on_failure=policy), say=said.append, deadline=0.2)
-    saver.save(2, state(2.0), {})
+    saver.save(Snapshot(2, state(2.0), {}))
     saver.finish()
     with held() as go:
-        saver.save(4, state(4.0), {})
+        saver.save(Snapshot(4, state(4.0), {}))
         saver.check()
         assert saver.unsaved_since is None
         time.sleep(0.25)
@@ -409,11 +410,11 @@ def test_a_disk_that_does_not_answer_is_told_and_holds_nothing_up(tmp_path: Path
         for made in (5, 6):
             saver.check()
             assert saver.unsaved_since == 2
-            saver.save(made, state(6.0), {})  # which does not wait for the one in flight
+            saver.save(Snapshot(made, state(6.0), {}))  # which does not wait for the one in flight
         assert len(said) == 1 and "does not respond" in said[0]
         go.set()
         until_told(saver)
     assert saver.unsaved_since is None and steps(tmp_path) == [2, 4]
-    saver.save(8, state(8.0), {})
+    saver.save(Snapshot(8, state(8.0), {}))
     saver.finish()
     assert of(tmp_path / "step-00000008") == [8.0, 8.0]

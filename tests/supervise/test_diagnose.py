@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.cli import main
 from unisono.engines.state import ArrayShard
 from unisono.runtime.communicator import SingleProcess
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (2, 4):
         shards = [ArrayShard("model/w", (2,), (0,), torch.ones(2))]
-        commit.save_checkpoint(tmp_path / "checkpoints", step, shards, {"step": step}, SingleProcess(), 3)
+        commit.save_checkpoint(tmp_path / "checkpoints", Snapshot(step, shards, {"step": step}), SingleProcess(), 3)
     return tmp_path
 
 

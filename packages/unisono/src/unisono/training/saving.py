@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
@@ -116,7 +117,7 @@ class Saving:
         if holds == "model":
             shards = [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]
         metric = self._evaluation.values if self._evaluation.step == step else None
-        self.saver.save(step, shards, state, self._parts.provenance, metric, holds=holds)
+        self.saver.save(Snapshot(step, shards, state, self._parts.provenance, metric, holds=holds))
 
     def _collect_state(self, step: int, ledger: Ledger) -> dict[str, Json]:
         """What a checkpoint saves besides arrays, as JSON, the same on every rank; collective."""

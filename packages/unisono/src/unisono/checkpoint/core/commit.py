@@ -21,6 +21,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from unisono.runtime.text import format_bytes
 
 __all__ = [
     "Checkpoint",
+    "Snapshot",
     "find_checkpoints",
     "free_damaged_path",
     "open_checkpoint",
@@ -57,33 +59,44 @@ _TRANSIENT_ERRORS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint saves of a run, as one rank has it.
+
+    Attributes:
+        step: updates made.
+        shards: this rank's pieces; together, all ranks hold the whole state.
+        state: JSON, the same on every rank.
+        about: provenance of the run, JSON; used on rank 0.
+        metric: from an evaluation of exactly this state; used on rank 0.
+        parent: name of the checkpoint before; None takes the newest of an earlier step.
+        holds: `everything`, or `model` if no run can resume from it.
+    """
+
+    step: int
+    shards: Sequence[ArrayShard]
+    state: dict[str, Json]
+    about: Mapping[str, Json] = field(default_factory=dict)
+    metric: Mapping[str, float] | None = None
+    parent: str | None = None
+    holds: str = "everything"
+
+
 def save_checkpoint(
     folder: Path,
-    step: int,
-    shards: Sequence[ArrayShard],
-    state: dict[str, Json],
+    snapshot: Snapshot,
     group: Communicator,
     keep: int | Retention,
     *,
-    about: Mapping[str, Json] | None = None,
-    metric: Mapping[str, float] | None = None,
-    parent: str | None = None,
-    holds: str = "everything",
     allowed: Callable[[], None] | None = None,
 ) -> Path:
     """Write one checkpoint; collective. Returns its folder.
 
     Args:
         folder: `checkpoints` of the run.
-        step: updates made.
-        shards: this rank's pieces; together, all ranks hold the whole state.
-        state: JSON, the same on every rank.
+        snapshot: what it holds.
         group: all ranks.
         keep: how many of the newest checkpoints to keep, or a `Retention`.
-        about: provenance of the run, JSON; used on rank 0.
-        metric: from an evaluation of this state; used on rank 0.
-        parent: name of the checkpoint before; None takes the newest of an earlier step.
-        holds: `everything`, or `model` if no run can resume from it.
         allowed: called on rank 0 before anything is written and just before the rename; raises if the run belongs to
             another start by now.
 
@@ -91,6 +104,7 @@ def save_checkpoint(
         SaveError: on every rank if one of them could not write; older checkpoints stay as they were.
         NonFiniteError: on every rank if one of them has a parameter or a moment that is not finite.
     """
+    step, shards = snapshot.step, snapshot.shards
     final = folder / folder_name(step)
     # A unique name, so that a stale process that wakes up after a takeover cannot write into the new owner's folder.
     temporary = folder / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
@@ -134,10 +148,10 @@ def save_checkpoint(
             if group.rank != 0:
                 return
             content = {
-                "format": manifest.FORMAT, "step": step, "parent": parent or _previous_name(folder, step),
-                "holds": holds,
-                "metric": dict(metric) if metric else None, "about": dict(about or {}),
-                "assets": assets.digests(folder.parent), "state": state,
+                "format": manifest.FORMAT, "step": step, "parent": snapshot.parent or _previous_name(folder, step),
+                "holds": snapshot.holds,
+                "metric": dict(snapshot.metric) if snapshot.metric else None, "about": dict(snapshot.about),
+                "assets": assets.digests(folder.parent), "state": snapshot.state,
                 **manifest.merge_manifests(written),
             }  # fmt: skip
             with _explain_full_disk(folder, total):

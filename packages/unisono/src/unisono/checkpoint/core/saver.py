@@ -13,17 +13,18 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.manifest import folder_name
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.core.staging import Staging
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator, Json
+from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import NonFiniteError, SaveError, UnisonoError
 
 log = logging.getLogger(__name__)
@@ -101,25 +102,11 @@ class Saver:
         if self._settings.background:
             self._staging.prepare(shards)
 
-    def save(
-        self,
-        made: int,
-        shards: Sequence[ArrayShard],
-        state: dict[str, Json],
-        about: Mapping[str, Json] | None = None,
-        metric: Mapping[str, float] | None = None,
-        *,
-        holds: str = "everything",
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Save the state as it is now; it may change as soon as this returns. A saved step is not saved again.
 
         Args:
-            made: updates made.
-            shards: this rank's pieces.
-            state: JSON, the same on every rank.
-            about: provenance of the run, JSON.
-            metric: from an evaluation of exactly this state.
-            holds: `everything`, or `model` if no run can resume from it.
+            snapshot: its `parent` is the checkpoint that this start saved last, or resumed from.
 
         Raises:
             SaveError: on every rank, if the previous save failed; without background saving, if this one did.
@@ -130,17 +117,14 @@ class Saver:
             if self._pending is not None:  # the disk still does not respond; the run continues without a save
                 return
         self._wait_for_pending()
-        if made == self.saved:
+        if snapshot.step == self.saved:
             return
-        pending = self._pending = _PendingSave(made)
-        copies = self._staging.copy(shards) if self._settings.background else shards
-        parent = folder_name(self.saved) if self.saved else None
+        pending = self._pending = _PendingSave(snapshot.step)
+        copied = self._staging.copy(snapshot.shards) if self._settings.background else snapshot.shards
+        kept = replace(snapshot, shards=copied, parent=folder_name(self.saved) if self.saved else None)
 
         def attempt() -> Path:
-            return commit.save_checkpoint(
-                self._folder, made, copies, state, self._save_group, self._retention,
-                about=about, metric=metric, parent=parent, holds=holds, allowed=self._allowed,
-            )  # fmt: skip
+            return commit.save_checkpoint(self._folder, kept, self._save_group, self._retention, allowed=self._allowed)
 
         def write() -> None:
             try:
@@ -150,7 +134,7 @@ class Saver:
                 pending.error = error
 
         if self._settings.background:
-            pending.thread = threading.Thread(target=write, name=f"save after step {made}", daemon=True)
+            pending.thread = threading.Thread(target=write, name=f"save after step {snapshot.step}", daemon=True)
             pending.thread.start()
         else:
             write()

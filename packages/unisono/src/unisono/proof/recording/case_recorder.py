@@ -252,7 +252,8 @@ class _CaseRun:
             updates = step + 1
             if updates in (*case.saves, *case.interrupted):
                 folder, shards = self.folder / "checkpoints", self.engine.state()
-                commit.save_checkpoint(folder, updates, shards, {"step": updates}, communicator, keep=self.plan.steps)
+                snapshot = commit.Snapshot(updates, shards, {"step": updates})
+                commit.save_checkpoint(folder, snapshot, communicator, keep=self.plan.steps)
             if updates in case.interrupted:
                 self.close()
                 self.open(facts)
