@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, data, export, new, plugins, runs, script
+from unisono.cli import arguments, completion, data, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
 from unisono.runtime.preparing import preparing
@@ -69,10 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and completion.is_asked():
+        completion.answer(*_parser(completion.asked_words()))
     if not words:
         say(_first_words())
         return 0
-    parser, core = _parser(words)
+    parser, verbs = _parser(words)
+    core: Collection[str] = verbs.choices
     if words[:1] in (["-h"], ["--help"]):
         parser.epilog = f"{EPILOG}\n{recipe_verbs.list_verbs()}"
     elif not words[0].startswith("-") and (words[0] not in core or recipe_verbs.replaces_core(words)):
@@ -121,8 +124,8 @@ def _print_errors(act: Callable[[], int], verb: str, parsed: argparse.Namespace 
         return INTERRUPTED
 
 
-def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """The parser of the core's and its plug-ins' verbs for a command, and their names."""
+def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of the core's and its plug-ins' verbs for a command, and the collection of these verbs."""
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Train a model on one process or on many; many processes compute exactly what one computes.",
@@ -199,8 +202,9 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Collection[s
     data.add_verb(verbs, with_plugins=list(words[:1]) == ["data"])
     export.add_verbs(verbs)
     new.add_verb(verbs)
+    completion.add_verb(verbs)
     plugins.add_verbs("unisono.verbs", verbs)
-    return parser, verbs.choices
+    return parser, verbs
 
 
 def _train(parsed: argparse.Namespace) -> int:
