@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _TOKENS = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])", re.DOTALL)
+# At the end of what was read: a control sequence, or a character of several bytes, of which the rest is to come.
+_UNFINISHED = re.compile(rb"\x1b(\[[?\d;]*)?$|[\xc0-\xdf]$|[\xe0-\xef][\x80-\xbf]?$|[\xf0-\xf7][\x80-\xbf]{0,2}$")
 
 
 @dataclass
@@ -90,8 +92,9 @@ def show(command: Sequence[str], cwd: Path, width: int, timeout: float = 120) ->
         if not written:
             break
         rest += written
-        end = max(rest.rfind(b"\n"), rest.rfind(b"\r"), rest.rfind(b"h"), rest.rfind(b"l"))
-        whole, rest = rest[: end + 1], rest[end + 1 :]  # no control sequence and no character is cut
+        cut = _UNFINISHED.search(rest)
+        end = cut.start() if cut else len(rest)
+        whole, rest = rest[:end], rest[end:]
         screen.write(whole.decode())
         pictures.append((time.monotonic() - began, screen.text))
     screen.write(rest.decode())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines.protocol import Engine, StepResult
 from unisono.evaluation.held_out import HeldOut
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
@@ -97,3 +99,18 @@ def test_an_evaluation_leaves_no_threads_even_if_it_breaks_off() -> None:
 def test_an_empty_held_out_source_is_refused() -> None:
     with pytest.raises(DataError, match=r"Numbers\.held_out\(\) has no rows; return None for no evaluation"):
         HeldOut(Numbers(), [], configuration(), ProcessInfo(), 4)
+
+
+class Counting:
+    """An engine that takes the batches of an evaluation, and computes nothing."""
+
+    def evaluate(self, steps: Iterable[list[MicroBatch]], step: int, scalars: object, average: bool) -> StepResult:
+        return StepResult(float(len(list(steps))), {}, {}, {})
+
+
+def test_an_evaluation_reports_the_rows_that_are_done_over_both_sets_of_weights() -> None:
+    seen: list[tuple[int, int]] = []
+    config = configuration(ema={"decay": 0.9})
+    held_out = HeldOut(Numbers(), range(10), config, ProcessInfo(), 4)
+    held_out.evaluate(cast(Engine, Counting()), 1, {}, lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 20), (4, 20), (8, 20), (10, 20), (14, 20), (18, 20)]

@@ -87,3 +87,42 @@ def test_the_screen_of_these_tests_sees_what_wraps() -> None:
     screen = Screen(5)
     screen.write("abcde\r\n\x1b[31mfghijk\x1b[0m\r\n12\r3\x1b[1A\x1b[2K")
     assert (screen.lines[0], screen.wrapped, screen.lines[1:]) == ("abcde", ["fghij"], ["fghij", "", "32"])
+
+
+LONG_EVALUATION = """
+import time
+from unisono.observe.progress import Progress, Speed, show_evaluation
+with Progress(40, 10, shown=True) as progress:
+    progress.step(1, 1.0, Speed("rows", 1234.0, None, 0.01, 0.01))
+    for done in range(0, 512, 64):
+        progress.evaluating(1, done, 512)
+        time.sleep(0.5)
+    progress.evaluation(1, {"loss": 2.0}, 512, 4.0)
+    progress.evaluating(2, 0, 512)
+    time.sleep(0.5)
+    progress.evaluation(2, {"loss": 1.0}, 512, 0.5)
+with show_evaluation(512, shown=True) as report:
+    for done in range(0, 512, 64):
+        report(done, 512)
+        time.sleep(0.5)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_long_evaluation_has_a_bar_after_two_seconds_and_a_short_one_none(width: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LONG_EVALUATION)
+    showing = show([sys.executable, "script.py"], tmp_path, width)
+    assert (showing.code, showing.screen.wrapped) == (0, []), showing.screen.text
+    drawn = re.compile(r"━.* evaluating after step (\d): (\d+)/512 rows")
+    found = [match for _, picture in showing.pictures for match in drawn.findall(picture)]
+    assert {step for step, _ in found} == {"1"}, "the evaluation after step 2 takes half a second"
+    assert min(int(done) for _, done in found) >= 192 and {"448", "256"} <= {done for _, done in found}
+    assert "evaluating" not in showing.screen.text, "it goes away with the evaluation"
+    assert any(re.search(r"evaluating ━.*448 of 512 rows", picture) for _, picture in showing.pictures), "without a run"
+
+
+def test_a_long_evaluation_writes_nothing_into_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LONG_EVALUATION)
+    done = jobs.finished([sys.executable, "script.py"], tmp_path)
+    assert "evaluating" not in done.stdout + done.stderr and "done" in done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 
@@ -74,12 +74,35 @@ class HeldOut:
         """Stop the workers."""
         self._loader.close()
 
-    def evaluate(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Loss and metrics after `step` updates, with the weights of `eval.weights`; the average's are `ema/…`."""
+    def evaluate(
+        self,
+        engine: Engine,
+        step: int,
+        scalars: Mapping[str, float],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, float]:
+        """Loss and metrics after `step` updates, with the weights of `eval.weights`; the average's are `ema/…`.
+
+        Args:
+            engine: with the model.
+            step: updates made.
+            scalars: scheduled values.
+            progress: is given the rows that were evaluated, and those in all, before each batch.
+        """
         values: dict[str, float] = {}
-        for average in self._weight_sets:
-            values |= self._evaluate_weights(engine, self.batches(), step, scalars, average)
+        for number, average in enumerate(self._weight_sets):
+            batches = self._report_progress(self.batches(), number, progress)
+            values |= self._evaluate_weights(engine, batches, step, scalars, average)
         return values
+
+    def _report_progress(
+        self, batches: Iterable[list[MicroBatch]], number: int, progress: Callable[[int, int], None]
+    ) -> Iterator[list[MicroBatch]]:
+        """The batches of one set of weights, the first of which has the number 0."""
+        before, total = number * self.rows, len(self._weight_sets) * self.rows
+        for index, batch in enumerate(batches):
+            progress(before + min(self.rows, index * self._split.global_batch), total)
+            yield batch
 
     def names(self, engine: Engine, step: int, scalars: Mapping[str, float]) -> list[str]:
         """The names that `evaluate` would return, found with the first batch only; same arguments."""

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
+from time import monotonic
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,6 +19,7 @@ from rich.text import Text
 _EVALUATIONS = 5  # the last of them are shown
 _REFRESHES = 8  # a second
 _BAR = 40  # characters at most
+PATIENCE = 2.0  # seconds that an evaluation takes without a bar
 
 
 class LiveDisplay:
@@ -31,6 +33,7 @@ class LiveDisplay:
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
         self._step, self._values, self._clock = 0, list[str](), ""
+        self._evaluating: tuple[int, int, int, float] | None = None  # step, rows done, of how many, and since when
         self._evaluations: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_EVALUATIONS)
         self._live = Live(
             console=console, get_renderable=self._render, refresh_per_second=_REFRESHES,
@@ -49,8 +52,14 @@ class LiveDisplay:
         """Show a finished step: what it came to, and the time left."""
         self._step, self._values, self._clock = step, list(values), clock if step < self._total else ""
 
+    def show_evaluating(self, step: int, done: int, total: int) -> None:
+        """Show how far an evaluation is, in rows, once it has taken a while."""
+        began = monotonic() if self._evaluating is None else self._evaluating[3]
+        self._evaluating = step, done, total, began
+
     def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to the table of evaluations."""
+        self._evaluating = None
         self._evaluations.append((step, dict(values)))
 
     def refresh(self) -> None:
@@ -62,16 +71,20 @@ class LiveDisplay:
         parts: list[RenderableType] = [Text(line) for line in format_table(list(self._evaluations), width)]
         if self._step:
             ends = f"{self._step}/{self._total}  {self._clock}".rstrip()
-            bar = ProgressBar(self._total, self._step, width=max(1, min(_BAR, width - len(ends) - 2)))
-            parts.append(_side_by_side(self._console, bar, ends))
+            parts.append(_draw_bar(self._console, self._step, self._total, ends, width))
+        if (now := self._evaluating) is not None and monotonic() - now[3] > PATIENCE:
+            step, done, total, _ = now
+            ends = f"evaluating after step {step}: {done}/{total} rows"
+            parts.append(_draw_bar(self._console, done, total, ends, width))
+        if self._step:
             parts.append(Text(fold_values(self._values, width)))
         return Group(*parts)
 
 
-def _side_by_side(console: Console, bar: ProgressBar, ends: str) -> Text:
-    """A bar and what follows it, in one line."""
+def _draw_bar(console: Console, done: int, total: int, ends: str, width: int) -> Text:
+    """A bar and what follows it, in one line of at most so many characters."""
     line = Text()
-    for segment in console.render(bar):
+    for segment in console.render(ProgressBar(total, done, width=max(1, min(_BAR, width - len(ends) - 2)))):
         line.append(segment.text, segment.style)
     return line.append(f"  {ends}")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
 from rich.console import Console
 
-from unisono.observe.live import LiveDisplay, fold
+from unisono.observe.live import PATIENCE, LiveDisplay, fold
 from unisono.runtime.console import clean, discard_output
 from unisono.runtime.text import format_count as format_count
+from unisono.runtime.work_progress import show_progress
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Progress:
             place = f"step {step:>{len(str(self._total))}}/{self._total}"
             self.say("  ".join([place, f"loss {loss:.4f}", rate, *facts, f"eta {left}", *unsaved]))
 
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """Show, live, how far an evaluation after `step` steps is, in rows."""
+        if self._live is not None:
+            self._live.show_evaluating(step, done, total)
+
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """Show a finished evaluation after `step` steps, of so many rows."""
         if self._live is not None:
@@ -120,6 +126,31 @@ class Progress:
             return
         numbers = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self.say(f"eval after step {step}: {numbers}  ({rows} held-out row{'s' * (rows != 1)}, {seconds:.1f} s)")
+
+
+@contextmanager
+def show_evaluation(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show on a terminal how far an evaluation without a run is; elsewhere, nothing.
+
+    Args:
+        total: Rows with one set of weights.
+        shown: False on ranks other than 0.
+
+    Returns:
+        What is given the rows that are done, and those in all.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield lambda done, total: None
+        return
+    with show_progress("evaluating", total, unit="", records="rows", patience=PATIENCE) as more:
+        before = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal before
+            more(done - before, 0)
+            before = done
+
+        yield report
 
 
 class Stopwatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,10 @@ class RunRecord:
         terms = result.terms if len(result.terms) > 1 else {}
         shown = {**terms, **result.metrics, **({"lr": scalars["lr"]} if "lr" in scalars else {})}
         self._progress.step(step, result.loss, speed, unsaved_since, shown)
+
+    def evaluation_progress(self, step: int) -> Callable[[int, int], None]:
+        """Where to report how far an evaluation after `step` steps is: rows that are done, of how many."""
+        return lambda done, total: self._progress.evaluating(step, done, total)
 
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """Record a finished evaluation after `step` steps."""

@@ -58,7 +58,8 @@ class Evaluation:
             return False
         start = perf_counter()
         with heartbeat.phase("evaluate"):
-            self.values = held_out.evaluate(self._parts.engine, step, self._parts.scalars(step))
+            scalars = self._parts.scalars(step)
+            self.values = held_out.evaluate(self._parts.engine, step, scalars, record.evaluation_progress(step))
         self.step = step
         self.best.update(step, self.values)
         record.evaluation(step, self.values, held_out.rows, perf_counter() - start)

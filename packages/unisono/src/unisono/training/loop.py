@@ -24,6 +24,7 @@ from unisono.engines.protocol import StepResult
 from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile
+from unisono.observe.progress import show_evaluation
 from unisono.runtime import heartbeat
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
@@ -95,7 +96,8 @@ def evaluate(
         _, step = parts.setup(parts.resume())
         if is_trained and not step:
             raise RunError(f"{run.directory} has no checkpoint")
-        return {"step": step, **parts.held_out.evaluate(parts.engine, step, parts.scalars(step))}
+        with show_evaluation(parts.held_out.rows, shown=process.is_first) as progress:
+            return {"step": step, **parts.held_out.evaluate(parts.engine, step, parts.scalars(step), progress)}
 
 
 class Training:
