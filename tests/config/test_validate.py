@@ -219,7 +219,10 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
         ),
         (
             "Plain", "schedules.temperature.peak=3",
-            ["'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt"],
+            [
+                "'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt, "
+                "exponential"
+            ],
         ),
         ("Plain", "task.width=3", ["'task.width': only even numbers here, got 3 (…)"]),
         ("Choosy", "task.width=1", ["'model.kind' is missing; choose one of: small, large"]),

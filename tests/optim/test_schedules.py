@@ -201,3 +201,21 @@ def test_the_first_change_by_another_length_is_where_the_factors_part(
     assert all(same[:first])
     if first is not None and kind in FALLING:
         assert not all(same[first:])
+
+
+# exponential ---------------------------------------------------------------------------------------------------------
+
+
+def test_exponential_multiplies_by_one_factor_a_step_from_one_to_the_floor_or_back() -> None:
+    falling = factors("exponential", 12, warmup=2, floor=0.01)
+    assert falling[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert [b / a for a, b in pairwise(falling[2:])] == pytest.approx([0.01**0.1] * 9)
+    rising = factors("exponential", 11, floor=1e-4, rising=True)
+    assert (rising[0], rising[-1]) == pytest.approx((1e-4, 1.0))
+    assert [b / a for a, b in pairwise(rising)] == pytest.approx([10**0.4] * 10)
+    assert first_change(schedule("exponential", floor=0.1), 10, 20) == 1
+
+
+def test_exponential_needs_a_floor() -> None:
+    with pytest.raises(ValueError, match="floor has to be above 0 for kind=exponential"):
+        schedule("exponential")

@@ -11,11 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, completion, data, export, new, plugins, runs, script
+from unisono.cli import arguments, before_run, completion, data, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
 from unisono.runtime.preparing import preparing
-from unisono.runtime.text import format_value
 from unisono.version import __version__
 
 if TYPE_CHECKING:
@@ -142,9 +141,13 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
 
     for name, run, text in (
         ("train", _train, "train a recipe or a task of your own"),
-        ("check", _check, "check a run without starting it"),
-        ("describe", _describe, "print the layers of a model, their shapes and parameters, without building it"),
-        ("config", _config, "print every setting and where it comes from"),
+        ("check", before_run.check, "check a run without starting it"),
+        (
+            "describe",
+            before_run.describe,
+            "print the layers of a model, their shapes and parameters, without building it",
+        ),
+        ("config", before_run.print_config, "print every setting and where it comes from"),
     ):
         verb = add(name, run, text)
         arguments.add_recipe(verb, "a recipe (language), path/to/file.py[:Class], or a config of --config-dir")
@@ -158,9 +161,13 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
             verb.add_argument("--proved", action="store_true", help=f"{proved}versions, device and layout")
             verb.add_argument("--fault", metavar="FAULTS", help=argparse.SUPPRESS)  # see supervise/fault_hook
     text = "find the largest micro-batch that fits the memory of every process"
-    verb = add("autobatch", _autobatch, text, "; the global batch stays the same")
+    verb = add("autobatch", before_run.find_micro_batch, text, "; the global batch stays the same")
     arguments.add_recipe(verb)
     arguments.add_overrides(verb, "as for train; layout.max_memory_gb sets a limit")
+    text = "try learning rates in a short run whose rate grows, and suggest one"
+    verb = add("find-lr", before_run.find_rate, text, "; it reads and writes no checkpoint, and leaves no run")
+    arguments.add_recipe(verb)
+    arguments.add_overrides(verb, "as for train; and min_lr=1e-7, max_lr=10, steps=200")
     text = "check, on your own model and data, that many processes compute exactly what one computes"
     verb = add("prove", _prove, text)
     arguments.add_recipe(verb)
@@ -282,93 +289,6 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
                 say(f"unisono: WARNING: {line}", error=True)
 
     return allow
-
-
-def _check(parsed: argparse.Namespace) -> int:
-    from unisono.launch import resolve
-    from unisono.launch.data_check import find_data_warnings
-    from unisono.launch.model.check import check_model
-    from unisono.task_config import build_task
-
-    asked = arguments.load_config(parsed)
-    task = build_task(asked)
-    run, data = resolve.check_run(asked, task)
-    config = run.config
-    model = check_model(task, config)
-    facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
-    layout = config.layout
-    devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
-    say(f"{config.recipe} can run: {devices} × {layout.device}, {layout.strategy}, {config.train.precision}")
-    for name, value in facts.items():
-        say(f"  {name}: {format_value(value)}")
-    if model.parameters is not None:
-        say(f"  parameters: {model.parameters:,}")
-    for line in model.updates:
-        say(f"    {line}")
-    for what in model.unchecked:
-        say(f"  not checked: {what}")
-    for warning in (*model.warnings, *find_data_warnings(task)):
-        say(f"unisono: WARNING: {warning}", error=True)
-    say(f"  run: {run.directory}")
-    if run.resume is not None:
-        say(f"  resumes after step {run.resume.step}")
-    return 0
-
-
-def _describe(parsed: argparse.Namespace) -> int:
-    from unisono.launch import layout
-    from unisono.launch.model.summary import describe_model
-    from unisono.task_config import build_task
-
-    config = layout.resolve_layout(arguments.load_config(parsed), None)
-    for line in describe_model(build_task(config), config):
-        say(line)
-    return 0
-
-
-def _autobatch(parsed: argparse.Namespace) -> int:
-    from unisono.launch import layout
-    from unisono.launch.autobatch import search
-    from unisono.launch.preflight import preflight
-    from unisono.task_config import build_task
-
-    asked = arguments.load_config(parsed)
-    asked = asked.model_copy(update={"layout": asked.layout.model_copy(update={"micro_batch": "auto"})})
-    config = layout.resolve_layout(asked, None)
-    preflight(build_task(config), config)
-    say("\n".join(search.find_micro_batch(config).lines()))
-    return 0
-
-
-def _config(parsed: argparse.Namespace) -> int:
-    import json
-
-    from unisono.config import fingerprint
-    from unisono.config.validate import MissingKeysError
-
-    if parsed.schema:
-        from unisono.config import compose, json_schema
-        from unisono.task_config import find_groups
-
-        parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-        say(json.dumps(json_schema.build_schema(find_groups(parsed.composed)), indent=1))
-        return 0
-    incomplete: MissingKeysError | None = None
-    try:
-        values: Mapping[str, Any] = fingerprint.to_json(arguments.load_config(parsed))
-    except MissingKeysError as error:
-        incomplete, values = error, error.values
-    lines = [
-        (f"{key}: {json.dumps(value)}", parsed.composed.origin(key))
-        for key, value in fingerprint.flatten(values).items()
-    ]
-    lines += [(f"{key}: missing", "has no default") for key in (incomplete.keys if incomplete else ())]
-    width = min(60, max(len(text) for text, _ in lines))
-    for text, origin in lines:
-        say(f"{text:<{width}}  # {origin}")
-    if incomplete is not None:
-        raise incomplete
-    return 0
 
 
 def _prove(parsed: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from unisono.config.schema.run import RunConfig
-from unisono.config.schema.schedules import Constant, Cosine, InverseSqrt, Linear, ScheduleGroup, Wsd
+from unisono.config.schema.schedules import Constant, Cosine, Exponential, InverseSqrt, Linear, ScheduleGroup, Wsd
 from unisono.runtime.errors import ConfigError
 
 
@@ -28,6 +28,8 @@ def schedule_factor(schedule: ScheduleGroup, step: int, total: int) -> float:
     warmup = _steps(schedule.warmup, total)
     if step < warmup:
         return schedule.start + (1.0 - schedule.start) * (step + 1) / warmup
+    if isinstance(schedule, Exponential):
+        return float(schedule.floor ** _exponent(schedule, step, warmup, total))
     return max(schedule.floor, schedule.floor + (1.0 - schedule.floor) * _shape(schedule, step, warmup, total))
 
 
@@ -76,6 +78,13 @@ def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float
     raise AssertionError(schedule)
 
 
+def _exponent(schedule: Exponential, step: int, warmup: int, total: int) -> float:
+    """The power of the floor. A rising schedule reaches one at the last update, a falling one the floor after it."""
+    if schedule.rising:
+        return 1.0 - min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    return min(1.0, (step - warmup) / max(1, total - warmup))
+
+
 def first_change(schedule: ScheduleGroup, before: int, after: int) -> int | None:
     """The first step (from 0) whose factor depends on whether the run has `before` or `after` steps; None if none does.
 
@@ -95,7 +104,7 @@ def _points(schedule: ScheduleGroup, total: int) -> list[tuple[int, int]]:
     """What the factor depends on: the first step at which it does, and the number itself."""
     warmup = _steps(schedule.warmup, total)
     match schedule:
-        case Linear() | Cosine():
+        case Linear() | Cosine() | Exponential():
             return [(0, warmup), (warmup + 1, total)]
         case Wsd():
             decay = _steps(schedule.decay, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from unisono.config.schema.base import Fraction, NonNegative, Settings
 
@@ -55,4 +55,17 @@ class InverseSqrt(ScheduleGroup):
     timescale: PositiveInt | None = Field(None, description="steps after which it starts to fall; null: the warm-up")
 
 
-Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt, Field(discriminator="kind")]
+class Exponential(ScheduleGroup):
+    """Warm-up, then by a constant factor a step: from one to the floor, or from the floor to one."""
+
+    kind: Literal["exponential"]
+    rising: bool = Field(False, description="from the floor to one, for a learning-rate range test")
+
+    @model_validator(mode="after")
+    def _check_floor(self) -> Exponential:
+        if self.floor == 0:
+            raise ValueError("floor has to be above 0 for kind=exponential, which multiplies by a constant factor")
+        return self
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt | Exponential, Field(discriminator="kind")]

@@ -1,11 +1,11 @@
-"""The words of `unisono data`, `unisono export` and `unisono import` that are not settings of a run."""
+"""The words of `unisono data`, `export`, `import` and `find-lr` that are not settings of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from unisono.config.schema.base import Positive, Settings
 
@@ -66,3 +66,17 @@ class Import(Settings):
     out: Path = Field(description="NAME.safetensors for one file, else a folder to create")
     key: str | None = Field(None, description="where in a .pt file the weights are, e.g. state_dict, or a/b for a in b")
     shard_mb: Positive = Field(5000.0, description="MB per file of a folder")
+
+
+class FindLr(Settings):
+    """Of `unisono find-lr`."""
+
+    min_lr: Positive = Field(1e-7, description="rate of the first step")
+    max_lr: Positive = Field(10.0, description="rate of the last step, unless the loss diverges before")
+    steps: Annotated[int, Field(ge=20)] = Field(200, description="updates, each on a batch of its own")
+
+    @model_validator(mode="after")
+    def _check_range(self) -> FindLr:
+        if self.min_lr >= self.max_lr:
+            raise ValueError(f"min_lr={self.min_lr:g} has to be smaller than max_lr={self.max_lr:g}")
+        return self
