@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,23 @@ def test_a_file_that_is_too_large_is_refused_unread(folder: Path) -> None:
 def test_what_is_no_json_is_a_value_error(folder: Path, text: str | bytes) -> None:
     (folder / "x").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError):
-        safe_paths.read_json(folder, "x")
+        safe_paths.read_json(folder, "x", Any)
+
+
+def test_a_record_of_another_shape_is_a_value_error_that_names_the_place(folder: Path) -> None:
+    (folder / "x").write_text('{"rows": [1, "two"]}')
+    with pytest.raises(ValueError, match=r"'rows\.1' should be a valid integer"):
+        safe_paths.read_json(folder, "x", dict[str, list[int]])
+
+
+def test_a_large_limit_reserves_no_memory_for_a_small_file(folder: Path) -> None:
+    """A limit of 8 GB reserved 8 GB for every file of events."""
+    tracemalloc.start()
+    try:
+        assert safe_paths.read_bytes(folder, "a", 8 << 30) == b"mine"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_copy_follows_no_link_and_replaces_nothing(folder: Path) -> None:

@@ -47,6 +47,23 @@ TOLD = {  # single functions
     "unisono_microbiome.study.table._read_hdf5": "the open file that its argument is",
 }  # fmt: skip
 
+OWN_RECORDS = {  # who has written what they parse by themselves
+    "runtime.safe_paths": "the door",
+    # processes that this one has started, or that started it, over pipes, arguments and private folders
+    "checkpoint.exchange.pickle_process": "", "checkpoint.remote.upload": "", "checkpoint.remote.upload_process": "",
+    "engines.jax.devices": "", "engines.jax.profiler": "",
+    "launch.autobatch.probe": "", "launch.autobatch.search": "", "launch.processes.fork_server": "",
+    "observe.profile": "", "proof.recording.trace": "", "proof.scripts.rank_facts": "",
+    "proof.scripts.rank_progress": "", "proof.scripts.script_process": "", "supervise.monitor": "",
+    "unisono_sweeps.trial": "",
+    # ranks of this run
+    "engines.torch.parallel.process_group": "", "runtime.collective_log": "",
+    # rows of data and lists of samples, each of which is checked with a sentence of its own
+    "data.sources.lines": "", "unisono_audio.sources.archives": "", "unisono_audio.sources.metadata": "",
+    "unisono_speech.manifest": "",
+    "checkpoint.core.manifest": "by its format, then by its shape",
+}  # fmt: skip
+
 
 @cache
 def _functions() -> list[tuple[str, list[ast.Call]]]:
@@ -117,6 +134,25 @@ def test_every_file_is_read_and_copied_through_one_door() -> None:
     assert (PRIVATE.keys() | TOLD.keys()) - used == {"checkpoint.exchange.pickle_process"} - used, (
         "read no files any more"
     )
+
+
+def test_every_record_has_a_shape_that_is_checked_where_it_is_read() -> None:
+    """Missing keys, texts for numbers and numbers of 5,000 digits were tracebacks wherever a reader guarded itself."""
+    found, used = [], set()
+    for name, calls in _functions():
+        module = name.rpartition(".")[0]
+        parsing = [call for call in calls if _called(call) in (("json", "loads"), ("json", "load"))]
+        own = [
+            call for call in parsing if any("dump" in _called(c)[1] for c in ast.walk(call) if isinstance(c, ast.Call))
+        ]
+        doors = [call for call in calls if _called(call)[1] in ("read_json", "parse_json", "read_asset")]
+        loose = [call for call in doors if any(isinstance(a, ast.Name) and a.id == "Any" for a in call.args)]
+        if len(parsing) > len(own) or loose:
+            used.add(module)
+            if module not in OWN_RECORDS:
+                found += [f"{name}, line {call.lineno}" for call in (*parsing, *loose) if call not in own]
+    assert found == [], "use safe_paths.parse_json with a shape, or say above who has written these records"
+    assert OWN_RECORDS.keys() == used, "parse no records any more"
 
 
 def test_every_sparse_matrix_of_a_file_goes_through_one_function() -> None:

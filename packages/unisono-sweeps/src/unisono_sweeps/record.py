@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typing_extensions import TypedDict
 
 from unisono.runtime import safe_paths
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer, Number, misfit
+from unisono.runtime.shapes import Integer, Number
 
 FILE = "sweep.json"
 OUTCOMES = "outcomes.jsonl"
@@ -35,6 +36,11 @@ class Outcome(TypedDict):
     why: str
 
 
+class _Sweep(TypedDict):
+    command: list[str]
+    runs: dict[str, dict[str, str]]
+
+
 def write_sweep(folder: Path, command: Sequence[str], runs: Mapping[str, Mapping[str, str]]) -> None:
     """Write the command of a sweep and its runs; those of earlier commands stay listed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,19 +52,9 @@ def write_sweep(folder: Path, command: Sequence[str], runs: Mapping[str, Mapping
 def read_sweep(folder: Path) -> dict[str, Any]:
     """The command and the runs of a sweep; empty ones if the folder is none."""
     try:
-        values = safe_paths.read_json(folder, FILE)
+        return dict(safe_paths.read_json(folder, FILE, _Sweep))
     except (OSError, ValueError):
-        values = None
-    if not isinstance(values, dict):
-        values = {}
-    runs = values.get("runs")
-    command = values.get("command")
-    return {
-        "command": [str(word) for word in command] if isinstance(command, list) else [],
-        "runs": {str(name): value for name, value in runs.items() if isinstance(value, dict)}
-        if isinstance(runs, dict)
-        else {},
-    }
+        return {"command": [], "runs": {}}
 
 
 def is_sweep(folder: Path) -> bool:
@@ -81,10 +77,7 @@ def read_outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / OUTCOMES
     found = {}
     for line in _read_lines(folder) if path.is_file() else ():
-        try:
-            outcome = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if misfit(outcome, Outcome) is None:
+        with suppress(ValueError):
+            outcome = safe_paths.parse_json(line, Outcome)
             found[outcome["run"]] = outcome
     return found

@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NotRequired, cast
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from typing_extensions import TypedDict
 
 from unisono import ConfigError, DataError, Run, RunError, __version__, safe_paths
 from unisono_birdsong.model.encoder import Encoder
@@ -103,7 +104,7 @@ def load_encoder(directory: Path | str, expected: EncoderSettings | None = None)
         raise DataError(f"{directory / WEIGHTS} cannot be read: {error}; export the encoder again") from error
     empty = eqx.filter_eval_shape(Encoder, settings, jax.random.key(0))
     encoder = fill(empty, arrays, str(directory))
-    if (found := digest(encoder)) != (described := safe_paths.read_json(directory, SETTINGS).get("digest")):
+    if (found := digest(encoder)) != (described := _read_description(directory).get("digest")):
         raise DataError(
             f"{directory}: the weights have the digest {found}, and {SETTINGS} says {described}; export them again"
         )
@@ -112,17 +113,28 @@ def load_encoder(directory: Path | str, expected: EncoderSettings | None = None)
 
 def _read_settings(directory: Path) -> EncoderSettings:
     """What an exported encoder is."""
+    described = _read_description(directory)
+    if described["format"] != FORMAT:
+        raise DataError(f"{directory} has the format '{described['format']}', and this is '{FORMAT}'; export it again")
     try:
-        described = safe_paths.read_json(directory, SETTINGS)
-        if described["format"] != FORMAT:
-            raise DataError(
-                f"{directory} has the format '{described['format']}', and this is '{FORMAT}'; export it again"
-            )
         return EncoderSettings.model_validate(described["settings"])
+    except ValidationError as error:
+        raise DataError(f"{directory / SETTINGS} does not describe an encoder: {error}") from error
+
+
+class _Description(TypedDict):
+    format: Any
+    settings: dict[str, Any]
+    digest: NotRequired[str]
+
+
+def _read_description(directory: Path) -> dict[str, Any]:
+    try:
+        return dict(safe_paths.read_json(directory, SETTINGS, _Description))
     except FileNotFoundError as error:
         hint = f"; it is a run: unisono export {directory} out=DIR" if (directory / "config.yaml").is_file() else ""
         raise DataError(f"{directory} is not an exported encoder (no {SETTINGS}){hint}") from error
-    except (OSError, KeyError, TypeError, ValidationError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{directory / SETTINGS} does not describe an encoder: {error}") from error
 
 

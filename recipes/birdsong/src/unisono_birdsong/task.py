@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from typing_extensions import TypedDict
 
 from unisono import Batch, Callback, ConfigError, Context, DataError, Loss, SampleContext, Source, Task, read_asset
 from unisono_audio import CENTRE, Window
@@ -27,6 +28,10 @@ from unisono_birdsong.objectives.pixio import Masked, masked_patches
 from unisono_birdsong.objectives.supervised import ClassHead, Supervised, asymmetric, cross_entropy
 
 _ASSET = "birdsong.json"
+
+
+class _Assets(TypedDict):
+    classes: list[str]
 
 
 class BirdsongModel(eqx.Module):
@@ -274,7 +279,7 @@ class Birdsong(Task):
     def load_assets(self, directory: Path) -> None:
         """Take over the classes of a run, so that its model can be built without its data or its first weights."""
         self.config = self.config.model_copy(update={"weights": None})
-        vars(self)["classes"] = tuple(read_asset(directory, _ASSET)["classes"])
+        vars(self)["classes"] = tuple(read_asset(directory, _ASSET, _Assets)["classes"])
 
     def shrink(self, limit: int) -> Birdsong | None:
         """The same recordings and objective, and a narrower encoder of fewer blocks."""

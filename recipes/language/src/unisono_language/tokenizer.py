@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import DataError, compute_once, safe_paths, show_progress, write_whole
 from unisono_language.texts import Texts, digest
@@ -19,6 +20,20 @@ END = "<|endoftext|>"
 FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
 _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
+
+
+class _SpecialTokens(TypedDict):
+    first: int | None
+    last: int | None
+
+
+class _Named(TypedDict):
+    content: str
+
+
+class _Settings(TypedDict):
+    bos_token: NotRequired[str | _Named | None]
+    eos_token: NotRequired[str | _Named | None]
 
 
 @dataclass(frozen=True)
@@ -84,10 +99,10 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Load what `save` has written; the folder need not be trusted, and links are refused."""
         try:
-            special = safe_paths.read_json(folder, SPECIAL)
+            special = safe_paths.read_json(folder, SPECIAL, _SpecialTokens)
             safe_paths.open_inside(folder, FILE).close()
             return cls(folder / FILE, special["first"], special["last"], vocabulary_size(_engine(folder / FILE)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"{folder}: its tokenizer ({FILE}, {SPECIAL}) cannot be read: {error}; copy both from where the data "
                 "were prepared"
@@ -102,11 +117,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     engine = _engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
-        named = safe_paths.parse_json(safe_paths.read_regular(beside)) if beside.is_file() else {}
+        named = safe_paths.parse_json(safe_paths.read_regular(beside), _Settings) if beside.is_file() else {}
     except ValueError as error:
-        raise DataError(f"{beside} cannot be read as JSON: {error}") from error
-    if not isinstance(named, dict):
-        raise DataError(f"{beside} is a JSON {type(named).__name__}, not an object with bos_token and eos_token")
+        raise DataError(f"{beside} does not have the settings of a tokenizer: {error}") from error
     first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
     if last is None:
         last = _special_id(engine, END)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import (
     Batch,
@@ -45,6 +46,34 @@ log = logging.getLogger(__name__)
 ASSETS = "microbiome.json"
 TaxaAndReads = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
+
+
+class _Scaling(TypedDict):
+    kind: str
+    shift: float
+    scale: float
+
+
+class _Target(TypedDict):
+    column: str
+    classes: list[str] | None
+    transform: _Scaling | None
+
+
+class _Shape(TypedDict):
+    taxa: int
+    longest: int
+    length: int
+    outputs: int
+
+
+class Assets(TypedDict):
+    """What is saved with a run."""
+
+    shape: _Shape
+    taxa: list[str]
+    faith_pd: _Scaling | None
+    target: _Target | None
 
 
 @dataclass(frozen=True)
@@ -324,7 +353,7 @@ class Microbiome(Task):
         """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
         from unisono_microbiome.model import ModelShape
 
-        self.assets: dict[str, Any] = read_asset(directory, ASSETS)
+        self.assets: dict[str, Any] = read_asset(directory, ASSETS, Assets)
         self._of_run = self.assets
         self.shape = ModelShape(**self.assets["shape"])
         self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
@@ -363,7 +392,7 @@ class Microbiome(Task):
         longest = int(np.diff(library.counts.indptr).max())
         length = 0 if encoder == "taxon" else 1 + max(map(len, library.dna()))
         if self.model_config.from_run is not None:
-            length = read_asset(self.model_config.from_run / "assets", ASSETS)["shape"]["length"]
+            length = read_asset(self.model_config.from_run / "assets", ASSETS, Assets)["shape"]["length"]
         outputs = 0
         if "target" in self._weights:
             assert library.target is not None

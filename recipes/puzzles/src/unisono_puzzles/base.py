@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import (
     Batch,
@@ -28,7 +29,7 @@ from unisono import (
 )
 from unisono_puzzles import settings
 from unisono_puzzles.data.arrays import StoredPuzzle
-from unisono_puzzles.data.formats import ARC_COLOURS, Puzzle, Puzzles, format_from_json, format_to_json
+from unisono_puzzles.data.formats import ARC_COLOURS, FormatJson, Puzzle, Puzzles, format_from_json, format_to_json
 from unisono_puzzles.data.library import Library, open_libraries
 from unisono_puzzles.data.prepared import PuzzlePreparation
 from unisono_puzzles.data.tables import grid_to_json, puzzle_to_text
@@ -40,6 +41,18 @@ _LEVELS = 4  # of ratings
 KIND = "kind"  # the array of a batch of several kinds that says which one it holds
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
 Fields = dict[str, Any]
+
+
+class _Puzzles(TypedDict):
+    format: FormatJson
+    embeddings: int
+    levels: list[float]
+    tasks: NotRequired[list[str]]
+
+
+class _Assets(TypedDict):
+    kinds: dict[str, _Puzzles]
+    data: dict[str, Any]
 
 
 class PuzzlesBase(Task):
@@ -267,7 +280,7 @@ class PuzzlesBase(Task):
 
     def load_assets(self, directory: Path) -> None:
         """Use the kinds of a run. Of data other than the run's, all puzzles are solved, with or without answers."""
-        described = read_asset(directory, _ASSET)
+        described = read_asset(directory, _ASSET, _Assets)
         vars(self)["kinds"] = {
             name: Kind(format_from_json(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
         }

@@ -28,12 +28,12 @@ def read(config: Folder) -> list[Utterance]:
     if not folder.is_dir():
         raise DataError(f"data.path: {folder} is not a directory; a folder with {METADATA} and recordings is needed")
     try:
-        found = safe_paths.read_json(folder, METADATA, 1 << 30)
+        found = safe_paths.read_json(folder, METADATA, dict[str, Any], 1 << 30)
     except FileNotFoundError as error:
         raise DataError(f"data.path: {folder} has no {METADATA}; write one, or use data=manifest") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{where} cannot be read: {error}") from error
-    entries = found.get("samples") if isinstance(found, dict) else None
+    entries = found.get("samples")
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{where}: 'samples' must be a non-empty list")
     voices = Counter(str(entry.get("speaker_id", "")) for entry in entries if isinstance(entry, dict))

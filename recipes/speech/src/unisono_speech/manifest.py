@@ -40,12 +40,12 @@ def _entries(path: Path) -> list[Any]:
         for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028, too, which JSON may contain
             if line.strip():
                 try:
-                    found.append(safe_paths.parse_json(line))
+                    found.append(safe_paths.parse_json(line, Any))
                 except ValueError as error:
                     raise DataError(f"{path}, line {number} is not JSON: {error}") from error
     else:
         try:
-            found = safe_paths.parse_json(text)
+            found = safe_paths.parse_json(text, Any)  # every sample is checked by itself
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}; a manifest of lines needs the ending .jsonl") from error
         found = found.get("samples") if isinstance(found, dict) else found

@@ -128,7 +128,7 @@ def _parse_member(ending: str, content: bytes, where: str) -> dict[str, Any]:
     """Parse a member that is not a recording."""
     try:
         if ending == "json":
-            found = safe_paths.parse_json(content)
+            found = safe_paths.parse_json(content, Any)
             return found if isinstance(found, dict) else {"json": found}
         text = content.decode()
         return {"cls": int(text)} if ending == "cls" else {"txt": text}

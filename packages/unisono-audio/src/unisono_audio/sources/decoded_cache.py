@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import create_cache_folder
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Count, Object
 from unisono_audio import CENTRE, FIRST, Pipeline, Window
-from unisono_audio.sources.journal import chunks, read_journal
+from unisono_audio.sources.journal import RowNumber, chunks, read_journal
 from unisono_audio.sources.source import Recordings, hash_rows
 from unisono_audio.sources.windowed import WindowedRecordings, cut_windows
 
@@ -113,6 +115,25 @@ def cut_rows(
     return cut_windows(source, pipeline.duration)
 
 
+class _Cache(TypedDict):
+    source: str
+    pipeline: Object
+    rows: Count
+    left_out: dict[RowNumber, str]
+
+
+class _Chunk(TypedDict):
+    first: Count
+    bad: dict[RowNumber, str]
+
+
+def _read_record(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return dict(safe_paths.read_json(folder, name, Object))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / name} cannot be read: {error}; remove the folder, and build it again") from error
+
+
 class DecodedCache:
     """The memory-mapped rows of a finished cache.
 
@@ -129,7 +150,7 @@ class DecodedCache:
     def __init__(self, folder: Path | str, pipeline: Pipeline | None = None) -> None:
         self.folder = Path(folder)
         try:
-            self.metadata: dict[str, Any] = safe_paths.read_json(self.folder, "cache.json")
+            self.metadata: dict[str, Any] = safe_paths.read_json(self.folder, "cache.json", _Cache)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{folder} is not a finished cache: {error}; build it with `unisono data audio-cache`"
@@ -187,21 +208,21 @@ def _load_progress(folder: Path, inputs: dict[str, Any]) -> dict[int, dict[int, 
     settings_file = folder / "about.json"
     expected = json.loads(json.dumps(inputs))
     if (folder / "cache.json").exists():
-        stored = safe_paths.read_json(folder, "cache.json")
+        stored = _read_record(folder, "cache.json")
         if {key: stored.get(key) for key in expected} == expected:
             return None
         raise ConfigError(
             f"{folder} contains a cache of other data or settings; choose another folder, or remove this one"
         )
     if settings_file.exists():
-        if safe_paths.read_json(folder, settings_file.name) != expected:
+        if _read_record(folder, settings_file.name) != expected:
             raise ConfigError(
                 f"{folder} contains part of a cache of other data or settings; choose another folder, or remove this "
                 "one"
             )
         return {
             entry["first"]: {int(row): text for row, text in entry["bad"].items()}
-            for entry in read_journal(folder / "progress.jsonl")
+            for entry in read_journal(folder / "progress.jsonl", _Chunk)
         }
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and is not a cache; choose another folder")

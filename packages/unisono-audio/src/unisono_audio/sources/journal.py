@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from unisono.runtime import safe_paths
+from unisono.runtime.errors import DataError
 
 _CHUNK_ROWS = 64
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+RowNumber = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # a key of JSON
+
+
+def read_journal(path: Path, *shapes: Any) -> list[dict[str, Any]]:
     """The entries of a file, none if it does not exist.
+
+    The first has the first of the shapes, and so on; all others have the last.
 
     A last line that an interruption cut off is removed from the file, so that the next entry does not continue it.
     """
@@ -21,7 +28,13 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        return [
+            safe_paths.parse_json(line, shapes[min(number, len(shapes) - 1)])
+            for number, line in enumerate(whole.splitlines())
+        ]
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read: {error}; remove it to begin again") from error
 
 
 def chunks(rows: int) -> list[range]:

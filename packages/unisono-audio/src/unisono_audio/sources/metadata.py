@@ -213,7 +213,7 @@ def _read_delimited(place: Path, delimiter: str) -> list[dict[str, Any]]:
 
 def _read_json(place: Path) -> list[dict[str, Any]]:
     try:
-        found = safe_paths.parse_json(safe_paths.read_regular(place).decode("utf-8"))
+        found = safe_paths.parse_json(safe_paths.read_regular(place), Any)
     except ValueError as error:
         raise DataError(f"{place} is not JSON ({error}); if it was cut off, copy or write it again") from error
     if isinstance(found, dict):  # rows under one of these keys, next to other metadata
@@ -228,7 +228,7 @@ def _read_json_lines(place: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(safe_paths.read_regular(place).decode("utf-8").splitlines()):
         if line.strip():
             try:
-                rows.append(safe_paths.parse_json(line))
+                rows.append(safe_paths.parse_json(line, Any))
             except ValueError as error:
                 raise DataError(f"{place}, line {number + 1} cannot be read as JSON: {error}") from error
     return _check_records(place, rows)

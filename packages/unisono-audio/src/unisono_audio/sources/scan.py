@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 import unisono_audio as audio
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
-from unisono_audio.sources.journal import chunks, read_journal
+from unisono.runtime.shapes import Count
+from unisono_audio.sources.journal import RowNumber, chunks, read_journal
 from unisono_audio.sources.source import Recordings
 
 
@@ -111,15 +114,41 @@ def _scan_rows(source: Recordings, part: range) -> dict[int, str]:
     return bad
 
 
+class _Head(TypedDict):
+    fingerprint: str
+
+
+class _Bad(TypedDict):
+    row: Count
+    reason: str
+
+
+class _Chunk(TypedDict):
+    first: Count
+    bad: dict[RowNumber, str]
+
+
+def _read_chunks(journal: Path) -> list[dict[str, Any]]:
+    """The entries of a journal: what it is of, and the chunks."""
+    head, *entries = read_journal(journal, _Head, _Chunk) or [{}]
+    return [head, *entries] if head else []
+
+
 def _load_progress(out: Path, journal: Path, source: Recordings) -> tuple[set[int], dict[int, str]]:
     """The finished chunks, by their first row, and the bad rows in them."""
-    head, *entries = read_journal(journal) or [{"fingerprint": source.fingerprint}]
+    head, *entries = _read_chunks(journal) or [{"fingerprint": source.fingerprint}]
     if head.get("fingerprint") != source.fingerprint:
         raise DataError(f"{journal} belongs to a scan of other data; remove it, or choose another out=")
     if journal.exists() or not out.exists():
         bad = {int(row): reason for entry in entries for row, reason in entry["bad"].items()}
         return {entry["first"] for entry in entries}, bad
-    head, *entries = [json.loads(line) for line in safe_paths.read_regular(out).decode("utf-8").splitlines()]
-    if head.get("fingerprint") != source.fingerprint:
+    try:
+        head, *entries = [
+            safe_paths.parse_json(line, _Head if number == 0 else _Bad)
+            for number, line in enumerate(safe_paths.read_regular(out).splitlines())
+        ]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{out} is not a list of a scan: {error}; remove it, or choose another out=") from error
+    if head["fingerprint"] != source.fingerprint:
         return set(), {}
     return {part.start for part in chunks(len(source))}, {entry["row"]: entry["reason"] for entry in entries}

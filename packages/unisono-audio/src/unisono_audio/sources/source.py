@@ -7,15 +7,15 @@ the source, counting rows that are left out), and the other columns. Nothing is 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import open_source
@@ -23,6 +23,7 @@ from unisono.data.views import View, locate_row
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import is_remote, remote_options
+from unisono.runtime.shapes import Count, Object
 from unisono_audio.recordings import ByteRange
 from unisono_audio.sources import archives, metadata
 from unisono_audio.sources.metadata import RecordingTable
@@ -230,8 +231,8 @@ class _ColumnTable(View, RecordingTable):
         """Class names from the features that `datasets` writes into the schema's metadata."""
         content = (self.source.schema.metadata or {}).get(b"huggingface")
         try:
-            feature = json.loads(content)["info"]["features"][column] if content else None
-        except (ValueError, KeyError, TypeError) as error:
+            feature = safe_paths.parse_json(content, _Described)["info"]["features"].get(column) if content else None
+        except ValueError as error:
             log.debug("the schema does not define the classes of '%s': %r", column, error)
             return None
         while isinstance(feature, list | dict):
@@ -248,6 +249,18 @@ class _ColumnTable(View, RecordingTable):
         if self.source.remote:
             return True
         return isinstance(held := self.record(0)["audio"], ByteRange) and is_remote(held.url)
+
+
+class _Features(TypedDict):
+    features: Object
+
+
+class _Described(TypedDict):
+    info: _Features
+
+
+class _LeftOut(TypedDict):
+    row: NotRequired[Count]
 
 
 def _require_columns(paths: list[str], key: str) -> None:
@@ -286,13 +299,13 @@ def _read_left_out(leave_out: str | PathLike[str] | Iterable[int] | None, rows: 
     if isinstance(leave_out, str | PathLike):
         try:
             with safe_paths.open_text(fspath(leave_out)) as file:
-                numbers = [json.loads(line).get("row") for line in file if line.strip()]
+                numbers = [safe_paths.parse_json(line, _LeftOut).get("row") for line in file if line.strip()]
         except FileNotFoundError as error:
             raise DataError(
                 f"leave_out: {fspath(leave_out)} does not exist; `unisono data scan PATH out={fspath(leave_out)}` "
                 "makes it"
             ) from error
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"leave_out: {fspath(leave_out)} is not a list that `unisono data scan` wrote: {error}"
             ) from error

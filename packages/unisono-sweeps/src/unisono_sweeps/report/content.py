@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.runtime import safe_paths
+from unisono.runtime.shapes import Object
 from unisono.runtime.text import format_value
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps import record
@@ -240,8 +240,6 @@ def _cell(value: Any) -> str:
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of a run, which may be missing or damaged."""
-    with suppress(OSError, ValueError, json.JSONDecodeError):
-        values = safe_paths.read_json(folder, name)
-        if isinstance(values, dict):
-            return values
+    with suppress(OSError, ValueError):
+        return dict(safe_paths.read_json(folder, name, Object))
     return {}

@@ -71,7 +71,7 @@ def add_verb(verbs: Any, with_plugins: bool) -> None:
 
 def _prepare(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import Prepare
-    from unisono.data.prepare.manifest import read_json
+    from unisono.data.prepare.manifest import Plan, read_json
     from unisono.data.prepare.partitions import PLAN_FILE, Partition
     from unisono.data.prepare.preparation import prepare
     from unisono.protocols import find_preparations
@@ -92,7 +92,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         if made is not None:
             _print_shards(made)
         else:
-            total = len(read_json(folder / PLAN_FILE)["bounds"]) - 1
+            total = len(read_json(folder / PLAN_FILE, Plan)["bounds"]) - 1
             say(f"{folder}: part {share.number}/{share.count} is done, {len(share.shards(total))} of {total} shards")
     if share.count > 1:
         say(f"when all parts are done: unisono data merge {own.out or next(iter(made_ahead.values()))[1]}")

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from unisono.config import code_digest, recipes, references
 from unisono.runtime import safe_paths
 from unisono.runtime.console import say
@@ -33,6 +35,11 @@ _PURPOSE = b"unisono mark of a run, version 1\n"
 _MAX_MARK = 4 << 20  # bytes
 
 Files = dict[str, str]  # path -> SHA-256; `config.yaml` stands without its folder, so that a run may be moved
+
+
+class _Mark(TypedDict):
+    files: Files
+    mac: str
 
 
 class UnusableKeyError(ConfigError):
@@ -80,14 +87,14 @@ def why_not_own(folder: Path, config: Mapping[str, Any]) -> str | None:
         config: The values of its `config.yaml`. The caller uses these very values, since the file may be replaced.
     """
     try:
-        mark, key = safe_paths.read_json(folder, MARK_FILE, _MAX_MARK), _read_key()
-        files, mac = dict(mark["files"]), str(mark["mac"]).encode(errors="replace")
+        mark, key = safe_paths.read_json(folder, MARK_FILE, _Mark, _MAX_MARK), _read_key()
+        files, mac = mark["files"], mark["mac"].encode(errors="replace")
         is_signed = key is not None and hmac.compare_digest(mac, _sign(key, files).encode())
     except UnusableKeyError as error:
         return str(error)
     except FileNotFoundError:
         return "Nothing shows that you made this run"
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError):  # the file may be anybody's
+    except (OSError, ValueError, RuntimeError):  # the file may be anybody's
         return f"Its {MARK_FILE} cannot be read"
     if not is_signed:
         return "It was made by somebody else, or by you with another home folder"

@@ -12,10 +12,12 @@ from pathlib import Path
 from socket import gethostname
 
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Integer, Number
 from unisono.runtime.text import one_line
 
 log = logging.getLogger(__name__)
@@ -55,9 +57,15 @@ def lock_entry(entry: Path, wait: float) -> Iterator[None]:
         lock.release()
 
 
+class _Holder(TypedDict):
+    host: str
+    process: Integer
+    since: Number
+
+
 def _holder(note: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = safe_paths.read_json(note.parent, note.name)
-        seconds = time.time() - float(found["since"])
-        return f"process {int(found['process'])} on {one_line(found['host'])}, for {seconds:.0f} s"
+    with suppress(OSError, ValueError):
+        found = safe_paths.read_json(note.parent, note.name, _Holder)
+        seconds = time.time() - found["since"]
+        return f"process {found['process']} on {one_line(found['host'])}, for {seconds:.0f} s"
     return "another process"

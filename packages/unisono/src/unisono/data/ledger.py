@@ -15,9 +15,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from unisono.data.loading.batch_builder import MicroBatch
 from unisono.data.order.order import mix_bits
@@ -25,6 +27,7 @@ from unisono.data.order.plan import SampleIndices
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RecordError, RunError
 from unisono.runtime.files import wrap_record_errors
+from unisono.runtime.shapes import Count
 
 FOLDER = "ledger"
 _BYTES = 8  # of a digest
@@ -177,9 +180,27 @@ def find_fault(folder: Path, name: str, until: Mapping[str, Any]) -> str | None:
 def _describe_step(line: bytes) -> str | None:
     """The step of a line, e.g. `step 3`, counted from 1 as everywhere outside of this file."""
     try:
-        return f"step {int(json.loads(line)['step']) + 1}"
-    except (ValueError, KeyError, TypeError):
+        return f"step {safe_paths.parse_json(line, _Numbered)['step'] + 1}"
+    except ValueError:
         return None
+
+
+class _Numbered(TypedDict):
+    step: Count
+
+
+class _Start(TypedDict):
+    start: str
+    first: Count
+    world_size: Count
+
+
+class _Step(_Numbered):
+    rows: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    samples: Count
+    ids: str
+    content: Annotated[str, Field(pattern=r"^[0-9a-f]{1,200}$")]
+    masked: NotRequired[list[Annotated[list[Any], Field(min_length=5, max_length=5)]]]
 
 
 @dataclass(frozen=True)
@@ -237,7 +258,7 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
             faults.append(f"{path.name}, line {number}: it was changed, or lines before it are missing")
         chain = said or chain
         try:
-            found = json.loads(body or line)
+            found = safe_paths.parse_json(body or line, _Start | _Step)
             if "start" in found:
                 starts.append(RunStart(found["start"], found["first"], found["world_size"], {rank: []}))
                 continue
@@ -248,7 +269,7 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
                     int(found["content"], 16), masked,
                 )
             )  # fmt: skip
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, IndexError):
             faults.append(f"{path.name}, line {number} cannot be read")
     return starts, faults
 

@@ -35,6 +35,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
 from unisono.runtime.preparing import preparing
+from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
 from unisono.supervise import disk_space
 from unisono.task import Task
@@ -247,7 +248,7 @@ def read_resolved_run(directory: Path, digest: str) -> ResolvedRun:
         OSError: If it cannot be read.
     """
     path = directory / RESOLVED_FILE
-    values = safe_paths.read_json(directory, RESOLVED_FILE)
+    values = safe_paths.read_json(directory, RESOLVED_FILE, Object)
     if digest_values(values) != digest:  # checked before importing anything that it names
         raise RunError(f"{path} was replaced by another start of this run; start the run again")
     run = from_json(values)

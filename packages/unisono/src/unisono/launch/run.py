@@ -124,14 +124,19 @@ def open_run(
     return Run(folder, config, opened)
 
 
-def read_asset(directory: Path, name: str) -> Any:
-    """Read a JSON file that `Task.save_assets` wrote into the assets of a run.
+def read_asset(directory: Path, name: str, shape: Any) -> Any:
+    """Read a JSON file that `Task.save_assets` wrote into the assets of a run, which may be anybody's.
+
+    Args:
+        directory: Of the assets.
+        name: Of the file.
+        shape: The type of its content, e.g. `dict[str, list[str]]` or a `TypedDict` of `typing_extensions`.
 
     Raises:
-        RunError: If it is missing or damaged, or not a regular file in that folder.
+        RunError: If it is missing or damaged, has another shape, or is not a regular file in that folder.
     """
     try:
-        return safe_paths.read_json(directory, name)
+        return safe_paths.read_json(directory, name, shape)
     except FileNotFoundError as error:
         raise RunError(f"{directory} has no {name}: these are not the assets of a run of this task") from error
     except (OSError, ValueError) as error:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NotRequired
 
 import yaml
+from typing_extensions import TypedDict
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
@@ -25,6 +27,7 @@ from unisono.launch.preflight import DataFacts
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole, write_with_backup
+from unisono.runtime.shapes import Count, Object
 from unisono.supervise import run_lock
 from unisono.task import Task
 from unisono.task_config import resolve_engine
@@ -177,14 +180,14 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
     facts, files = data.facts, data.files
     if not (folder / FINGERPRINT).is_file():
         return
-    before = safe_paths.read_json(folder, FINGERPRINT)["data"]
+    before = _read_record(folder, FINGERPRINT, _Fingerprint)["data"]
     known = [name for name in ("rows", "sources", "fingerprint") if name in before and name in facts]
     if all(before[name] == facts[name] for name in known):  # a different number of rows means a different order
         return
     differing = "; ".join(
         f"{name} was {before.get(name)} and is {value}" for name, value in facts.items() if before.get(name) != value
     )
-    were = safe_paths.read_json(folder, FILES) if (folder / FILES).is_file() else {}
+    were = _read_record(folder, FILES, dict[str, list[_DataFile]]) if (folder / FILES).is_file() else {}
     changed = [
         (f"of source '{name}', " if name else "") + what
         for name in sorted(were.keys() & files.keys())
@@ -194,6 +197,33 @@ def refuse_other_data(folder: Path, data: DataFacts) -> None:
         f"{folder} was trained on different data: {'; '.join([*changed, differing])}. Restore the data, or choose "
         "another run.name"
     )
+
+
+class _Fingerprint(TypedDict):
+    data: Object
+
+
+class _DataFile(TypedDict):
+    name: str
+    rows: NotRequired[Count]
+    size: NotRequired[Count]
+    digest: NotRequired[str]
+    stamp: NotRequired[str]
+
+
+def _read_record(folder: Path, name: str, shape: Any) -> Any:
+    """What an earlier start wrote of its data.
+
+    Raises:
+        RunError: If it is damaged.
+    """
+    try:
+        return safe_paths.read_json(folder, name, shape)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{folder / name} cannot be read: {getattr(error, 'strerror', None) or error}; restore it, or choose "
+            "another run.name"
+        ) from error
 
 
 def run_path(config: RunConfig) -> Path:

@@ -38,15 +38,13 @@ class Events:
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self._path = path
-        kept = []
+        kept: list[str] = []
+        self._notes: set[str] = set()
         if os.path.lexists(path):
             lines = _read_lines(path)
-            kept = [
-                line
-                for line in lines
-                if (step := _step_of_line(line)) is not None and (step <= first_step or _is_note(line))
-            ]
-        self._notes = {line for line in kept if _is_note(line)}
+            seen = [(line, event) for line in lines if (event := _parse_line(line)) is not None]
+            kept = [line for line, event in seen if event["step"] <= first_step or NOTE_KEYS & event.keys()]
+            self._notes = {line for line, event in seen if NOTE_KEYS & event.keys()}
         write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
@@ -82,7 +80,7 @@ def parse_events(text: str) -> list[dict[str, Any]]:
 
 
 def _parse_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in lines if _step_of_line(line) is not None]
+    return [event for line in lines if (event := _parse_line(line)) is not None]
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
@@ -107,16 +105,11 @@ def _read_lines(path: Path) -> list[str]:
     return safe_paths.read_bytes(path.parent, path.name, _LARGEST).decode("utf-8", errors="replace").splitlines()
 
 
-def _is_note(line: str) -> bool:
-    return bool(NOTE_KEYS & json.loads(line).keys())
-
-
-def _step_of_line(line: str) -> int | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event["step"] if misfit(event, _Numbered) is None else None
+def _parse_line(line: str) -> dict[str, Any] | None:
+    """The event of a line; None for one that is damaged."""
+    with suppress(ValueError):
+        return dict(safe_paths.parse_json(line, _Numbered))
+    return None
 
 
 def _line(event: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from unisono.config import safe_yaml
 from unisono.observe import events
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.entry_points import find_entry_points
-from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.errors import ConfigError, RunError, nearest
 from unisono.runtime.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -234,9 +234,16 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """Return the ids of the tracked runs by tracker, for checkpoints; empty if there are none."""
+    """Return the ids of the tracked runs by tracker, for checkpoints; empty if there are none.
+
+    Raises:
+        RunError: If the file is damaged.
+    """
     path = folder / IDS
-    return dict(safe_paths.read_json(folder, IDS)) if path.is_file() else {}
+    try:
+        return dict(safe_paths.read_json(folder, IDS, dict[str, str])) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}; remove it, and the run is tracked as a new one") from error
 
 
 def restore_ids(folder: Path, kept: Mapping[str, str]) -> None:

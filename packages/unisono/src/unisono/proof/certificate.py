@@ -31,6 +31,7 @@ from unisono.proof.verdict import Abstention, Verdict, abstentions, join_marks
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Object
 from unisono.task_config import resolve_engine
 
 # Quantities without which a case has shown nothing, whatever else passed.
@@ -386,7 +387,7 @@ def _read_certificates(*folders: Path) -> tuple[list[Certificate], list[str]]:
         if not file.is_file():
             continue
         try:
-            values = safe_paths.read_json(file.parent, file.name)
+            values = safe_paths.read_json(file.parent, file.name, Object)
             found.append(Certificate.model_validate({**values, "file": file}))
         except ValidationError as error:
             wrong = error.errors()[0]

@@ -29,6 +29,7 @@ from typing import Any
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import DeadlineError
 from unisono.runtime.safe_paths import parse_json
+from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
 
 TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
@@ -158,9 +159,7 @@ class AuthenticatedLine:
             raise DeadlineError(f"{self.name}: a message was changed or forged on the way, while waiting for {what}")
         self._received_count += 1
         with suppress(ValueError):
-            message = parse_json(text)
-            if isinstance(message, dict):
-                return message
+            return dict(parse_json(text, Object))
         raise DeadlineError(f"{self.name} sent something that is not a Unisono message, while waiting for {what}")
 
     def exchange(self, message: Json, timeout: float, what: str) -> dict[str, Any]:
@@ -192,12 +191,9 @@ class AuthenticatedLine:
     def _receive_greeting(self, deadline: float) -> dict[str, Any]:
         """Receive one handshake message. The sender is not authenticated yet, so every defect is a `GreetingError`."""
         try:
-            message = parse_json(self._line(deadline, "a greeting", MAX_GREETING_BYTES))
+            return dict(parse_json(self._line(deadline, "a greeting", MAX_GREETING_BYTES), Object))
         except (DeadlineError, ValueError) as error:
             raise GreetingError(one_line(error)) from error
-        if not isinstance(message, dict):
-            raise GreetingError("it sent something that is not a Unisono message")
-        return message
 
     def _line(self, deadline: float, what: str, limit: int) -> bytes:
         """Return the bytes up to the next newline, all of which must arrive before the deadline."""

@@ -59,7 +59,7 @@ def _ask_process(path: Path, wait: float) -> str | None:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=wait, check=False)
     except subprocess.TimeoutExpired:
         return None
-    return str(json.loads(done.stdout)) if done.returncode == 0 else None
+    return str(safe_paths.parse_json(done.stdout, str)) if done.returncode == 0 else None
 
 
 def check_within_limits(path: str) -> str:

@@ -139,21 +139,40 @@ def read_text(folder: Path | str, name: object, limit: int = TEXT) -> str:
     return read_bytes(folder, name, limit).decode("utf-8")
 
 
-def read_json(folder: Path | str, name: object, limit: int = TEXT) -> Any:
-    """Read a file as JSON; a ValueError if it is invalid or nested too deeply."""
-    return parse_json(read_bytes(folder, name, limit))
+def read_json(folder: Path | str, name: object, shape: Any, limit: int = TEXT) -> Any:
+    """Read a record from a file as JSON.
 
-
-def parse_json(content: bytes | str) -> Any:
-    """Parse untrusted JSON.
+    Args:
+        folder: As for `open_inside`.
+        name: As for `open_inside`.
+        shape: As for `parse_json`.
+        limit: As for `read_bytes`.
 
     Raises:
-        ValueError: For anything that makes Python's parser fail.
+        ValueError: If it is invalid, nested too deeply, or does not have that shape.
+    """
+    return parse_json(read_bytes(folder, name, limit), shape)
+
+
+def parse_json(content: bytes | str, shape: Any) -> Any:
+    """Parse untrusted JSON, and check its shape, so that nobody has to guard against a missing key or another type.
+
+    Args:
+        content: The text.
+        shape: A type as of `runtime.shapes`: a `TypedDict` of what is used, or `shapes.Object` where any keys may be.
+
+    Raises:
+        ValueError: For anything that makes Python's parser fail, and for another shape, naming the place.
     """
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    from unisono.runtime import shapes  # pydantic is not needed by those who read no records
+
+    if (wrong := shapes.misfit(value, shape)) is not None:
+        raise ValueError(one_line(wrong))
+    return value
 
 
 def copy_inside(folder: Path | str, name: object, target: Path) -> None:
@@ -279,7 +298,9 @@ def components(folder: Path | str, name: object) -> list[str]:
 def read_limited(file: BufferedReader, shown: str, limit: int) -> bytes:
     """Read an open file, which may grow meanwhile; one larger than `limit` is refused."""
     size = os.fstat(file.fileno()).st_size
-    content = file.read(limit + 1) if size <= limit else b""
+    content = file.read(size + 1) if size <= limit else b""  # not `limit`, for which Python would reserve memory
+    while size < len(content) <= limit and (more := file.read(1 << 20)):
+        content += more
     if size > limit or len(content) > limit:
         raise UnsafePathError(
             f"{shown} has {max(size, len(content))} bytes; at most {limit} bytes of such a file are read"

@@ -9,7 +9,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Object = dict[str, Any]  # a JSON object with any keys
 
 
 class HashedFile(TypedDict):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.config import safe_yaml
-from unisono.config.resolved_run import RESOLVED_FILE, resume_command
+from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.observe import events
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, RunError, explain_command
 from unisono.runtime.text import one_line
 from unisono.supervise import records, run_facts
 
-_MAX_COMMAND_LENGTH = 4000  # characters of a command that are shown
 REMEDIES = {
     1: "Fix the code at the line of the traceback, and resume.",
     2: "Fix what the message names, and resume.",
@@ -84,24 +83,23 @@ def diagnose_run(folder: Path) -> list[str]:
 
 
 def _resume_command(folder: Path) -> str:
-    """Return the command that resumes the run, as recorded by its newest start; empty if that is unknown."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        values = safe_paths.read_json(folder, RESOLVED_FILE)
-        command = tuple(map(str, values["command"]))
-        if command[:2] in ((), ("unisono", "train"), ("unisono", "resume")):  # the file is untrusted
-            return one_line(resume_command(command, str(values["config"]["run"]["name"])), _MAX_COMMAND_LENGTH)
-    return ""
+    """Return what to type to resume the run; empty if it was never started.
+
+    The folder may be anybody's, and its words would be typed: so all of them are ours, and the folder's name as the
+    user gave it.
+    """
+    return shlex.join(("unisono", "resume", str(folder))) if safe_paths.is_inside(folder, RESOLVED_FILE) else ""
 
 
 def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]) -> Iterator[str]:
     for found in findings:
         for rank, one in sorted(found["ranks"].items(), key=lambda item: int(item[0])):
-            where = f", at {one['where']}" if "where" in one else ""
-            yield f"  rank {rank} on {found['host']} (process {one['pid']}): {one['at']}{where}"
+            where = f", at {one_line(one['where'])}" if "where" in one else ""
+            yield f"  rank {rank} on {one_line(found['host'])} (process {one['pid']}): {one_line(one['at'])}{where}"
         if found.get("stacks"):
-            yield f"  all stacks: {found['stacks']}"
+            yield f"  all stacks: {one_line(found['stacks'], 1000)}"
     for fault in sorted(faults, key=lambda fault: fault["rank"]):
-        yield f"  rank {fault['rank']} reported: {fault['text'].splitlines()[-1]}"
+        yield f"  rank {fault['rank']} reported: {one_line(fault['text'].strip().splitlines()[-1], 1000)}"
 
 
 def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:

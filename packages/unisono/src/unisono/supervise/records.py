@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from unisono.runtime import safe_paths
-from unisono.runtime.shapes import Integer, Number, misfit
+from unisono.runtime.shapes import Count, Integer, Number
+
+Rank = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a key of JSON
+Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Fault(TypedDict):
     """The error that ended a rank, as reported by the rank."""
 
-    rank: Integer
+    rank: Count
     kind: str
-    text: str
+    text: Text
     code: Integer
     fault: str
     time: Number
@@ -27,16 +31,18 @@ class LastPlace(TypedDict):
 
     at: str
     pid: Integer
+    where: NotRequired[str]
 
 
 class Finding(TypedDict):
     """The finding of a node's monitor."""
 
     code: Integer
-    text: str
+    text: Text
     host: str
     time: Number
-    ranks: dict[str, LastPlace]
+    ranks: dict[Rank, LastPlace]
+    stacks: NotRequired[str]
 
 
 def read(folder: Path, pattern: str, shape: Any) -> list[dict[str, Any]]:
@@ -44,13 +50,7 @@ def read(folder: Path, pattern: str, shape: Any) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob(pattern)):
         try:
-            record = safe_paths.read_json(folder, path.name)
+            found.append(safe_paths.read_json(folder, path.name, shape))
         except (OSError, ValueError):
             continue
-        if (
-            misfit(record, shape) is None
-            and record["text"].strip()
-            and all(str(rank).isdecimal() for rank in record.get("ranks", ()))
-        ):
-            found.append(record)
     return found

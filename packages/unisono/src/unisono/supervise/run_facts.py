@@ -13,14 +13,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from unisono.config import foreign_run
 from unisono.observe import events
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DeadlineError, Preempted, RunError
-from unisono.runtime.shapes import Integer, misfit
+from unisono.runtime.shapes import Count
+from unisono.runtime.text import one_line
 from unisono.supervise import records, run_lock
 
+
+class _Data(TypedDict):
+    steps: Count
+
+
+class _Fingerprint(TypedDict):
+    data: _Data
+
+
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
+_MAX_TEXT = 2000  # characters of a line of somebody else's message
 _STOPPED_CODES = (Preempted.exit_code, 130)  # 130: Ctrl-C
 
 
@@ -84,7 +97,7 @@ def read_run_facts(folder: Path) -> RunFacts:
     steps = events.step_events(seen)
     state, code, why = find_state(folder, int(steps[-1]["step"]) if steps else 0, total)
     if state == "stopped" and code is None:
-        why = next((str(event["stopped"]) for event in reversed(seen) if "stopped" in event), "")
+        why = next((one_line(event["stopped"]) for event in reversed(seen) if "stopped" in event), "")
     return RunFacts(folder, config, seen, total, state, why, code)
 
 
@@ -106,9 +119,9 @@ def find_state(folder: Path, steps_done: int, total: int | None) -> tuple[State,
 
 def planned_steps(folder: Path) -> int | None:
     """Return the total number of steps of a run; the configuration may state it in epochs."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        steps = safe_paths.read_json(folder, "fingerprint.json")["data"]["steps"]
-        return steps if misfit(steps, Integer) is None else None
+    with suppress(OSError, ValueError):
+        steps: int = safe_paths.read_json(folder, "fingerprint.json", _Fingerprint)["data"]["steps"]
+        return steps
     return None
 
 
@@ -119,13 +132,13 @@ def find_cause(faults: Sequence[dict[str, Any]], findings: Sequence[dict[str, An
     """
     own = sorted((f for f in faults if f["kind"] != "DeadlineError"), key=lambda fault: fault["time"])
     if own:
-        text = own[0]["text"].splitlines()
-        shown = [text[0], *(["…", *text[-3:]] if len(text) > 4 else text[1:])]
+        text = own[0]["text"].strip().splitlines()
+        shown = [one_line(line, _MAX_TEXT) for line in (text[0], *(["…", *text[-3:]] if len(text) > 4 else text[1:]))]
         return own[0]["code"], [f"rank {own[0]['rank']}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
     if findings:
         first = min(findings, key=lambda found: found["time"])
-        return first["code"], [first["text"]]
+        return first["code"], [one_line(first["text"], _MAX_TEXT)]
     if faults:
         first = min(faults, key=lambda fault: fault["time"])
-        return DeadlineError.exit_code, [first["text"].splitlines()[0]]
+        return DeadlineError.exit_code, [one_line(first["text"].strip().splitlines()[0], _MAX_TEXT)]
     return None, []

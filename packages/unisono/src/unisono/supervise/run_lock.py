@@ -22,7 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from unisono.runtime import safe_paths
 from unisono.runtime.console import say
@@ -37,6 +40,17 @@ BEAT_INTERVAL = 3.0  # seconds between heartbeats
 TAKEOVER_AFTER = 20.0  # seconds without a heartbeat after which an owner that cannot be checked counts as dead
 _LARGEST = 1 << 16  # bytes of a record
 _TOKENS_KEPT = 4  # older tokens that are kept
+_MAX_DIGITS = 18  # of a token in a file's name
+
+
+class Owner(TypedDict):
+    """Who holds a lock, or held it."""
+
+    host: str
+    machine: str
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    born: str
+    released: bool
 
 
 @dataclass(frozen=True)
@@ -262,19 +276,18 @@ def _newest_token(folder: Path) -> int:
         names = os.listdir(folder / FOLDER)  # noqa: PTH208 - names only, since this runs every few seconds
     except OSError:
         return 0
-    return max((int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()), default=0)
+    tokens = [name[:-5] for name in names if name.endswith(".json") and name[:-5].isdecimal()]
+    return max((int(token) for token in tokens if len(token) <= _MAX_DIGITS), default=0)
 
 
 def _read_owner(folder: Path, token: int) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        owner = safe_paths.read_json(folder / FOLDER, RunLock(folder, token).owner_file.name, _LARGEST)
-        if isinstance(owner, dict) and {"host", "machine", "pid", "born", "released"} <= owner.keys():
-            return owner
+        return dict(safe_paths.read_json(folder / FOLDER, RunLock(folder, token).owner_file.name, Owner, _LARGEST))
     return None
 
 
 def _format_owner(owner: dict[str, Any] | None) -> str:
-    return f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+    return f"process {owner['pid']} on {one_line(owner['host'], 60)}" if owner else "another process"
 
 
 def _remove_old_tokens(lease: RunLock) -> None:

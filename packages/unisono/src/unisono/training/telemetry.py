@@ -16,6 +16,7 @@ from unisono.observe.progress import Speed, Stopwatch, format_count
 from unisono.observe.run_record import RunRecord
 from unisono.runtime import heartbeat, safe_paths
 from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.shapes import Object
 from unisono.runtime.text import format_value
 from unisono.training.parts import TrainingParts, gather_rows
 
@@ -91,7 +92,7 @@ class Telemetry:
     def _describe_run(self) -> dict[str, Any]:
         """Facts of the run and its system, for trackers."""
         known = self._run.directory / "fingerprint.json"
-        start = safe_paths.read_json(self._run.directory, known.name) if known.is_file() else {}
+        start = safe_paths.read_json(self._run.directory, known.name, Object) if known.is_file() else {}
         device = {"device": self._facts.device, "parameters": self._facts.parameters, "frozen": self._facts.frozen}
         return {**start, **device, "world_size": self._process.world_size, "data": self._data_facts}
 

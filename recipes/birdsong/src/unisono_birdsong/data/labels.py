@@ -64,13 +64,13 @@ def class_names(
 
 def _names_in_file(path: Path) -> list[str]:
     try:
-        found = safe_paths.read_json(path.parent, path.name)
+        found = safe_paths.read_json(path.parent, path.name, dict[str, int])
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.names={path} cannot be read: {error}") from error
-    numbers = list(found.values()) if isinstance(found, dict) else []
+    numbers = list(found.values())
     if not numbers or {*numbers} != {*range(len(numbers))}:
         raise ConfigError(f"data.names={path} is not an object {{name: class}} with the classes 0, 1, 2, …")
-    return sorted(found, key=lambda name: int(found[name]))
+    return sorted(found, key=lambda name: found[name])
 
 
 def _names_in_column(source: Recordings, column: str, labels: Sequence[Labels] | None, key: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run, safe_paths
 from unisono_audio import CENTRE
@@ -80,10 +81,17 @@ class Pictures(Callback):
         return path
 
 
+class _Loss(TypedDict):
+    step: int
+    loss: float | None
+
+
 def plot_losses(axis: Any, run: Path, label: str) -> None:
     """The loss of every step of a run, and of its evaluations."""
-    rows = [json.loads(line) for line in safe_paths.read_text(run, "events.jsonl", 8 << 30).splitlines()]
-    rows = [row for row in rows if "loss" in row]
+    rows: list[dict[str, Any]] = []
+    for line in safe_paths.read_text(run, "events.jsonl", 8 << 30).splitlines():
+        with suppress(ValueError):  # other events, and a line that was cut off
+            rows.append(safe_paths.parse_json(line, _Loss))
     for evaluated, style, name in ((False, "-", label), (True, "o", f"{label}, held out")):
         chosen = {row["step"]: row["loss"] for row in rows if bool(row.get("eval")) is evaluated}  # the last of each
         if chosen:

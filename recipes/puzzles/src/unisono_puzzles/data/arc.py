@@ -104,7 +104,7 @@ def examples(pairs: Sequence[tuple[int, Pair]]) -> Puzzles:
 
 def _read_folders(path: Path) -> Iterator[ArcTask]:
     for file in sorted(path.rglob("*.json")):
-        content = _load(file)
+        content = _load(file, Any)
         if isinstance(content, Mapping) and "train" in content:
             yield _task(file.stem, file.parent.name, content, None, f"{file}")
 
@@ -114,16 +114,16 @@ def _read_combined(files: Sequence[Path]) -> Iterator[ArcTask]:
         stem = file.name.removesuffix(_COMBINED)
         name = stem.split("_", 1)[-1]  # arc-agi_training -> training
         solutions_file = file.with_name(f"{stem}_solutions.json")
-        solutions = _load(solutions_file) if solutions_file.is_file() else {}
-        for task, content in _load(file).items():
+        solutions = _load(solutions_file, dict[str, list[Any]]) if solutions_file.is_file() else {}
+        for task, content in _load(file, dict[str, dict[str, Any]]).items():
             yield _task(task, name, content, solutions.get(task), f"{file}: task {task}")
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path, shape: Any) -> Any:
     try:
-        return safe_paths.parse_json(safe_paths.read_regular(file))
+        return safe_paths.parse_json(safe_paths.read_regular(file), shape)
     except (ValueError, OSError) as error:
-        raise DataError(f"{file} cannot be read as JSON: {error}") from error
+        raise DataError(f"{file} cannot be read as ARC tasks: {error}") from error
 
 
 def _task(name: str, set_: str, content: Any, solutions: Sequence[Any] | None, where: str) -> ArcTask:

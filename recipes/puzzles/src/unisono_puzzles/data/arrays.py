@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import DataError, safe_paths
 from unisono_puzzles.data.formats import (
@@ -25,8 +26,16 @@ from unisono_puzzles.data.formats import (
 )
 
 _FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
-_META = ("pad_id", "ignore_label_id", "vocab_size", "seq_len", "num_puzzle_identifiers", "sets")
 Numbers = NDArray[np.int64]
+
+
+class _Meta(TypedDict):
+    pad_id: int
+    ignore_label_id: int | None
+    vocab_size: int
+    seq_len: int
+    num_puzzle_identifiers: int
+    sets: list[str]
 
 
 class StoredPuzzle(NamedTuple):
@@ -117,10 +126,9 @@ def read_split(folder: Path) -> StoredPuzzles:
     if not meta_file.is_file():
         raise DataError(f"{folder} is not a data folder: it has no dataset.json")
     try:
-        meta = safe_paths.read_json(folder, meta_file.name)
-        values = {name: meta[name] for name in _META}
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{meta_file} cannot be used: {type(error).__name__}: {error}") from error
+        values = safe_paths.read_json(folder, meta_file.name, _Meta)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{meta_file} cannot be used: {error}") from error
     if len(values["sets"]) != 1:
         raise DataError(f"{meta_file} names the sets {values['sets']}; folders of one set can be read")
     if values["pad_id"] != 0:
@@ -149,8 +157,8 @@ def read_split(folder: Path) -> StoredPuzzles:
         np.asarray(arrays["puzzle_identifiers"], dtype=np.int64),
         np.asarray(arrays["puzzle_indices"], dtype=np.int64),
         np.asarray(arrays["group_indices"], dtype=np.int64),
-        int(values["num_puzzle_identifiers"]),
-        0 if values["ignore_label_id"] is None else int(values["ignore_label_id"]),
+        values["num_puzzle_identifiers"],
+        values["ignore_label_id"] or 0,
     )
 
 

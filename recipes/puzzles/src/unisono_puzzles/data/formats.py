@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from unisono import ConfigError
 
@@ -28,6 +30,16 @@ ARC_COLOURS = 10
 MAZE_SYMBOLS = "# SGo"  # tokens 1 to 5: wall, floor, start, goal, path
 COLUMNS = ("questions", "answers", "groups", "ratings", "numbers")  # arrays of `Puzzles`
 SUDOKU_BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the side of the grid
+
+
+class FormatJson(TypedDict):
+    """A `Format` as JSON."""
+
+    kind: str
+    height: int
+    width: int
+    vocabulary: int
+    box: Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ def format_to_json(format: Format) -> dict[str, Any]:
 
 def format_from_json(described: dict[str, Any]) -> Format:
     """The inverse of `format_to_json`."""
-    return Format(**{**described, "box": tuple(described["box"])})
+    names = ("kind", "height", "width", "vocabulary")
+    return Format(**{name: described[name] for name in names}, box=tuple(described["box"]))
 
 
 def sudoku_format(side: int) -> Format:

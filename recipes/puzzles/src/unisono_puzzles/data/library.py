@@ -338,7 +338,7 @@ def _load_or_compute(config: Any, address: list[Any], make: Callable[[], Puzzles
         (folder / "format.json").write_text(json.dumps(format_to_json(puzzles.format)), encoding="utf-8")
 
     def load(folder: Path) -> Puzzles:
-        format_ = format_from_json(safe_paths.read_json(folder, "format.json"))
+        format_ = format_from_json(safe_paths.read_json(folder, "format.json", formats.FormatJson))
         found = (safe_paths.load_array(folder, f"{name}.npy", mapped=True) for name in formats.COLUMNS)
         return Puzzles(format_, *found)
 

@@ -11,17 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from unisono import DataError, prepare, read_asset, safe_paths, whole_file, write_whole
 from unisono_puzzles.data.arrays import Numbers, StoredPuzzle
-from unisono_puzzles.data.formats import Format, Tokens, format_from_json, format_to_json
+from unisono_puzzles.data.formats import Format, FormatJson, Tokens, format_from_json, format_to_json
 
 _ABOUT = "puzzles.json"
 _NUMBERS = "numbers.npz"  # first row of each puzzle, identifiers of rows, ratings of puzzles
+
+
+class _About(TypedDict):
+    format: FormatJson
+    embeddings: int
+    tasks: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -105,9 +112,9 @@ class PreparedPuzzles:
 
     def __init__(self, folder: Path) -> None:
         self.shards = prepare.Shards(folder)
-        about = read_asset(folder, _ABOUT)
+        about = read_asset(folder, _ABOUT, _About)
         self.format: Format = format_from_json(about["format"])
-        self.embeddings = int(about["embeddings"])
+        self.embeddings = about["embeddings"]
         self.tasks: tuple[str, ...] = tuple(about.get("tasks", ()))
         try:
             with safe_paths.open_inside(folder, _NUMBERS) as file, np.load(file, allow_pickle=False) as numbers:

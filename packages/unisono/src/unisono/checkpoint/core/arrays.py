@@ -27,6 +27,7 @@ from unisono.engines.state import ArrayShard
 from unisono.runtime import safe_paths
 from unisono.runtime.communicator import Json
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.shapes import Object
 
 MAX_PIECE_BYTES = 64 << 20  # limit of a piece, unless a single index of its first axis is larger
 _PAIR_DTYPES = ("complex128",)  # not supported by safetensors; written as pairs of real numbers
@@ -242,7 +243,7 @@ def header_misfit(header: bytes, pieces: Iterable[tuple[dict[str, Any], str]]) -
         pieces: all entries of the manifest for this file, each with the dtype of its array.
     """
     try:
-        entries = safe_paths.parse_json(header[8:])
+        entries = safe_paths.parse_json(header[8:], dict[str, Object])
         entries.pop("__metadata__", None)
         for piece, dtype in pieces:
             entry = entries.pop(piece["entry"])

@@ -142,7 +142,7 @@ def read_manifest(path: Path) -> Checkpoint:
     file = path / NAME
     try:
         written = safe_paths.read_bytes(path, NAME, LARGEST)
-        content = safe_paths.parse_json(written)
+        content = safe_paths.parse_json(written, Any)  # by `_Content`, once the format is known
         if not isinstance(content, dict) or "format" not in content:
             raise CheckpointError(f"{file} is not the manifest of a checkpoint. {deletion_advice(path)}")
         if content["format"] != FORMAT:

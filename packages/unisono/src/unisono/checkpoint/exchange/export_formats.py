@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
+from unisono.runtime.shapes import Count, Object
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -242,7 +244,7 @@ def _write_config(model: Any, assets: Path, folder: Path, dtype: torch.dtype | N
         hf_config.copy_settings(assets, "generation_config.json", folder)
     else:
         if special.is_file():
-            ids = safe_paths.read_json(assets, special.name)
+            ids = _read(assets, special.name, _SpecialTokens)
             text.bos_token_id, text.eos_token_id = ids["first"], ids["last"]
         if model.can_generate():
             generation = GenerationConfig.from_model_config(config)
@@ -250,6 +252,27 @@ def _write_config(model: Any, assets: Path, folder: Path, dtype: torch.dtype | N
                 generation.pad_token_id = text.eos_token_id
             generation.save_pretrained(folder)
     config.save_pretrained(folder)
+
+
+class _SpecialTokens(TypedDict):
+    first: Count | None
+    last: Count | None
+
+
+class _Architecture(TypedDict):
+    model_type: str
+
+
+def _read(assets: Path, name: str, shape: Any) -> Any:
+    """A record among the assets of a run, which may be anybody's.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    try:
+        return safe_paths.read_json(assets, name, shape)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{assets / name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _write_tokenizer(assets: Path, folder: Path) -> None:
@@ -264,7 +287,7 @@ def _write_tokenizer(assets: Path, folder: Path) -> None:
 
     engine = Tokenizer.from_str(safe_paths.read_text(assets, "tokenizer.json"))
     special = assets / "special_tokens.json"
-    ids = safe_paths.read_json(assets, special.name) if special.is_file() else {}
+    ids = _read(assets, special.name, _SpecialTokens) if special.is_file() else {}
     begins = not ids or _begins_prompts(engine, ids["first"])
     if not begins:
         _begin_prompts(engine, ids["first"])
@@ -303,7 +326,7 @@ def _begin_prompts(engine: Any, first: int | None) -> None:
 
 def _ask_for_first_token(path: Path) -> None:
     """Correct a `tokenizer_config.json` that says that no token is put before a text."""
-    values = safe_paths.read_json(path.parent, path.name) if path.is_file() else {}
+    values = _read(path.parent, path.name, Object) if path.is_file() else {}
     if values.get("add_bos_token") is False:
         path.write_text(json.dumps({**values, "add_bos_token": True}, indent=2) + "\n", encoding="utf-8")
 
@@ -312,10 +335,10 @@ def _is_causal(assets: Path) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        kind = safe_paths.read_json(assets, "config.json", hf_config.LARGEST)["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+        kind = safe_paths.read_json(assets, "config.json", _Architecture, hf_config.LARGEST)["model_type"]
+    except (OSError, ValueError):
         return False
-    return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _dtype(outputs: list[Output]) -> torch.dtype | None:

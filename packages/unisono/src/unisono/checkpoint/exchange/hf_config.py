@@ -20,6 +20,7 @@ from unisono.checkpoint.exchange import hf_shards
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
 from unisono.runtime.files import pickle_hint
+from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,11 @@ def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         CheckpointError: where it is no JSON object.
     """
     try:
-        values = safe_paths.read_json(folder, name, LARGEST)
+        values = safe_paths.read_json(folder, name, Object, LARGEST)
     except ValueError as error:
         if isinstance(error, OSError):
             raise
-        raise CheckpointError(f"{folder / name} is not JSON: {one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{folder / name} holds a JSON {type(values).__name__}, not an object with settings")
+        raise CheckpointError(f"{folder / name} is not a JSON object with settings: {one_line(error)}") from error
     kept, dropped = without_code(values)
     if dropped:
         _warn_dropped(str(folder / name), tuple(dropped))

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from unisono.checkpoint.core import arrays
 from unisono.runtime import safe_paths
@@ -208,6 +209,10 @@ class ShardedFiles:
         return self._open[file]
 
 
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def read_index(folder: Path, name: str) -> dict[str, str]:
     """What an index says: the file of every tensor, each the name of a file of this folder.
 
@@ -215,13 +220,15 @@ def read_index(folder: Path, name: str) -> dict[str, str]:
         CheckpointError: where it is no index, or names what is no regular file of its folder.
     """
     try:
-        where = safe_paths.read_json(folder, name, LARGEST_INDEX)["weight_map"]
-        for file in sorted(set(where.values()), key=str):
+        where = safe_paths.read_json(folder, name, _Index, LARGEST_INDEX)["weight_map"]
+        for file in sorted(set(where.values())):
             safe_paths.open_inside(folder, file).close()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, safe_paths.UnsafePathError):
             raise CheckpointError(str(error)) from error
         if isinstance(error, OSError):
             raise CheckpointError(f"{error.filename} is missing, or cannot be read: {error.strerror}") from error
-        raise CheckpointError(f"{folder / name} cannot be read as an index of tensors: {error!r:.300}") from error
+        raise CheckpointError(
+            f"{folder / name} cannot be read as an index of tensors: {one_line(error, 300)}"
+        ) from error
     return dict(where)

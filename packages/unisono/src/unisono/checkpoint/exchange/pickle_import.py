@@ -18,7 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from unisono.checkpoint.exchange import hf_config, hf_shards
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
@@ -157,8 +159,7 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
         done = _run(pickle, key, size, file, shown)
     reply: dict[str, Any] = {}
     with suppress(ValueError, IndexError):
-        answer = json.loads(done.stdout.splitlines()[-1])
-        reply = answer if isinstance(answer, dict) else {}
+        reply = dict(safe_paths.parse_json(done.stdout.splitlines()[-1], _Reply))
     if done.returncode == 0 and "left" in reply:
         if missing := reply.get("without"):
             say(
@@ -167,6 +168,13 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
             )
         return [_printable(line) for line in reply["left"]]
     raise CheckpointError(f"{shown} {_explain_failure(done, reply)}")
+
+
+class _Reply(TypedDict):
+    needed: NotRequired[str]
+    left: NotRequired[list[str]]
+    without: NotRequired[list[str]]
+    sentence: NotRequired[str]
 
 
 def _run(
@@ -199,8 +207,8 @@ def _run(
 
 def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, Any]) -> str:
     """What is wrong with a pickle, as the end of a sentence."""
-    if "global" in reply:
-        needed = _printable(reply["global"])
+    if "needed" in reply:
+        needed = _printable(reply["needed"])
         return (
             f"was refused: reading it would need {needed}, which is neither a tensor nor plain data and "
             "could run code. Nothing of it was run. The file's author can save only the tensors: "

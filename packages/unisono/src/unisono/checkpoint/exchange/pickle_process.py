@@ -78,7 +78,7 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
         if named:
-            return {"global": named[1]}
+            return {"needed": named[1]}
         detail = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         return {
             "sentence": "was refused: it is not a torch.save file, or a pickle of more than tensors and plain data "

@@ -33,7 +33,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path, remove_folder
-from unisono.runtime.shapes import HashedFile, misfit
+from unisono.runtime.shapes import HashedFile
 from unisono.runtime.text import one_line
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
@@ -290,9 +290,7 @@ def _find_fault(store: ObjectStore, name: str, checkpoint: Checkpoint) -> str | 
 def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, str] | None) -> None:
     """Download the missing files of the run's description: the configuration first, since it marks a run directory."""
     try:
-        described = safe_paths.parse_json(store.get(DESCRIPTION_FILE) or b"")
-        if (wrong := misfit(described, dict[str, HashedFile])) is not None:
-            raise ValueError(wrong)
+        described = safe_paths.parse_json(store.get(DESCRIPTION_FILE) or b"", dict[str, HashedFile])
     except ValueError as error:
         raise ObjectError(f"{store.url_of(DESCRIPTION_FILE)} is missing or damaged ({one_line(error)})") from error
     files = {name: (each["size"], each["sha256"]) for name, each in described.items()}

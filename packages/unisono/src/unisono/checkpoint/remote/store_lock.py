@@ -17,15 +17,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
+from unisono.runtime.shapes import Integer
+from unisono.runtime.text import one_line
 
 LOCAL_FILE = "upload.json"  # in the run's folder: the run's id, and the start that writes
 OWNER, ALIVE = "owner.json", "alive.json"
 HEARTBEAT_SECONDS = 5.0  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 20.0  # seconds without a heartbeat after which a process elsewhere counts as dead
+
+
+class _Owner(TypedDict):
+    run: str
+    start: str
+    host: str
+    process: str
+    folder: str
+
+
+class _Heartbeat(TypedDict):
+    number: Integer | None
 
 
 def read_owner(store: ObjectStore) -> dict[str, Any] | None:
@@ -38,9 +54,9 @@ def read_owner(store: ObjectStore) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        found = safe_paths.parse_json(content)
-        return {name: str(found[name]) for name in ("run", "start", "host", "process", "folder")}
-    except (ValueError, KeyError, TypeError) as error:
+        found: dict[str, Any] = safe_paths.parse_json(content, _Owner)
+        return {name: one_line(found[name], 1000) for name in _Owner.__annotations__}
+    except ValueError as error:
         raise RunError(
             f"{store.url_of(OWNER)} is not a valid owner record ({error}); find out who wrote it, or choose another "
             "run.name or checkpoint.upload.url"
@@ -50,7 +66,7 @@ def read_owner(store: ObjectStore) -> dict[str, Any] | None:
 def read_local(folder: Path) -> dict[str, Any]:
     """Read the folder's record of its store; empty if it never had one."""
     try:
-        found: dict[str, Any] = safe_paths.read_json(folder, LOCAL_FILE)
+        found: dict[str, Any] = safe_paths.read_json(folder, LOCAL_FILE, dict[str, str])
         return found
     except (OSError, ValueError):
         return {}
@@ -147,9 +163,9 @@ def _is_alive(store: ObjectStore) -> bool:
 
 def _parse_heartbeat(content: bytes) -> int | None:
     try:
-        found = safe_paths.parse_json(content)["number"]
-        return found if isinstance(found, int) else None
-    except (ValueError, KeyError, TypeError):
+        number: int | None = safe_paths.parse_json(content, _Heartbeat)["number"]
+        return number
+    except ValueError:
         return 0  # torn, or from a later version: treat it as alive
 
 

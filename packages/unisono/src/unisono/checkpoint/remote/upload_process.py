@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from unisono.checkpoint.core.manifest import LARGEST, parse_step
 from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.retention import Retention
@@ -39,6 +41,7 @@ from unisono.runtime import safe_paths, secrets
 from unisono.runtime.errors import DataError, RunError
 from unisono.runtime.files import file_hash
 from unisono.runtime.remote import remote_options
+from unisono.runtime.shapes import HashedFile
 
 CHECKPOINTS, INDEX = "checkpoints", "checkpoints.json"
 DESCRIPTION_FILE = "run.json"  # size and hash of every file of the description
@@ -114,11 +117,9 @@ class CheckpointUploader:
         content, before = json.dumps(described, indent=1).encode(), store.get(DESCRIPTION_FILE)
         if before != content:  # a single object, so that the files it names are consistent
             store.put(DESCRIPTION_FILE, content)
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                old = {
-                    description_object(name, each["sha256"])
-                    for name, each in safe_paths.parse_json(before or b"{}").items()
-                }
+            with contextlib.suppress(ValueError):
+                known = safe_paths.parse_json(before or b"{}", dict[str, HashedFile])
+                old = {description_object(name, each["sha256"]) for name, each in known.items()}
                 for name in old - {*objects.values()}:
                     store.remove(name)
 
@@ -160,18 +161,23 @@ class CheckpointUploader:
                 self._verified_objects.pop(f"{at}/{file}", None)
 
     def _metric(self, name: str) -> dict[str, float] | None:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            found = safe_paths.parse_json(self._store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}") or b"")["metric"]
-            return found if isinstance(found, dict) else None
+        with contextlib.suppress(ValueError):
+            content = self._store.get(f"{CHECKPOINTS}/{name}/{MANIFEST}") or b""
+            metric: dict[str, float] | None = safe_paths.parse_json(content, _Measured)["metric"]
+            return metric
         return None
+
+
+class _Measured(TypedDict):
+    metric: dict[str, float] | None
 
 
 def read_index(store: ObjectStore) -> dict[str, dict[str, float] | None]:
     """A store's index: checkpoints and their metrics. It may be outdated; a damaged one counts as empty."""
     try:
-        found = safe_paths.parse_json(store.get(INDEX) or b"{}")
-        return {name: each if isinstance(each, dict) else None for name, each in found.items() if parse_step(name) >= 0}
-    except (ValueError, AttributeError):
+        found = safe_paths.parse_json(store.get(INDEX) or b"{}", dict[str, dict[str, float] | None])
+        return {name: each for name, each in found.items() if parse_step(name) >= 0}
+    except ValueError:
         return {}
 
 

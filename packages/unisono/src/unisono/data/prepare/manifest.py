@@ -17,7 +17,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
 from unisono.runtime.rng import key
-from unisono.runtime.shapes import Integer, misfit
+from unisono.runtime.shapes import Count, Integer, Number, Object, misfit
 from unisono.runtime.text import one_line
 
 FORMAT = 1  # version of the folder's format
@@ -49,6 +49,22 @@ class _Manifest(TypedDict):
     content: str
     of: dict[str, Any]
     shards: list[_Shard]
+
+
+class ShardNote(_Shard):
+    """What is written beside a finished shard, until all are."""
+
+    range: list[Count]
+    of: Object
+
+
+class Plan(TypedDict):
+    """Where the shards of a folder begin and end."""
+
+    format: Integer
+    asked: Any
+    shard_mb: Number
+    bounds: Annotated[list[Count], Field(min_length=2)]
 
 
 class ContentHash:
@@ -99,7 +115,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             if begun
             else f"{folder} has no prepared data (no {MANIFEST_FILE}); create it with `unisono data prepare`"
         )
-    found = read_json(path)
+    found = read_json(path, Object)
     if found.get("format") != FORMAT:
         raise DataError(
             f"{path} has format {found.get('format')}, but this version of Unisono reads format {FORMAT}; prepare the "
@@ -153,19 +169,16 @@ def write_json(path: Path, value: Any, lasting: bool = True) -> None:
     write_whole(path, json.dumps(value, indent=1), lasting=lasting)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, shape: Any) -> dict[str, Any]:
+    """A record of prepared data, which may be anybody's.
 
     Raises:
-        DataError: if the file is missing or is not a JSON object.
+        DataError: if the file is missing or has another shape.
     """
     try:
-        found = safe_paths.read_json(path.parent, path.name, _LARGEST)
+        return dict(safe_paths.read_json(path.parent, path.name, shape, _LARGEST))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}; remove it and prepare the data again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is not a JSON object; remove it and prepare the data again")
-    return found
 
 
 def is_finished(folder: Path) -> bool:

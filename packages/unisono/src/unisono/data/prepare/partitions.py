@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.data.prepare.manifest import MANIFEST_FILE, build_manifest, read_json, write_json
+from unisono.data.prepare.manifest import MANIFEST_FILE, Plan, ShardNote, build_manifest, read_json, write_json
 from unisono.data.prepare.shards import Shards, damaged_error
 from unisono.runtime.communicator import usable_cores
 from unisono.runtime.errors import ConfigError, DataError, format_ranges
@@ -89,7 +89,7 @@ def merge_partitions(folder: Path) -> Shards:
         raise DataError(
             f"{folder} has no {PLAN_FILE}, so nothing was prepared there; run `unisono data prepare … out={folder}`"
         )
-    shards = build_shards(read_json(folder / PLAN_FILE)["bounds"])
+    shards = build_shards(read_json(folder / PLAN_FILE, Plan)["bounds"])
     missing = [shard.number for shard in shards if not (folder / shard.note).is_file()]
     if missing:
         raise DataError(
@@ -103,7 +103,7 @@ def merge_partitions(folder: Path) -> Shards:
             f"{folder} also contains shards of another preparation, e.g. {left_over[0]}, which would overlap with the "
             f"{len(shards)} of its plan; remove the files that do not belong to it"
         )
-    notes = [read_json(folder / shard.note) for shard in shards]
+    notes = [read_json(folder / shard.note, ShardNote) for shard in shards]
     for shard, note in zip(shards, notes, strict=True):
         if note["range"] != [shard.first, shard.last]:
             raise DataError(

@@ -27,6 +27,8 @@ from unisono.data.prepare.manifest import (
     FORMAT,
     MANIFEST_FILE,
     Lengths,
+    Plan,
+    ShardNote,
     Units,
     read_json,
     read_manifest,
@@ -192,9 +194,9 @@ def _load_plan(preparation: Preparation, folder: Path, shard_mb: float | None) -
         assert bounds[0] == 0 and bounds[-1] == preparation.records
         write_json(path, {"format": FORMAT, "asked": inputs, "shard_mb": shard_mb or SHARD_MB, "bounds": bounds})
     create_cache_folder(folder)
-    found = read_json(path)
-    if found.get("format") != FORMAT or found["asked"] != inputs:
-        raise _other_data_error(f"{folder} was started with", found.get("asked"), inputs, "asked")
+    found = read_json(path, Plan)
+    if found["format"] != FORMAT or found["asked"] != inputs:
+        raise _other_data_error(f"{folder} was started with", found["asked"], inputs, "asked")
     if shard_mb is not None and found["shard_mb"] != shard_mb:
         raise DataError(
             f"{folder} was started with shard_mb={found['shard_mb']:g}, not {shard_mb:g}; omit it, or choose another "
@@ -233,7 +235,7 @@ def _make_all(
         for rest in folder.glob(f"{shard.stem}.*.writing"):
             rest.unlink()
         if _is_shard_made(folder, shard, maker):
-            note = read_json(folder / shard.note)
+            note = read_json(folder / shard.note, ShardNote)
             progress(shard.last - shard.first, note["units"])
         else:
             missing.append(shard)
@@ -309,7 +311,7 @@ def _is_shard_made(folder: Path, shard: PlannedShard, maker: RowBuilder) -> bool
     path = folder / shard.note
     if not path.is_file():
         return False
-    note = read_json(path)
+    note = read_json(path, ShardNote)
     if note["range"] != [shard.first, shard.last] or note["of"] != dict(maker.inputs):
         raise _other_data_error(f"{path} was made from", note["of"], dict(maker.inputs), "of")
     return file_hash(folder / shard.file) == str(note["sha256"])

@@ -18,7 +18,6 @@ from unisono.runtime import safe_paths
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions, ask_remote, error_text, is_remote
-from unisono.runtime.shapes import misfit
 from unisono.runtime.text import one_line
 
 FORMAT_BY_SUFFIX = {
@@ -303,12 +302,11 @@ class _SavedSet(TypedDict):
 def _describe(place: Any, name: str, content: bytes, shape: Any) -> dict[str, Any]:
     """Read a JSON file in which `datasets` describes a directory."""
     try:
-        found = safe_paths.parse_json(content)
+        return dict(safe_paths.parse_json(content, shape))
     except ValueError as error:
-        raise DataError(f"{place}/{name} cannot be read as JSON: {one_line(error)}") from error
-    if (wrong := misfit(found, shape)) is not None:
-        raise DataError(f"{place}/{name} does not describe a dataset: {one_line(wrong)}; save it again with `datasets`")
-    return dict(found)
+        raise DataError(
+            f"{place}/{name} does not describe a dataset: {one_line(error)}; save it again with `datasets`"
+        ) from error
 
 
 def _saved_files(place: Any, content: bytes, there: set[str]) -> list[str]:

@@ -21,6 +21,7 @@ from unisono.runtime import safe_paths
 from unisono.runtime.authenticated_line import TOKEN
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
+from unisono.runtime.shapes import Object
 
 _MAX_BYTES = 1 << 12
 _FROM_ENVIRONMENT, _NO_TOKEN, _FROM_SHARED_FILE = "environment", "none", "shared:"  # public names of tokens
@@ -120,8 +121,7 @@ def read_secret(path: Path) -> dict[str, Any] | None:
         list(path.parent.iterdir())  # makes a network file system refresh its directory cache
         with safe_paths.open_inside(path.parent, path.name) as file:
             if _is_private(os.fstat(file.fileno())):
-                found = safe_paths.parse_json(safe_paths.read_limited(file, str(path), _MAX_BYTES))
-                return found if isinstance(found, dict) else None
+                return dict(safe_paths.parse_json(safe_paths.read_limited(file, str(path), _MAX_BYTES), Object))
     return None
 
 

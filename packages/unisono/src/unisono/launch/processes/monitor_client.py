@@ -27,6 +27,7 @@ from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import DesyncError, LostError, StuckError
 from unisono.runtime.files import own_folder
+from unisono.runtime.shapes import Object
 from unisono.supervise import fault_hook, hang_detection, identity, monitor, processes
 from unisono.supervise.hang_detection import MonitorFinding, RankStatus
 from unisono.supervise.monitor import Specification
@@ -75,7 +76,7 @@ class MonitorClient:
     def read_finding(self) -> dict[str, Any] | None:
         """Return why this node's monitor ended the run; None if it did not."""
         with suppress(OSError, ValueError):
-            found: dict[str, Any] = safe_paths.read_json(self.directory, monitor.FINDING_FILE)
+            found: dict[str, Any] = safe_paths.read_json(self.directory, monitor.FINDING_FILE, Object)
             return found
         return None
 
