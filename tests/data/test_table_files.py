@@ -93,3 +93,21 @@ def test_a_delimited_file_that_would_mislead_is_refused(
     path.write_text(text)
     with pytest.raises(DataError, match=told):
         open_source(path, expect=expect)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_spreadsheet_computes_no_cell_and_a_terminal_obeys_none(tmp_path: Path, suffix: str) -> None:
+    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\uff1d1", "-0.5", "+3e-4", "a-b", "\x1b[2J"]
+    path = write_table(tmp_path / f"a{suffix}", {"=name": texts, "n": list(range(-5, 6))})
+    with path.open(encoding="utf-8", newline="") as file:
+        (head, *rows) = csv.reader(file, delimiter="," if suffix == ".csv" else "\t")
+    assert head == ["'=name", "n"]
+    shown = [row[0] for row in rows]
+    assert shown[:7] == [f"'{text}" for text in texts[:7]]
+    assert shown[7:] == ["-0.5", "+3e-4", "a-b", "\\x1b[2J"]
+    assert [int(row[1]) for row in rows] == list(range(-5, 6)), "numbers stay"
+
+
+def test_cells_stay_as_they_are_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.csv", {"a": ["=1+1", "\x1b"]}, escape=False)
+    assert path.read_text().splitlines() == ["a", "=1+1", "\x1b"]

@@ -224,7 +224,7 @@ def test_an_arrow_stream_cut_between_batches_is_refused(tmp_path: Path) -> None:
     folder = write("Arrow stream", tmp_path / "rows", ROWS)
     path = folder / "rows.arrow"
     reader: Any = opened(folder)._reader(0)
-    path.write_bytes(path.read_bytes()[: reader._end[1]])
+    path.write_bytes(path.read_bytes()[: reader._batches[1].last])
     with pa.memory_map(str(path)) as source:
         assert len(pa.ipc.open_stream(source).read_all()) == 8, "it is a stream that others read"
     refused(str(folder), "rows.arrow cannot be read as arrow", "truncated", "write or copy it again")
@@ -239,7 +239,7 @@ def test_a_block_that_is_overwritten_is_an_error_and_no_crash(tmp_path: Path, na
         content[4:400] = b"\xff" * 396
     else:
         reader: Any = opened(folder)._reader(0)
-        end = int(reader._end[0])
+        end = int(reader._batches[0].last)
         content[end - 600 : end] = b"\xff" * 600
     path.write_bytes(content)
     refused(str(folder), path.name, "cannot be read as")

@@ -109,6 +109,7 @@ _HOMES = {
     "runtime.entry_points": ["import_extra"],
     "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
     "runtime.hdf5": ["check_hdf5"],
+    "runtime.native_errors": ["wrap_native_errors"],
     "runtime.rng": ["Generators", "generator", "generators", "key"],
     "runtime.work_progress": ["show_progress"],
     "task": [
@@ -144,7 +145,8 @@ __all__ = [
     "format_examples", "format_share", "generator", "generators", "hf_config", "hold_out", "import_extra", "key",
     "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
     "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table", "safe_paths",
-    "show_progress", "sources", "summarise_moments", "train", "whole_file", "write_table", "write_whole",
+    "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors", "write_table",
+    "write_whole",
 ]  # fmt: skip
 
 

@@ -19,11 +19,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from typing_extensions import TypedDict
 
-from unisono import ConfigError, DataError, Run, RunError, __version__, safe_paths
+from unisono import ConfigError, DataError, Run, RunError, __version__, safe_paths, wrap_native_errors
 from unisono_birdsong.model.encoder import Encoder
 from unisono_birdsong.settings import EncoderSettings
 
@@ -97,11 +96,11 @@ def load_encoder(directory: Path | str, expected: EncoderSettings | None = None)
     settings = _read_settings(directory)
     if expected is not None:
         _check_same(settings, expected, str(directory))
-    try:
-        with safe_paths.open_inside(directory, WEIGHTS) as file:
-            arrays = load(file.read())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{directory / WEIGHTS} cannot be read: {error}; export the encoder again") from error
+    with (
+        wrap_native_errors(f"{directory / WEIGHTS} cannot be read", advice="export the encoder again"),
+        safe_paths.open_inside(directory, WEIGHTS) as file,
+    ):
+        arrays = load(file.read())
     empty = eqx.filter_eval_shape(Encoder, settings, jax.random.key(0))
     encoder = fill(empty, arrays, str(directory))
     if (found := digest(encoder)) != (described := _read_description(directory).get("digest")):

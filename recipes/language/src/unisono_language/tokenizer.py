@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import DataError, compute_once, safe_paths, show_progress, write_whole
+from unisono import DataError, compute_once, safe_paths, show_progress, wrap_native_errors, write_whole
 from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"
@@ -69,10 +69,9 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
-        try:
-            encodings = _engine(self.path).encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{self.path} cannot tokenise the documents: {error}") from error
+        engine = _engine(self.path)
+        with wrap_native_errors(f"{self.path} cannot tokenise the documents"):
+            encodings = engine.encode_batch_fast(texts, add_special_tokens=False)
         before, after = int(self.first is not None), int(self.last is not None)
         lengths = np.fromiter(map(len, encodings), dtype=np.int64, count=len(encodings)) + before + after
         ids = np.empty(int(lengths.sum()), dtype=self.dtype)
@@ -88,7 +87,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        return str(_engine(self.path).decode(list(ids), skip_special_tokens=True))
+        engine = _engine(self.path)
+        with wrap_native_errors(f"{self.path} cannot decode tokens"):
+            return str(engine.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Write it into a folder, from which `load` reads it on any machine."""
@@ -180,10 +181,8 @@ def _engine(path: Path) -> Any:
 def _load(path: Path, size: int, written: int) -> Any:
     from tokenizers import Tokenizer as Engine
 
-    try:
-        engine = Engine.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+    with wrap_native_errors(f"{path} cannot be read as a tokenizer"), safe_paths.open_regular(path) as file:
+        engine = Engine.from_file(safe_paths.path_of(file))
     if getattr(engine.model, "dropout", None):
         raise DataError(
             f"{path} draws random numbers (model.dropout={engine.model.dropout}), so its tokens are not reproducible; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono import ConfigError
+from unisono import ConfigError, safe_paths, wrap_native_errors
 
 FILE = "tokenizer.json"
 BEGIN, PAD, TURN = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
@@ -77,8 +77,6 @@ def read(folder: Path) -> Tokens:
     path = folder / FILE
     if not path.is_file():
         raise ConfigError(f"{folder} has no {FILE}; a Higgs Audio v2 model has its tokenizer next to its weights")
-    try:
-        engine = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    with wrap_native_errors(f"{path} cannot be read", ConfigError), safe_paths.open_regular(path) as file:
+        engine = Tokenizer.from_file(safe_paths.path_of(file))
     return Tokens.from_engine(engine, str(path))

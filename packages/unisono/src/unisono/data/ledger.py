@@ -34,6 +34,7 @@ _BYTES = 8  # of a digest
 _CHAIN = ',"chain":"'
 _MAX_HELD = 256  # lines buffered at most
 _TAIL_BYTES = 1 << 20  # bytes at the end of a file that are searched for its last line
+_LARGEST = 2 << 30  # bytes of a file
 _MAX_REASON = 300  # characters kept of a reason
 
 
@@ -250,7 +251,7 @@ def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
     faults: list[str] = []
     chain = ""
     with safe_paths.open_inside(path.parent, path.name) as file:
-        text = file.read().decode("utf-8", errors="replace")
+        text = safe_paths.read_limited(file, str(path), _LARGEST).decode("utf-8", errors="replace")
     lines = text.split("\n")
     for number, line in enumerate(lines[:-1], start=1):
         body, said = _split_chain(line)

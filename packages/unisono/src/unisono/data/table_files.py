@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
 from unisono.runtime.files import atomic_file
+from unisono.runtime.text import escape_controls
 
+_FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")  # the last four as East Asian keyboards write them
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 
@@ -75,12 +79,14 @@ def read_table(
     return columns
 
 
-def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
-    """Write columns of equal length atomically, as .csv, .tsv, .jsonl or .parquet, depending on the path's suffix.
+def write_table(path: Path, columns: Mapping[str, Any], *, escape: bool = True) -> Path:
+    r"""Write columns of equal length atomically, as .csv, .tsv, .jsonl or .parquet, depending on the path's suffix.
 
     Args:
         path: of the file.
         columns: lists or arrays by name. .csv and .tsv have six digits of each float, and lists as JSON.
+        escape: whether texts in .csv and .tsv are escaped: a spreadsheet would compute one that begins with `=`, `+`,
+            `-` or `@` unless it is a number, so such a text begins with `'`; control characters are written as `\x1b`.
 
     Raises:
         ConfigError: for any other suffix.
@@ -101,8 +107,9 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
         else:
             with temporary.open("w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t", lineterminator="\n")
-                writer.writerow(values)
-                writer.writerows([_format_value(value) for value in row] for row in rows)
+                cell = escape_cell if escape else str
+                writer.writerow([cell(name) for name in values])
+                writer.writerows([_format_value(value, cell) for value in row] for row in rows)
     return path
 
 
@@ -131,7 +138,20 @@ def _to_list(column: Any) -> list[Any]:
     return list(np.asarray(column).tolist()) if hasattr(column, "dtype") else list(column)
 
 
-def _format_value(value: Any) -> Any:
+def escape_cell(text: str) -> str:
+    r"""Escape a text for a cell of a spreadsheet, which must not compute it, and for a terminal that shows the file.
+
+    >>> escape_cell("=1+1"), escape_cell("-0.5"), escape_cell("a\x1b[2J")
+    ("'=1+1", '-0.5', 'a\\x1b[2J')
+    """
+    return (
+        f"'{escape_controls(text)}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else escape_controls(text)
+    )
+
+
+def _format_value(value: Any, cell: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return cell(value)
     if isinstance(value, list):
         return json.dumps(value)
     return f"{value:.6g}" if isinstance(value, float) else value

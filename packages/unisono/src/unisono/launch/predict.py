@@ -47,6 +47,7 @@ def predict(
     micro_batch: int = 32,
     device: str = "auto",
     format: TableFormat | None = None,
+    escape: bool = True,
 ) -> Iterator[str]:
     """Predict rows with a run's newest checkpoint: a table with one line per row, including what is known of it.
 
@@ -59,6 +60,8 @@ def predict(
         micro_batch: Rows to compute at a time.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
         format: Of the table, without out: csv, tsv, jsonl or parquet. The last two also have a classifier's logits.
+        escape: In csv and tsv, put `'` before texts that a spreadsheet would compute (=, +, -, @), and escape control
+            characters.
     """
     if out is not None and format is not None and out.suffix != f".{format}":
         raise ConfigError(f"out={out} ends in '{out.suffix}', but format={format}; give only one of them")
@@ -68,7 +71,7 @@ def predict(
     columns, values = build_table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
     if not isinstance(run.task, protocols.Predictive):
         columns = describe_classes(columns, with_outputs=out.suffix in (".jsonl", ".parquet"))
-    yield str(write_table(out, columns))
+    yield str(write_table(out, columns, escape=escape))
     for name, value in values.items():
         yield f"{name}: {value:.6f}"
 

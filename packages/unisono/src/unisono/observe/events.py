@@ -18,7 +18,7 @@ from unisono.runtime.shapes import Integer, Number, misfit
 
 NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
 
-_LARGEST = 8 << 30  # bytes of a file of events
+_LARGEST = 1 << 30  # bytes of a file of events
 
 
 class _Numbered(TypedDict):

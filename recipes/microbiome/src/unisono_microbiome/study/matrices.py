@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from unisono import (
     ConfigError,
     DataError,
-    UnisonoError,
     check_hdf5,
     file_hash,
     find_duplicates,
     format_examples,
     format_share,
     safe_paths,
+    wrap_native_errors,
 )
 from unisono_microbiome.settings import PairMetric
 
@@ -90,12 +90,8 @@ class Matrix:
         reader = readers.get(self.path.suffix.lower())
         if reader is None:
             raise ConfigError(f"{self}: unsupported format; use {', '.join(readers)}")
-        try:
+        with wrap_native_errors(f"{self} cannot be read"):
             ids, found = reader()
-        except UnisonoError:
-            raise
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{self} cannot be read: {error}") from error
         if ids is not None and (doubles := find_duplicates(ids)):
             raise DataError(f"{self} has duplicate ids: {format_share(doubles, len(ids), 'ids')}; keep one row of each")
         return ids, self._validate(ids, np.asarray(found))

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono import DataError, file_hash, find_duplicates, format_share, import_extra
+from unisono import DataError, file_hash, find_duplicates, format_share, import_extra, safe_paths, wrap_native_errors
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Tree:
         """The tree, a `skbio.TreeNode`; one without root, branch lengths or unique tips is refused."""
         _ = self.digest
         nodes = import_extra("skbio", "microbiome", "data.tree").TreeNode
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
-                root = nodes.read(str(self.path), format="newick", convert_underscores=False)
-        except Exception as error:  # whatever its parser raises
-            raise DataError(f"{self.path} (data.tree) is not a tree in Newick format: {error}") from error
+        with (
+            wrap_native_errors(f"{self.path} (data.tree) is not a tree in Newick format"),
+            warnings.catch_warnings(),
+            safe_paths.open_text(self.path) as file,
+        ):
+            warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
+            root = nodes.read(file, format="newick", convert_underscores=False)
         self._refuse(root)
         return root
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import DataError, prepare, read_asset, safe_paths, whole_file, write_whole
+from unisono import DataError, prepare, read_asset, safe_paths, whole_file, wrap_native_errors, write_whole
 from unisono_puzzles.data.arrays import Numbers, StoredPuzzle
 from unisono_puzzles.data.formats import Format, FormatJson, Tokens, format_from_json, format_to_json
 
@@ -116,13 +116,14 @@ class PreparedPuzzles:
         self.format: Format = format_from_json(about["format"])
         self.embeddings = about["embeddings"]
         self.tasks: tuple[str, ...] = tuple(about.get("tasks", ()))
-        try:
-            with safe_paths.open_inside(folder, _NUMBERS) as file, np.load(file, allow_pickle=False) as numbers:
-                self._first: Numbers = numbers["first"]
-                self._identifiers: NDArray[np.int32] = numbers["identifiers"]
-                self.ratings: NDArray[np.float32] = numbers["ratings"]
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{folder / _NUMBERS} cannot be read ({error}); prepare the folder again") from error
+        with (
+            wrap_native_errors(f"{folder / _NUMBERS} cannot be read", advice="prepare the folder again"),
+            safe_paths.open_inside(folder, _NUMBERS) as file,
+            np.load(file, allow_pickle=False) as numbers,
+        ):
+            self._first: Numbers = numbers["first"]
+            self._identifiers: NDArray[np.int32] = numbers["identifiers"]
+            self.ratings: NDArray[np.float32] = numbers["ratings"]
         if self._first[-1] != len(self.shards):
             raise DataError(f"{folder}: {_NUMBERS} is of other rows; prepare the folder again")
 

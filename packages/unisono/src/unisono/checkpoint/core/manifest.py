@@ -189,7 +189,7 @@ def _fits(piece: Mapping[str, Any], whole: list[int], item: int) -> bool:
     shape, offset = piece["shape"], piece["offset"]
     return (
         len(shape) == len(offset) == len(whole)
-        and all(first + count <= length for first, count, length in zip(offset, shape, whole, strict=True))
+        and all(count and first + count <= length for first, count, length in zip(offset, shape, whole, strict=True))
         and piece["bytes"] == math.prod(shape) * item
     )
 

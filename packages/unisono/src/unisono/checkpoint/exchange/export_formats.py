@@ -23,6 +23,7 @@ from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.shapes import Count, Object
 
 _TOKENIZER = (
@@ -285,7 +286,8 @@ def _write_tokenizer(assets: Path, folder: Path) -> None:
         return
     from tokenizers import Tokenizer
 
-    engine = Tokenizer.from_str(safe_paths.read_text(assets, "tokenizer.json"))
+    with wrap_native_errors(f"{assets / 'tokenizer.json'} cannot be read as a tokenizer", CheckpointError):
+        engine = Tokenizer.from_str(safe_paths.read_text(assets, "tokenizer.json"))
     special = assets / "special_tokens.json"
     ids = _read(assets, special.name, _SpecialTokens) if special.is_file() else {}
     begins = not ids or _begins_prompts(engine, ids["first"])

@@ -20,6 +20,7 @@ from unisono.checkpoint.exchange import hf_shards
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
 from unisono.runtime.files import pickle_hint
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
 
@@ -121,15 +122,12 @@ def load_pretrained(
         ConfigError: for weights that cannot be read, or are not all there.
     """
     import torch
-    from safetensors import SafetensorError
 
-    try:
+    with wrap_native_errors(f"model.path: the weights in {folder} cannot be read", ConfigError):
         model, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
             output_loading_info=True, **options,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path: the weights in {folder} cannot be read: {error}") from error
     if missing := sorted(report["missing_keys"]):  # the library would make them up
         raise ConfigError(
             f"model.path: {folder} lacks {len(missing)} of the model's weights, first '{missing[0]}'; they would be "

@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.core import arrays
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 
 BLOCK = 64 << 20  # bytes that are read, converted and written at a time
@@ -196,16 +197,14 @@ class ShardedFiles:
         return None, found
 
     def _open_file(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         if file not in self._open:
             shown = self.path if self._folder is None else self._folder / file
-            try:
+            with wrap_native_errors(f"{shown} cannot be read as safetensors", CheckpointError):
                 opened = safe_paths.open_inside(self.path, file) if self._folder else safe_paths.open_regular(self.path)
                 with opened as source:
                     self._open[file] = safe_open(safe_paths.path_of(source), framework="pt")
-            except (SafetensorError, OSError, ValueError) as error:
-                raise CheckpointError(f"{shown} cannot be read as safetensors: {one_line(error, 500)}") from error
         return self._open[file]
 
 

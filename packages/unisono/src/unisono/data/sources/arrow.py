@@ -38,7 +38,12 @@ class _Message:
     kind: int
     rows: int = 0  # of a record batch
     nulls: tuple[int, ...] = ()  # of a record batch, one per node
-    compressed: bool = False
+    buffers: tuple[tuple[int, int], ...] = ()  # places in the file, and sizes, of compressed ones
+
+    @property
+    def compressed(self) -> bool:
+        """Whether its buffers are compressed."""
+        return bool(self.buffers)
 
 
 class ArrowReader:
@@ -55,8 +60,7 @@ class ArrowReader:
         batches = [message for message in messages if message.kind == _BATCH]
         self._head = messages[0]
         self._dictionaries = [message for message in messages if message.kind == _DICTIONARY]
-        self._begin = np.array([message.first for message in batches], dtype=np.int64)
-        self._end = np.array([message.last for message in batches], dtype=np.int64)
+        self._batches = batches
         self._compressed = any(message.compressed for message in batches)
         for message in batches:
             file.check_rows(message.rows)
@@ -82,15 +86,18 @@ class ArrowReader:
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
 
     def _batch(self, number: int, names: list[str]) -> Any:
-        first, last = int(self._begin[number]), int(self._end[number])
+        message = self._batches[number]
+        first, last = message.first, message.last
         before = [message for message in self._dictionaries if message.first < first]
         if self._content is not None and not before and not self._compressed:
             batch = pa.ipc.read_record_batch(self._content.slice(first, last - first), self.schema).select(names)
             batch.validate()  # refuses buffers that are too short
             return batch
         with self._file.open() as source:  # builds a stream of only what this batch needs
-            needed = [(part.first, part.last) for part in (self._head, *before)]
-            parts = [_read_range(source, *part) for part in (*needed, (first, last))]
+            needed = (self._head, *before, message)
+            parts = [_read_range(source, part.first, part.last) for part in needed]
+        unpacked = sum(_unpacked_size(part, content) for part, content in zip(needed, parts, strict=True))
+        self._file.check_unpacked(unpacked, f"record batch {number}")
         chosen = [self.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=sorted(chosen))
         with pa.ipc.open_stream(pa.BufferReader(b"".join(parts)), options=options) as reader:
@@ -152,12 +159,27 @@ def _message(first: int, body: int, meta: bytes) -> _Message:
     kind, size = message.number(1, "<B"), message.number(3, "<q")
     if size < 0:
         raise IndexError(size)
-    if kind != _BATCH:
+    if kind not in (_BATCH, _DICTIONARY):
         return _Message(first, body + size, kind)
-    batch = message.table(2)
+    batch = message.table(2) if kind == _BATCH else message.table(2).table(1)
+    buffers: tuple[tuple[int, int], ...] = ()
+    if batch.offset(3):
+        count, at = batch.vector(2)
+        found = (struct.unpack_from("<qq", meta, at + 16 * buffer) for buffer in range(count))
+        buffers = tuple((body + begin, length) for begin, length in found)
+    if kind == _DICTIONARY:
+        return _Message(first, body + size, kind, buffers=buffers)
     count, nodes = batch.vector(1)
     nulls = tuple(struct.unpack_from("<qq", meta, nodes + 16 * node)[1] for node in range(count))
-    return _Message(first, body + size, kind, batch.number(0, "<q"), nulls, batch.offset(3) > 0)
+    return _Message(first, body + size, kind, batch.number(0, "<q"), nulls, buffers)
+
+
+def _unpacked_size(message: _Message, content: bytes) -> int:
+    """Bytes of a message's compressed buffers once unpacked: each begins with its own size, which Arrow reserves."""
+    sizes = [
+        struct.unpack_from("<q", content, begin - message.first)[0] for begin, length in message.buffers if length >= 8
+    ]
+    return sum(max(0, size) for size in sizes)  # -1: this one is not compressed
 
 
 class _FlatTable:

@@ -18,6 +18,7 @@ from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
 
@@ -43,12 +44,10 @@ class _Header:
 def _parse_header(path: str, content: bytes) -> _Header:
     """Parse the header of a file that can be read by rows."""
     begin = io.BytesIO(content)
-    try:
+    with wrap_native_errors(f"{path} cannot be read as npy"):  # NumPy uses Python's parser
         version = numpy_format.read_magic(begin)
         read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
         shape, transposed, dtype = read(begin)
-    except Exception as error:  # NumPy uses Python's parser, which can raise many kinds of errors
-        raise DataError(f"{path} cannot be read as npy: {one_line(error)}") from error
     if any(not 0 <= length < 1 << 62 for length in shape):
         raise DataError(f"{path} cannot be read as npy: its header says that its shape is {one_line(shape)}")
     if dtype.hasobject:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -17,6 +19,23 @@ from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 
 _BATCH_ROWS = 256  # rows converted at a time in sequential reading
+_FREE_TEXT = 256 << 20  # bytes of texts, at most, for which nobody looks at the dictionaries
+
+
+def _dictionaries(array: Any) -> Iterator[Any]:
+    """The dictionaries of texts in a column, at any depth."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        if str(kind.value_type) in ("binary", "large_binary", "large_string", "string"):
+            yield array.dictionary
+    elif pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            yield from _dictionaries(array.field(number))
+    elif pa.types.is_map(kind):
+        yield from _dictionaries(array.keys)
+        yield from _dictionaries(array.items)
+    elif hasattr(array, "values"):
+        yield from _dictionaries(array.values)
 
 
 class ParquetReader:
@@ -24,6 +43,7 @@ class ParquetReader:
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted, self._footer = file, wanted, None
+        self._checked: set[int] = set()  # row groups whose size is plausible
         with self._open_file() as parquet:
             self._footer, self.schema = parquet.metadata, parquet.schema_arrow
         wanted.check(file.path, self.schema)
@@ -43,6 +63,7 @@ class ParquetReader:
 
     def block(self, number: int) -> TableBlock:
         """A row group."""
+        self._check_size(number, int(self.rows[number]))
         with self._open_file() as parquet:
             table = parquet.read_row_group(number, columns=self._names, use_threads=False).select(self._names)
         return TableBlock(table, self._file.path, int(self._firsts[number]), self._wanted, table.nbytes)
@@ -50,6 +71,8 @@ class ParquetReader:
     def records(self) -> Iterator[dict[str, Any]]:
         """All rows, in less memory than that of a row group."""
         first = 0
+        for number in range(len(self.rows)):
+            self._check_size(number, _BATCH_ROWS)
         with self._open_file() as parquet:
             for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=self._names, use_threads=False):
                 yield from TableBlock(batch.select(self._names), self._file.path, first, self._wanted, 0)
@@ -66,13 +89,54 @@ class ParquetReader:
         return np.concatenate([np.zeros(0, dtype=np.int64), *each])
 
     @contextmanager
-    def _open_file(self) -> Iterator[Any]:
+    def _open_file(self, **options: Any) -> Iterator[Any]:
         with (
             wrap_read_errors(self._file),
             self._file.open() as source,
-            pq.ParquetFile(source, metadata=self._footer, pre_buffer=True) as parquet,
+            pq.ParquetFile(source, metadata=self._footer, **{"pre_buffer": True, **options}) as parquet,
         ):
             yield parquet
+
+    def _check_size(self, number: int, rows: int) -> None:
+        """Refuse a row group that would take far more memory than the file, by its footer and its dictionaries.
+
+        A dictionary may hold one long text that millions of rows repeat in a few bytes.
+        """
+        if number in self._checked:
+            return
+        footer: Any = self._footer
+        group, names = footer.row_group(number), tuple(self._names)
+        size, texts, most = 0, [], 0
+        for place in range(group.num_columns):
+            column = group.column(place)
+            if not column.path_in_schema.startswith(names):
+                continue
+            count = column.num_values * rows // max(1, group.num_rows)
+            size += column.total_uncompressed_size
+            if column.physical_type == "BYTE_ARRAY":
+                texts.append((column.path_in_schema, count))
+                most += count * column.total_uncompressed_size
+            else:
+                size += count * max(8, footer.schema.column(place).length)
+        self._file.check_unpacked(size, f"row group {number}")
+        if most > _FREE_TEXT:
+            longest = self._longest_texts(number, [path for path, _ in texts])
+            size += sum(count * longest.get(path, 0) for path, count in texts)
+            self._file.check_unpacked(size, f"row group {number}")
+        self._checked.add(number)
+
+    def _longest_texts(self, number: int, paths: list[str]) -> dict[str, int]:
+        """Bytes of the longest value in the dictionary of each column of a row group that begins with one."""
+        with self._open_file(read_dictionary=paths, pre_buffer=False) as parquet:
+            read = parquet.iter_batches(batch_size=1, row_groups=[number], columns=paths, use_threads=False)
+            batch = next(iter(read), None)
+        if batch is None:
+            return {}
+        found: dict[str, int] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            longest = max((pc.max(pc.binary_length(each)).as_py() or 0 for each in _dictionaries(column)), default=0)
+            found |= {path: longest for path in paths if path == name or path.startswith(f"{name}.")}
+        return found
 
     def _check_nulls(self) -> None:
         """Reject nulls in columns that must have none, as far as the footer shows."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ import pyarrow as pa
 
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
-from unisono.runtime.remote import RemoteOptions, error_text, is_remote, open_remote, stream_remote
+from unisono.runtime.native_errors import wrap_native_errors
+from unisono.runtime.remote import RemoteOptions, is_remote, open_remote, stream_remote
 
 _READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
+_TABLE_FREE = 1 << 30  # as `_FREE`, of a block of a binary table
 _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
-_READ_ERRORS = (
-    OSError, EOFError, zlib.error, pa.ArrowException, ValueError, LookupError, ArithmeticError, MemoryError,
-)  # fmt: skip
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
 
 
@@ -111,6 +109,19 @@ class File:
                 "bytes cannot hold; it is damaged or forged, so write or copy it again"
             )
 
+    def check_unpacked(self, size: int, what: str) -> None:
+        """Reject a block that unpacks to more memory than is plausible, by what its headers say, before it is read.
+
+        Raises:
+            DataError: naming the file.
+        """
+        if size > max(_TABLE_FREE, _RATIO * self.size):
+            raise DataError(
+                f"{self.path}: {what} unpacks to {size / 1e9:.1f} GB, more than {_TABLE_FREE >> 30} GiB and than "
+                f"{_RATIO} times the file's {self.size} bytes. It was not read; if it is intended, write the file "
+                "again with smaller blocks"
+            )
+
     def range(self, first: int, last: int) -> bytes:
         """Bytes `first..last-1`."""
         with self.open() as source:
@@ -138,12 +149,8 @@ class File:
 @contextmanager
 def wrap_read_errors(file: File) -> Iterator[None]:
     """Convert errors of reading into a `DataError` that names the file."""
-    try:
+    with wrap_native_errors(f"{file.path} cannot be read as {file.format}"):
         yield
-    except DataError:
-        raise
-    except _READ_ERRORS as error:
-        raise DataError(f"{file.path} cannot be read as {file.format}: {error_text(error)}") from error
 
 
 class _Unpacked(io.RawIOBase):
