@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 BATCH = ["--batch-size", "{16/world}"]
 DEVICE = ["--per_device_train_batch_size", "{16/world}"]
 ACCELERATE = ["--batch_size", "{16/world}"]
-CLEAN = {
+CLEAN: dict[str, list[str]] = {
     "regression": BATCH,
     "accumulation": [],
     "by_hand": [],
@@ -54,6 +54,12 @@ FAULTY = [
     ("contrastive", ["local"], ""),
     ("evaluating", ["per-process"], "The schedule is stepped once per process"),
     ("with_trainer", [*DEVICE, "--local_tokens"], "A mean of means"),
+    ("sampled", ["--fault", "tokens"], "A mean of means"),
+    ("sampled", ["--fault", "factor"], "The loss is scaled by N"),
+    ("sampled", ["--fault", "dropped"], "Some rows are read twice, others never"),
+    ("sampled", ["--fault", "split"], "Every rank splits the data by itself"),
+    ("sampled", ["--batch-size", "{8//world}"], "The learning rate depends on the world size"),
+    ("clip", [], "The gradients depend on the layout"),
     # What only the callbacks see.
     ("with_trainer", [*DEVICE, "--evaluate", "--padded"], "The evaluation depends on the layout"),
     ("with_lightning", [*ACCELERATE, "--fault", "means"], "A mean of means"),
@@ -62,16 +68,16 @@ FAULTY = [
     ("with_lightning", [*ACCELERATE, "--fault", "sync_dist"], "The evaluation depends on the layout"),
 ]
 UNKNOWN = [
-    ("crops", [], "other inputs than on one process"),
     ("regression", [*BATCH, "--fault", "dropout"], "draws random numbers"),
     ("fine_tuning", [*BATCH, "--dropout", "0.2"], "draws random numbers"),
-    ("regression", [], "the global batch is another"),  # 16 rows per process
 ]
 
 
 def prove(name: str, arguments: list[str]) -> Report:
     timeout = 75.0 if "alone" in arguments else 300.0  # of which a fifth passes until the ranks know
-    return prove_script(SCRIPTS / f"{name}.py", arguments, ScriptSettings(timeout=timeout), quiet=True)
+    settings = ScriptSettings(timeout=timeout, dropout="off" if "dropout=off" in arguments else "on")
+    arguments = [word for word in arguments if word != "dropout=off"]
+    return prove_script(SCRIPTS / f"{name}.py", arguments, settings, quiet=True)
 
 
 @pytest.mark.slow
@@ -79,6 +85,28 @@ def prove(name: str, arguments: list[str]) -> Report:
 def test_a_correct_script_passes(name: str) -> None:
     report = prove(name, CLEAN[name])
     assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+
+
+SAID = [
+    ("crops", [], "every process draws for itself what it reads"),
+    ("regression", [], "the size of a batch is per process: 32 rows in an update, and 16 on one process"),
+    ("sampled", [], "the learning rate is 2 times that of one process; another order of the same 100 rows of an epoch"),
+    ("sampled", ["--dropout", "0.2", "dropout=off"], "another order of the same 100 rows"),
+    ("with_accelerate", [], "16 rows in an update, and 8 on one process; the learning rate is that of one process"),
+    ("clip", ["gather-with-grad"], "another order of the same 64 rows"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments", "said"), SAID)
+def test_rows_that_are_others_without_a_fault_are_given_to_one_process_and_said(
+    name: str, arguments: list[str], said: str
+) -> None:
+    report = prove(name, arguments)
+    assert (report.mark, report.exit_code) == ("PASS", 0), report.lines
+    computes, reads = report.answers
+    assert "on the rows that they read" in computes and computes.endswith("? PASS")
+    assert said in reads
 
 
 @pytest.mark.slow

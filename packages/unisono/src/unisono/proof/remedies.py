@@ -21,6 +21,8 @@ REMEDIES: dict[FaultName, str] = {
     FaultName.SAMPLES_BY_CALL: "let sample() and collate() depend on their arguments and context.rng alone",
     FaultName.SAMPLES_BY_PROCESS: "look for the rank, sets, hash() and clocks in what samples are made of",
     FaultName.SAMPLE_BY_NEIGHBOURS: "compute in collate() nothing of several rows that a row is given",
+    FaultName.ROWS_TWICE: "draw one order from one seed on all ranks, and let each take its part",
+    FaultName.SPLIT_BY_RANK: "split with a generator of one seed on all ranks, before ranks seed theirs",
     # initial parameters
     FaultName.INITIALISATION_BY_RANK: "draw from the seeded generator in build(), or from one seed on all ranks",
     FaultName.INITIALISATION_BY_LAYOUT: "initialise from a seed that no rank changes; look for hash() and sets",

@@ -21,6 +21,8 @@ class FaultName(StrEnum):
     SAMPLES_BY_CALL = "The samples depend on the call"
     SAMPLES_BY_PROCESS = "The samples depend on the process"
     SAMPLE_BY_NEIGHBOURS = "A sample depends on its neighbours"
+    ROWS_TWICE = "Some rows are read twice, others never"
+    SPLIT_BY_RANK = "Every rank splits the data by itself"
     # initial parameters
     INITIALISATION_BY_RANK = "Initialisation depends on the rank"
     INITIALISATION_BY_LAYOUT = "Initialisation depends on the layout"

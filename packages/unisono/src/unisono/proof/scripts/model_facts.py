@@ -132,6 +132,13 @@ def generator_digests(host: bool) -> list[int]:
     return [*(replicas.digest(state) for state in states), *(host_generators() if host else [])]
 
 
+def name_generators() -> dict[str, int]:
+    """Digests of the states of torch's generator of the CPU, and of Python's and NumPy's, by name."""
+    return dict(
+        zip(("torch", "python", "numpy"), (replicas.digest(torch.get_rng_state()), *host_generators()), strict=False)
+    )
+
+
 def host_generators() -> list[int]:
     """The same of Python's and NumPy's global generators alone."""
     return [checksum(state) for state in host_generator_states().values()]

@@ -31,6 +31,7 @@ class RankFacts:
         early: whether the update is made inside of the backward pass.
         parted: whether its model computes with pieces of parameters (tensor parallel), so that ranks share their rows.
         sources: how many rows each data set of a `DataLoader` has; -1 where that is not known.
+        drawn: by generator that has drawn outside of forward passes since the update before, a digest of its state.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -46,6 +47,7 @@ class RankFacts:
     early: bool = False
     parted: bool = False
     sources: list[int] = field(default_factory=list)
+    drawn: dict[str, int] = field(default_factory=dict)
 
 
 class ScriptTrace(Trace):

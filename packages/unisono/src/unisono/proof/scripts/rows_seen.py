@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
 
+_MAX_EPOCH = 10_000_000  # rows of a data set whose epochs are looked at
 _SOURCE_BITS = 40  # of a row's number, above which the number of its data set stands
 
 
@@ -25,6 +31,7 @@ class FetchedRows:
         self._begun: WeakSet[Any] = WeakSet()  # iterators that have fetched a batch
         self._waiting: dict[int, deque[list[int]]] = {}  # batches without a pass yet, by data set
         self._data: dict[int, Any] = {}  # all of them, whose ids must not be given to others
+        self._iterators: dict[int, Any] = {}  # the last one of each
         self._lengths: dict[int, int] = {}  # of those that passes were made of
         self._latest: deque[list[int]] | None = None  # what the last batch since a backward pass was added to
 
@@ -37,21 +44,48 @@ class FetchedRows:
         """A sampler has drawn the rows of a batch, which may be fetched much later."""
         self._drawn.setdefault(iterator, deque()).append(indices)
 
-    def fetch(self, iterator: Any) -> None:
-        """An iterator has returned the next batch; without gradients it is one of an evaluation."""
+    def fetch(self, iterator: Any) -> int | None:
+        """An iterator has returned the next batch; without gradients it is one of an evaluation.
+
+        Returns:
+            Its rows, where a sampler has numbered them.
+        """
         drawn = self._drawn.get(iterator)
         if not drawn:
-            return
+            return None
         indices = drawn.popleft()
         if not torch.is_grad_enabled():
-            return
+            return None
         key = id(iterator._dataset)
         self._data[key] = iterator._dataset
+        self._iterators[key] = iterator
         self._latest = self._waiting.setdefault(key, deque())
         if iterator not in self._begun:
             self._begun.add(iterator)
             self._latest.clear()
-        self._latest.append(_row_numbers(indices))
+        numbers = _row_numbers(indices)
+        self._latest.append(numbers)
+        return len(numbers) or None
+
+    def list_epochs(self) -> list[NDArray[np.int64]]:
+        """The rows of one epoch of every data set that passes were made of, as its sampler deals them out to this rank.
+
+        Rows of a `Subset` have their numbers in the whole data set. None of what has no numbers, or too many. To be
+        called when nothing is trained any more, since samplers draw.
+        """
+        result = []
+        for key, length in self._lengths.items():
+            rows: list[int] = []
+            with suppress(Exception):  # a sampler of the script's own may need what is gone
+                if 0 < length <= _MAX_EPOCH:
+                    for indices in self._iterators[key]._index_sampler:
+                        rows += _row_numbers(indices)
+                        if len(rows) > 2 * length:  # it never ends
+                            rows = []
+                            break
+                    rows = _in_whole(self._data[key], rows)
+            result.append(np.array(rows, np.int64))
+        return result
 
     @property
     def has_latest(self) -> bool:
@@ -78,6 +112,14 @@ class FetchedRows:
         return rows
 
 
+def _in_whole(data: Any, rows: list[int]) -> list[int]:
+    """Numbers of rows of a `Subset`, of another one perhaps, as those in the whole data set."""
+    while isinstance(data, Subset):
+        rows = [int(data.indices[row]) for row in rows]
+        data = data.dataset
+    return rows
+
+
 def _length_of(data: Any) -> int:
     try:
         return len(data)
@@ -92,7 +134,7 @@ def _row_numbers(indices: Any) -> list[int]:
 
 
 def digest_rows(inputs: Any) -> tuple[list[str], str]:
-    """A digest of every row of the tensors among a model's inputs, and the shape of one row.
+    """A digest of every row of the tensors among a model's inputs, and the shape of one row; of padded rows without it.
 
     Double precision is rounded to single: what another model has made (a generator) differs by rounding between runs.
     """
@@ -102,12 +144,30 @@ def digest_rows(inputs: Any) -> tuple[list[str], str]:
         return [], ""
     count = len(tensors[0])
     arrays = [t.detach().cpu() for t in tensors if len(t) == count]
-    plain = [
-        (a.float() if a.dtype in (torch.bfloat16, torch.float64) else a).reshape(count, -1).numpy() for a in arrays
-    ]
-    rows = (b"".join(array[row].tobytes() for array in plain) for row in range(count))
-    shape = " ".join(f"{a.dtype} {tuple(a.shape[1:])}" for a in arrays)
-    return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows], shape
+    real = _find_real(inputs)
+    plain = [(a.float() if a.dtype in (torch.bfloat16, torch.float64) else a).numpy() for a in arrays]
+    padded = [real is not None and a.shape[:2] == real.shape for a in arrays]
+
+    def read_row(row: int) -> bytes:
+        kept = slice(None) if real is None else real[row]
+        return b"".join((a[row][kept] if p else a[row]).tobytes() for a, p in zip(plain, padded, strict=True))
+
+    shape = " ".join(
+        f"{a.dtype} {tuple(a.shape[2:] if p else a.shape[1:])}" for a, p in zip(arrays, padded, strict=True)
+    )
+    return [hashlib.blake2b(read_row(row), digest_size=8).hexdigest() for row in range(count)], shape
+
+
+def _find_real(inputs: Any) -> NDArray[np.bool_] | None:
+    """Which elements of padded sequences are no padding, if an `attention_mask` of zeros and ones says so."""
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            found = mask.detach().cpu().numpy()
+            return found.astype(bool) if ((found == 0) | (found == 1)).all() else None
+        inputs = list(inputs.values())
+    parts = inputs if isinstance(inputs, list | tuple) else []
+    return next((found for one in parts if (found := _find_real(one)) is not None), None)
 
 
 def _made_by_parameters(tensor: Tensor) -> bool:

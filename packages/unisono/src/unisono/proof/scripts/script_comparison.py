@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
@@ -26,6 +26,7 @@ from unisono.proof.recording.trace import QUANTITIES, trace_folder
 from unisono.proof.remedies import build_diagnosis
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
+from unisono.proof.scripts.replay.rows_read import ROWS
 from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.verdict import Verdict
@@ -48,12 +49,15 @@ class Report:
         alone: of one process, for itself.
         certificate: the file with everything, if a folder for it was given.
         unseen: what could not be seen, in sentences.
+        answers: of every number of processes, to the two questions of a script: do many compute what one computes, and
+            do they read what one reads?
     """
 
     verdicts: list[Verdict]
     alone: list[Verdict]
     certificate: Path | None = None
     unseen: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Diagnoses with what to do about them in a script."""
@@ -69,13 +73,16 @@ class Report:
     def mark(self) -> Mark:
         """PASS, FAIL or ABSTAIN; no PASS where no gradients were shown to be equal."""
         mark = verdict.join_marks([*self.verdicts, *self.alone])
+        if mark == "PASS" and any(c.quantity == ROWS for v in self.verdicts for c in v.abstained):
+            return "ABSTAIN"
         shown = [c.mark for v in self.verdicts for c in v.compared if c.quantity == "raw gradients"]
         return "ABSTAIN" if mark == "PASS" and "PASS" not in shown else mark
 
     @property
     def lines(self) -> list[str]:
         """The table, what explains it, and the verdict."""
-        return [*report.format_verdicts(self.verdicts, self.alone, mark=self.mark), *self.unseen, self.mark]
+        headline, *rest = report.format_verdicts(self.verdicts, self.alone, mark=self.mark)
+        return [headline, *self.answers, *rest, *self.unseen, self.mark]
 
 
 @dataclass
@@ -89,6 +96,8 @@ class ScriptRuns:
         quiet: print no progress.
         traces: of the runs that came to their end, by case.
         ended: the errors of the others.
+        changes: of what the runs have in common, by case.
+        left: by case, why one process could not be given the rows of its ranks.
     """
 
     run: ScriptRun
@@ -97,6 +106,8 @@ class ScriptRuns:
     quiet: bool
     traces: dict[str, ScriptTrace] = field(default_factory=dict)
     ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def cases(self) -> list[Case]:
@@ -111,10 +122,10 @@ class ScriptRuns:
         """Run a case; None if it ended with an error."""
         if not self.quiet:
             say(f"{case.name} …", error=True)
-        run = replace(self.run, arguments=self.arguments[case.world_size])
+        run = replace(self.run, arguments=self.arguments[case.world_size], **self.changes.get(case.name, {}))
         try:
             trace = run_case(case, run, self.root, threads_per_process(max(self.arguments)))
-            if (reference := self.traces.get(case.reference)) is not None:
+            if (reference := self.traces.get(case.reference)) is not None and case.world_size > 1:
                 trace.facts.per_process = find_local_statistics(trace, reference)
             self.traces[case.name] = trace
         except local_processes.WorkerError as error:
@@ -130,16 +141,16 @@ class ScriptRuns:
         error = self.ended[self.cases[0].name]
         raise RunError(f"the script fails on one process, so nothing was compared:\n{error}")
 
-    def explain_stray(self, adaptive: bool) -> str:
+    def explain_stray(self, adaptive: bool, pair: Sequence[Case] = ()) -> str:
         """Why the script is not the same when it is run twice on one process; empty if it is."""
-        one, again = self.cases[:2]
+        one, again = pair or self.cases[:2]
         if again.name in self.ended:
             return str(self.ended[again.name])
         return _explain_unrepeatable(self.traces[again.name], self.traces[one.name], adaptive)
 
-    def judge(self, adaptive: bool) -> tuple[list[Verdict], list[Verdict]]:
+    def judge(self, adaptive: bool, cases: Sequence[Case] = ()) -> tuple[list[Verdict], list[Verdict]]:
         """Compare the runs on many processes with that on one; their verdicts, and those of single runs."""
-        return judgement.judge_cases(self.cases, self.traces, adaptive, self.ended)
+        return judgement.judge_cases([*cases] or self.cases, self.traces, adaptive, self.ended)
 
 
 def find_local_statistics(mine: ScriptTrace, reference: ScriptTrace, until: int | None = None) -> list[str]:

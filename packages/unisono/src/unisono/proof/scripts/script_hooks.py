@@ -24,6 +24,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from unisono.proof.scripts.model_facts import find_living, held_parameters
 from unisono.proof.scripts.rank_progress import RankProgress
+from unisono.proof.scripts.replay.loss_inputs import LossInputs
+from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
+from unisono.proof.scripts.replay.replayed_run import ReplayedRun
+from unisono.proof.scripts.replay.row_exchange import RowExchange, RowKeeper
 from unisono.proof.scripts.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError
@@ -39,14 +43,23 @@ class _EnoughSteps(BaseException):
     """Ends a script after the steps that are compared; no `except Exception` of a script catches it."""
 
 
-def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -> Records:
-    """Run something that trains, until it has made so many updates or ends; its name is for messages.
+def run_watched(
+    train: Callable[[], Any], name: str, world: World, steps: int, replayed: ReplayedRun | None = None
+) -> Records:
+    """Run something that trains, until it has made so many updates or ends.
+
+    Args:
+        train: what trains.
+        name: of it, for messages.
+        world: the process.
+        steps: updates after which it is ended.
+        replayed: what the ranks of another run have read, which this one is given.
 
     Raises:
         ConfigError: if it makes no update.
         UnequalUpdatesError: if another process does not make one that this process makes.
     """
-    watch = ScriptWatch(world, steps)
+    watch = ScriptWatch(world, steps, replayed)
     with watch.installed(), suppress(_EnoughSteps):
         try:
             train()
@@ -54,6 +67,7 @@ def run_watched(train: Callable[[], Any], name: str, world: World, steps: int) -
             if error.code not in (None, 0):
                 raise
         watch.progress.end()
+    watch.close()
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
             f"{name} ended without an update by a torch optimizer in this process, so there is nothing to "
@@ -75,6 +89,7 @@ class ScriptWatch:
     Args:
         world: the process.
         steps: updates after which the script is ended.
+        replayed: what the ranks of another run have read, which this one is given.
 
     Attributes:
         records: of its run, from its first forward pass in training on.
@@ -82,8 +97,8 @@ class ScriptWatch:
         progress: of this process among the others.
     """
 
-    def __init__(self, world: World, steps: int) -> None:
-        self._world, self._steps = world, steps
+    def __init__(self, world: World, steps: int, replayed: ReplayedRun | None = None) -> None:
+        self._world, self._steps, self._replayed = world, steps, replayed
         self.records: Records | None = None
         self.has_callback = False
         self.progress = RankProgress(world.folder, world.rank, world.size, world.timeout)
@@ -96,6 +111,11 @@ class ScriptWatch:
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched = FetchedRows()
         self._rows: list[int] = []  # that the update is made of
+        self._exchange: RowExchange | None = replayed and replayed.exchange
+        if world.size > 1:
+            self._exchange = RowKeeper(world.folder, world.rank, world.size)
+        self._loss_inputs = LossInputs()
+        self._has_batches = False  # of a `DataLoader`
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -118,7 +138,16 @@ class ScriptWatch:
                 setattr(home, name, _wrap(getattr(home, name), watch))
             _watches.append(self)
             stack.callback(_watches.remove, self)
+            stack.enter_context(self._loss_inputs)
             yield
+
+    def close(self) -> None:
+        """The script has ended: what it has read is written."""
+        self._loss_inputs.is_closed = True
+        if self._exchange is not None:
+            self._exchange.close()
+        note = ReadingFacts(self._has_batches, self._loss_inputs.numbers, getattr(self._exchange, "reason", ""))
+        write_reading(self._world.folder, self._world.rank, note, self._fetched.list_epochs())
 
     # what a callback says -------------------------------------------------------------------------------------------
 
@@ -157,6 +186,8 @@ class ScriptWatch:
             return None
         self.progress.begin_update()
         records = self._begin([optimizer])
+        if self._replayed is not None:
+            self._replayed.set_rates(optimizer, records.steps)
         records.seen.early |= torch._C._current_graph_task_id() != -1
         closure = next((value for value in (*args[1:], *named.values()) if callable(value)), None)
         if closure is None:
@@ -179,7 +210,9 @@ class ScriptWatch:
         if self._updates or self.is_over():
             return
         assert self.records is not None
-        self.records.step(rows=self._rows)
+        if self._replayed is not None:
+            self._replayed.restore_rates(optimizer)
+        self.records.step(rows=[] if self._replayed is not None else self._rows)
         self._rows = []
         if self.is_over() and not self.has_callback:
             raise _EnoughSteps
@@ -241,16 +274,23 @@ class ScriptWatch:
         records = self.records
         if records is None or id(module) not in self._members:
             return original(module, *args, **named)
+        self._loss_inputs.begin_forward()
+        if self._exchange is not None and not self._has_batches:
+            self._loss_inputs.exchange = self._exchange
+            args, named = self._loss_inputs.exchange_inputs((args, named))
         digests, shape = digest_rows((args, named))
         records.seen.inputs += digests
         records.seen.shape = shape or records.seen.shape
         records.before_forward()
         self._inside = True
+        outputs = None
         try:
-            return original(module, *args, **named)
+            outputs = original(module, *args, **named)
+            return outputs
         finally:
             self._inside = False
             records.after_forward()
+            self._loss_inputs.end_forward(outputs)
 
     def _living_optimizers(self) -> list[Optimizer]:
         return [one for reference in self._optimizers if (one := reference()) is not None]
@@ -265,9 +305,11 @@ class ScriptWatch:
         if not inside:
             self._fetched.begin_pass()
             self.progress.begin_pass()
+            self._loss_inputs.end_pass()
         if not inside and self.records is not None:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if self.records.before_backward():
+            of_batch = self._loss_inputs.draws and not self._loss_inputs.drawn
+            if self.records.before_backward(of_batch):
                 self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
             self._rows += self._fetched.take_pass()
@@ -290,9 +332,17 @@ class ScriptWatch:
         return indices
 
     def _on_batch(self, original: Callable[..., Any], /, iterator: Any) -> Any:
-        batch = original(iterator)
-        self._fetched.fetch(iterator)
-        return batch
+        if self.records is not None:
+            self.records.follow_draws()
+        with self._loss_inputs.paused():
+            batch = original(iterator)
+        if self.records is not None:
+            self.records.skip_draws()
+        rows = self._fetched.fetch(iterator)
+        if not torch.is_grad_enabled():
+            return batch
+        self._has_batches = True
+        return batch if self._exchange is None else self._exchange.take_batch(iterator._dataset, batch, rows)
 
 
 def _wrap(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:

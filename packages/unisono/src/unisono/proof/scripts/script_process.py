@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -22,6 +22,9 @@ from unisono.launch import cluster
 from unisono.launch.processes import rank_process
 from unisono.proof.hangs import HangWatch
 from unisono.proof.scripts import script_hooks
+from unisono.proof.scripts.dropout_off import without_dropout
+from unisono.proof.scripts.replay.replayed_run import ReplayedRun
+from unisono.proof.scripts.replay.row_exchange import How
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
@@ -49,6 +52,10 @@ class ScriptRun:
         perturbed: size of the relative change of the initial weights.
         arguments: of the user's command line.
         steps: updates after which what is run as it is ends; 0: a function that records itself.
+        rows_of: the folder of the trace, in that of the run, whose ranks' rows it is given; empty for its own.
+        ranks: that the other run had.
+        how: their batches are put together.
+        dropout: `off` where the script computes without.
     """
 
     reference: str
@@ -58,6 +65,10 @@ class ScriptRun:
     perturbed: float = 0.0
     arguments: list[str] = field(default_factory=list)
     steps: int = 0
+    rows_of: str = ""
+    ranks: int = 0
+    how: How = "side by side"
+    dropout: Literal["on", "off"] = "on"
 
 
 class LowerPrecisions(precision.PromoteToDouble):
@@ -89,8 +100,9 @@ def main(folder: Path) -> NoReturn:
         torch.set_default_dtype(precision.MASTER[run.precision])
         files = precision.loaded_as_double() if run.precision == "fp64" else nullcontext()
         mode = LowerPrecisions() if run.precision == "fp64" else nullcontext()
-        with HangWatch(folder, place.rank).limit(run.timeout), files, mode as seen:
-            train = _load_watched(run) if run.steps else _load_function(run.reference)
+        dropout = without_dropout() if run.dropout == "off" else nullcontext()
+        with HangWatch(folder, place.rank).limit(run.timeout), files, dropout, mode as seen:
+            train = _load_watched(run, folder) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)
             if not isinstance(records, Records):
@@ -108,7 +120,7 @@ def _load_function(reference: str) -> Callable[..., Any]:
     return found
 
 
-def _load_watched(run: ScriptRun) -> Callable[[World], Any]:
+def _load_watched(run: ScriptRun, folder: Path) -> Callable[[World], Any]:
     if run.reference.endswith(".py"):
         sys.path.insert(0, str(Path(run.reference).parent))  # as `python path` does
         train: Callable[[], Any] = partial(runpy.run_path, run.reference, run_name="__main__")
@@ -116,7 +128,8 @@ def _load_watched(run: ScriptRun) -> Callable[[World], Any]:
     else:
         train = _load_function(run.reference)
         name = train.__name__
-    return lambda world: script_hooks.run_watched(train, name, world, run.steps)
+    replayed = ReplayedRun(folder / run.rows_of, run.ranks, run.how) if run.rows_of else None
+    return lambda world: script_hooks.run_watched(train, name, world, run.steps, replayed)
 
 
 def _call_script(train: Callable[[World], Any], world: World, rank: int) -> Any:

@@ -11,9 +11,9 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.base import Settings
@@ -24,6 +24,8 @@ from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.scripts import script_rows, self_check
 from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
+from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import (
     LATE,
@@ -54,8 +56,8 @@ _UNSEEN = {  # where a run shows by itself that a script reduces something by it
 }
 _AGREE = 1e-6  # relative, of a loss that may be another than that of one process
 _DRAWS = (
-    "the forward pass or the loss draws random numbers (dropout, noise, a choice of rows), every process its own; set "
-    "the probability to 0 for the proof, or draw alike for a row on whatever rank it is"
+    "the forward pass or the loss draws random numbers (dropout, noise, a choice of rows), every process its own; "
+    "prove it without dropout (dropout=off), or draw alike for a row on whatever rank it is"
 )
 
 
@@ -68,6 +70,14 @@ class ScriptSettings(Settings):
         None, description="null: fp64, or fp32 where the script has no fp64"
     )
     timeout: PositiveFloat = Field(300.0, description="seconds that every run may take")
+    dropout: Literal["on", "off"] = Field(
+        "on", description="off: without dropout, which every process draws for itself; all else is compared then"
+    )
+
+    @field_validator("dropout", mode="before")
+    @classmethod
+    def _read_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
 
 def parse_settings(words: Sequence[str]) -> ScriptSettings:
@@ -112,7 +122,7 @@ def prove_script(
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
     for precision in ladder:
         with trace_room() as root:
-            run = ScriptRun(reference, precision, settings.timeout, steps=settings.steps)
+            run = ScriptRun(reference, precision, settings.timeout, steps=settings.steps, dropout=settings.dropout)
             runs = ScriptRuns(run, words, root, quiet)
             report = _prove(runs, lower=precision != ladder[-1])
         if report is not None:
@@ -126,39 +136,72 @@ def prove_script(
 
 def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     """Run and judge all cases; None if one raised an error in fp64, and a lower precision may be tried."""
-    one, again, *_ = runs.cases
+    one, again, *several = runs.cases
     reference = runs.record(one)
+    groups: list[Group] = []
     if reference is not None:
-        for case in runs.cases[1:]:
+        for case in several:
             runs.record(case)
+        replayed = [group for case in several if (group := record_on_their_rows(runs, case)) is not None]
+        left = [case for case in several if all(case.name != group.many[0].name for group in replayed)]
+        if left:
+            runs.record(again)
+            groups.append(Group(one, again, left))
+        groups += replayed
     if lower and any(map(_may_be_of_fp64, runs.ended.values())):
         return None
     if reference is None:
         runs.refuse_unrunnable()
-    pieces = drop_pieces([trace for name, trace in runs.traces.items() if name != one.name], reference)
-    for trace in runs.traces.values():
-        script_rows.count_shared_rows_once(trace, reference)
-    own = {name for name, trace in runs.traces.items() if script_rows.drop_own_numbers(trace, reference)}
-    checks = {name: self_check.check_run(trace) for name, trace in runs.traces.items()}
-    _fill_losses(runs.traces, checks, one.name)
+    judged = [_judge_group(runs, group) for group in groups]
+    alone = [] if any(group.plan is None for group in groups) else runs.judge(False, [one])[1]
+    return Report(
+        [verdict for one in judged for verdict in one.verdicts],
+        [verdict for one in judged for verdict in one.alone] + alone,
+        unseen=[
+            *_describe_unseen(runs.traces[groups[0].one.name], runs.run.steps),
+            *dict.fromkeys(line for one in judged for line in one.unseen),
+        ],
+        answers=[line for one in judged for line in one.answers],
+    )
+
+
+def _judge_group(runs: ScriptRuns, group: Group) -> Report:
+    """Judge the runs on many processes that are compared with the same one on one process."""
+    one, again, cases = group.one, group.again, group.cases
+    traces = {case.name: runs.traces[case.name] for case in cases if case.name in runs.traces}
+    reference, plain = traces[one.name], runs.traces[runs.cases[0].name]
+    pieces = drop_pieces([trace for name, trace in traces.items() if name != one.name], reference)
+    own: set[str] = set()
+    if group.plan is None:
+        for trace in traces.values():
+            script_rows.count_shared_rows_once(trace, reference)
+        own = {name for name, trace in traces.items() if script_rows.drop_own_numbers(trace, reference)}
+    checks = {name: self_check.check_run(trace) for name, trace in traces.items()}
+    _fill_losses(traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
-    dropped = drop_unrepeatable_reports(runs.traces, runs.traces.get(again.name, reference), reference)
-    stray = runs.explain_stray(adaptive)
-    verdicts, alone = runs.judge(adaptive)
+    dropped = drop_unrepeatable_reports(traces, traces.get(again.name, reference), reference)
+    stray = runs.explain_stray(adaptive, (one, again))
+    verdicts, alone = runs.judge(adaptive, cases)
     for judged in verdicts:
-        if judged.case in runs.traces:
-            trace, check = runs.traces[judged.case], checks[judged.case]
+        if judged.case in traces:
+            trace, check = traces[judged.case], checks[judged.case]
             _complete(judged, check, trace, reference, stray)
             note_reduction(judged, check, checks[one.name])
             judged.invariants += [describe_pieces(pieces)] if pieces else []
             judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
             if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
-    name_local_statistics(verdicts, runs.traces, reference)
-    unseen = _describe_unseen(reference, runs.run.steps)
-    if dropped:
-        unseen.append(f"not compared: {', '.join(dropped)}, in which two runs on one process differ")
-    return Report(verdicts, alone, unseen=unseen)
+            if group.plan is not None:
+                answer_by_replay(judged, group, trace, reference, plain)
+    name_local_statistics(verdicts, traces, reference)
+    return Report(
+        verdicts,
+        alone if group.plan is None else [],
+        unseen=[f"not compared: {', '.join(dropped)}, in which two runs on one process differ"] if dropped else [],
+        answers=[
+            line for judged in verdicts for line in describe_answers(judged, group, runs.left.get(judged.case, ""))
+        ],
+    )
 
 
 def _may_be_of_fp64(error: WorkerError) -> bool:

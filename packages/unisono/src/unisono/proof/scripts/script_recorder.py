@@ -11,20 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
-from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
@@ -35,8 +32,8 @@ from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.parameter_changes import ParameterChanges
 from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, fill_reports, reduced_moment, write_rank_facts
+from unisono.proof.scripts.record_group import build_group
 from unisono.runtime import rng
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 
@@ -98,7 +95,7 @@ class Records:
                 "FullyShardedDataParallel keeps parameters in flat pieces that cannot be recorded; shard the model "
                 "with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        self._group = _build_group(world)
+        self._group = build_group(world)
         self._facts = RunFacts(optimizer=type(self._optimizer).__name__, evaluation_left=None)
         self._ranks: list[list[RankFacts]] = []  # of every step
         self._raw: dict[str, Tensor] | None = None  # gradients as they were before they were clipped
@@ -110,6 +107,7 @@ class Records:
         self._clips = False  # whether a rank has clipped its gradients
         self._updated: set[int] = set()  # what the optimizers hold that made an update, by `id`
         self._random, self._generators, self._inputs = False, list[int](), 0  # inputs of passes that are through
+        self._outside: dict[str, int] = {}  # states of generators after the last forward pass
         host = self._group.gather(model_facts.host_generators(), "the states of generators")
         self._own_host = any(states != host[0] for states in host)  # else ranks draw alike from them
         self._begin(self._parameters())
@@ -337,16 +335,28 @@ class Records:
         for device in {"cpu", *(parameter.device.type for parameter in self._model.parameters())}:
             if torch.is_autocast_enabled(device):
                 self._facts.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        outside = model_facts.name_generators()
+        self.seen.drawn |= {name: now for name, now in outside.items() if now != self._outside.get(name, now)}
         self._generators = model_facts.generator_digests(self._own_host) if self._model.training else []
 
     def after_forward(self) -> None:
-        """Called after it: what it drew, and later the loss, is seen by the generators."""
-        before, self._generators = self._generators, self._generators and model_facts.generator_digests(self._own_host)
-        self._random |= before != self._generators
+        """Called after it: what it drew is seen by the generators."""
+        self.follow_draws()
+        self._outside = model_facts.name_generators()
 
-    def before_backward(self) -> bool:
+    def follow_draws(self, of_batch: bool = False) -> None:
+        """See what was drawn since it was called last: by a pass, or by torch's generators for a batch to come."""
+        before, self._generators = self._generators, self._generators and model_facts.generator_digests(self._own_host)
+        own = len(before) - 2 * self._own_host  # those of torch come first
+        self._random |= before[own:] != self._generators[own:] if of_batch else before != self._generators
+
+    def skip_draws(self) -> None:
+        """What was drawn since is of a batch that a `DataLoader` has returned."""
+        self._generators = self._generators and model_facts.generator_digests(self._own_host)
+
+    def before_backward(self, of_batch: bool = False) -> bool:
         """Called before a backward pass; whether the passes before it were of no update, as the script has cleared."""
-        self.after_forward()
+        self.follow_draws(of_batch)
         self._generators = []
         self.seen.evaluating = sorted({*self.seen.evaluating, *model_facts.evaluating_modules(self._model)})
         given = [p.grad for p in self._model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
@@ -428,22 +438,3 @@ class Records:
                     result.append(f"'{name}' is not the same on ranks {' and '.join(map(str, sides.values()))}")
                     break
         return result
-
-
-def _build_group(world: World) -> Communicator:
-    """All processes, over gloo, whatever the script's own backend.
-
-    Raises:
-        ConfigError: if the script has not joined its processes yet, or has joined others.
-    """
-    joined = dist.get_world_size() if dist.is_initialized() else 1
-    if joined != world.size:
-        raise ConfigError(
-            f"the script was started on {world.size} processes, but world.records() finds a group of {joined}: call "
-            "torch.distributed.init_process_group(), or make an Accelerator or a Fabric of all processes, before it"
-        )
-    if world.size == 1:
-        return SingleProcess()
-    place = ProcessInfo(world.rank, world.size, world.local_rank, world.size, "unisono")
-    channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
-    return TorchCommunicator(place, world.timeout, channel)

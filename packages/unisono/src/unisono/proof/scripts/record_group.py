@@ -1,0 +1,34 @@
+"""The group in which the processes of a script are recorded together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from unisono.engines.torch.parallel.process_group import TorchCommunicator
+from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.proof.scripts.script_recorder import World
+
+
+def build_group(world: World) -> Communicator:
+    """All processes, over gloo, whatever the script's own backend.
+
+    Raises:
+        ConfigError: if the script has not joined its processes yet, or has joined others.
+    """
+    joined = dist.get_world_size() if dist.is_initialized() else 1
+    if joined != world.size:
+        raise ConfigError(
+            f"the script was started on {world.size} processes, but world.records() finds a group of {joined}: call "
+            "torch.distributed.init_process_group(), or make an Accelerator or a Fabric of all processes, before it"
+        )
+    if world.size == 1:
+        return SingleProcess()
+    place = ProcessInfo(world.rank, world.size, world.local_rank, world.size, "unisono")
+    channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+    return TorchCommunicator(place, world.timeout, channel)

@@ -1,0 +1,1 @@
+"""The rows that the ranks of a script have read, given to a run on one process."""

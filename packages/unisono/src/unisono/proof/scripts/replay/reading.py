@@ -1,0 +1,55 @@
+"""How a run has read its rows, rank by rank: what is known when the script has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ReadingFacts:
+    """What is known of how one rank has read.
+
+    Attributes:
+        has_batches: whether by a `DataLoader`.
+        numbers: whether the script has read numbers of tensors that may be counts of rows.
+        reason: why rows could not be kept, or given; empty if all were.
+    """
+
+    has_batches: bool
+    numbers: bool
+    reason: str
+
+
+def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:
+    """Write the facts, and the rows of an epoch of every data set."""
+    _facts_file(folder, rank).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+    np.savez(_epochs_file(folder, rank), *epochs)
+
+
+def read_reading(folder: Path, rank: int) -> ReadingFacts | None:
+    """What `write_reading` has written; None of a script that records itself."""
+    file = _facts_file(folder, rank)
+    return ReadingFacts(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
+def read_epochs(folder: Path, rank: int) -> list[NDArray[np.int64]]:
+    """The rows of an epoch of every data set; none of those without numbers."""
+    file = _epochs_file(folder, rank)
+    if not file.exists():
+        return []
+    with np.load(file) as arrays:
+        return [arrays[f"arr_{number}"] for number in range(len(arrays.files))]
+
+
+def _facts_file(folder: Path, rank: int) -> Path:
+    return folder / f"reading-{rank}.json"
+
+
+def _epochs_file(folder: Path, rank: int) -> Path:
+    return folder / f"epochs-{rank}.npz"

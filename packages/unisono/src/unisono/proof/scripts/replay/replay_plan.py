@@ -1,0 +1,79 @@
+"""How the rows of several ranks can be given to one process, and whether it was given them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.reading import read_reading
+from unisono.proof.scripts.replay.row_exchange import How
+from unisono.runtime.text import join_names
+
+NUMBERS = (
+    "the script has no DataLoader and reads numbers of tensors (counts of rows or tokens?), which were not those of "
+    "the ranks' rows"
+)
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """How rows are given to one process.
+
+    Attributes:
+        how: the ranks' batches are put together; None if it is not known.
+        why: then, the reason.
+    """
+
+    how: How | None
+    why: str = ""
+
+
+def plan_replay(mine: ScriptTrace, reference: ScriptTrace) -> ReplayPlan:
+    """Compare how many passes an update is made of: as many on one process as on each rank, or as on all together."""
+    for rank in range(len(mine.ranks[0])):
+        facts = read_reading(mine.folder, rank)
+        if facts is None or facts.reason:
+            return ReplayPlan(None, facts.reason if facts else "the script records itself")
+    found: set[How] = set()
+    for step, (seen, one) in enumerate(zip(mine.ranks, reference.ranks, strict=False), 1):
+        several, alone = [len(rank.losses) for rank in seen], len(one[0].losses)
+        if not alone or not all(several):
+            return ReplayPlan(None, f"step {step}: backward() was called on no number, so passes are not told apart")
+        if len({*several, alone}) == 1:
+            found.add("side by side")
+        elif len({*several}) == 1 and sum(several) == alone:
+            found.add("in turn")
+        else:
+            counts = join_names([str(count) for count in several])
+            told = f"step {step}: one process makes {alone} backward passes, and the ranks make {counts}"
+            return ReplayPlan(None, f"{told}: neither as many as each, nor as all together")
+    if len(found) > 1:
+        return ReplayPlan(None, "passes per update change from step to step")
+    return ReplayPlan(*found)
+
+
+def explain_failure(mine: ScriptTrace, replayed: ScriptTrace) -> str:
+    """Why the run on one process has not computed the ranks' rows; empty if it has."""
+    facts = read_reading(replayed.folder, 0)
+    if facts is not None and facts.reason:
+        return facts.reason
+    if len(replayed.ranks) < len(mine.ranks):
+        return f"one process made {len(replayed.ranks)} updates of them, and not {len(mine.ranks)}"
+    seen = False
+    for step, (ranks, one) in enumerate(zip(mine.ranks, replayed.ranks, strict=False), 1):
+        wanted, given = Counter(row for rank in ranks for row in rank.inputs), Counter(one[0].inputs)
+        seen |= bool(wanted)
+        if wanted != given:
+            left = (wanted - given).total()
+            return (
+                f"step {step}: {left} of {wanted.total()} rows reach the model otherwise than on the ranks (they are "
+                "drawn, scaled or mixed between the DataLoader and the model, or an evaluation has read some)"
+            )
+    return "" if seen else "which rows were computed could not be seen"
+
+
+def reads_numbers(replayed: ScriptTrace) -> bool:
+    """Whether numbers that follow the rows may have stayed those of other rows."""
+    facts = read_reading(replayed.folder, 0)
+    return facts is not None and facts.numbers and not facts.has_batches

@@ -1,0 +1,76 @@
+"""Which runs of a script are compared with which: with one process on its own rows, or on those of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from unisono.proof.cases import EPSILON, Case
+from unisono.proof.scripts import script_rows
+from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
+from unisono.proof.scripts.script_comparison import ScriptRuns, find_local_statistics
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are compared with the same run on one process.
+
+    Attributes:
+        one: that run.
+        again: the same, with weights changed in their last bit.
+        many: the others.
+        plan: how `one` is given the rows of the only other; None if it reads its own.
+        reason: why these are others.
+    """
+
+    one: Case
+    again: Case
+    many: list[Case]
+    plan: ReplayPlan | None = None
+    reason: str = ""
+
+    @property
+    def cases(self) -> list[Case]:
+        """All of them, in order."""
+        return [self.one, self.again, *self.many]
+
+
+def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
+    """Run one process on the rows that the ranks of a case have read, if these are not those of one process.
+
+    None if one process is to be compared as it is: its rows are the same, no run has come to its end, or the rows of
+    the ranks cannot be given to it. The reason for the last is noted in `runs.left`.
+    """
+    one = runs.cases[0]
+    if case.name not in runs.traces:
+        return None
+    trace, reference = runs.traces[case.name], runs.traces[one.name]
+    reason = _explain_rows(trace, reference)
+    if not reason:
+        return None
+    plan = plan_replay(trace, reference)
+    if plan.how is None:
+        runs.left[case.name] = plan.why
+        return None
+    name = f"1 process, on the rows of {case.world_size}"
+    on_theirs = Case(name, 1, {}, case.precision)
+    again = replace(on_theirs, name=f"{name}, perturbed", perturbed=EPSILON[case.precision])
+    for own in (on_theirs, again):
+        runs.changes[own.name] = {"rows_of": trace.folder.name, "ranks": case.world_size, "how": plan.how}
+    replayed = runs.record(on_theirs)
+    if replayed is None:
+        runs.left[case.name] = f"one process cannot compute with them: {runs.ended.pop(on_theirs.name)}"
+        return None
+    if why := explain_failure(trace, replayed):
+        runs.left[case.name] = why
+        return None
+    runs.record(again)
+    trace.facts.per_process = find_local_statistics(trace, replayed)
+    return Group(on_theirs, again, [replace(case, reference=name)], plan, reason)
+
+
+def _explain_rows(trace: ScriptTrace, reference: ScriptTrace) -> str:
+    """Why the rows of a run are others than those of one process; empty if they are the same, or that is a fault."""
+    script_rows.count_shared_rows_once(trace, reference)
+    script_rows.drop_own_numbers(trace, reference)
+    return script_rows.explain_other_rows(trace, reference)[0]

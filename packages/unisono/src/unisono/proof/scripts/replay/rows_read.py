@@ -1,0 +1,142 @@
+"""Do many processes read what one reads? Answered apart from what they compute, with what is known of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.remedies import Diagnosis, build_diagnosis
+from unisono.runtime.fault_names import FaultName
+from unisono.proof.scripts.rank_facts import ScriptTrace
+from unisono.proof.scripts.replay.reading import read_epochs
+
+ROWS = "many processes read what one reads"
+PER_DEVICE = "the size of a batch is per process"
+
+
+def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tuple[ComparedQuantity, Diagnosis | None]:
+    """The answer for runs whose rows differ: PASS with what is no fault, FAIL, or ABSTAIN.
+
+    Args:
+        mine: of several processes.
+        reference: of one, on its own rows.
+        reason: why these are others.
+    """
+    ranks = range(len(mine.ranks[0]))
+    epochs = [read_epochs(mine.folder, rank) for rank in ranks]
+    update = max(
+        sum(max(len(rank.inputs), len(rows)) for rank, rows in zip(seen, step.by_rank, strict=True))
+        for seen, step in zip(mine.ranks, mine.facts.steps, strict=True)
+    )
+    told = ""
+    for number, one in enumerate(read_epochs(reference.folder, 0)):
+        each = [rows[number] for rows in epochs if number < len(rows)]
+        if not len(one) or len(each) < len(epochs) or not all(map(len, each)):
+            continue
+        likely, said = describe_epoch(each, one, update)
+        if likely is not None:
+            return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said)), likely
+        told = told or said
+    size = _describe_size(mine, reference)
+    numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
+    if _changes_rows(mine, reference):
+        size = told = ""
+    elif size and not (numbered and told):
+        told = "which rows of an epoch each reads could not be seen"
+    if size or (numbered and told):
+        return ComparedQuantity(ROWS, "PASS", why="; ".join(filter(None, [size, told]))), None
+    if _draw_by_rank(mine):
+        said = "every process draws for itself what it reads, by a generator that has another state on each"
+        return ComparedQuantity(ROWS, "PASS", why=f"{said}, so that is not compared"), None
+    return ComparedQuantity(ROWS, "ABSTAIN", why=reason), None
+
+
+def _changes_rows(mine: ScriptTrace, reference: ScriptTrace) -> bool:
+    """Whether a row of the same number is another input than on one process, as far as both have read the same."""
+    theirs = _inputs_by_number(reference)
+    return any(theirs.get(number, inputs) != inputs for number, inputs in _inputs_by_number(mine).items())
+
+
+def _inputs_by_number(trace: ScriptTrace) -> dict[int, str]:
+    result: dict[int, str] = {}
+    for seen, step in zip(trace.ranks, trace.facts.steps, strict=True):
+        for rank, rows in zip(seen, step.by_rank, strict=True):
+            if len(rows) == len(rank.inputs):
+                result |= dict(zip(rows, rank.inputs, strict=True))
+    return result
+
+
+def describe_epoch(ranks: Sequence[NDArray[np.int64]], one: NDArray[np.int64], update: int) -> tuple[Diagnosis | None, str]:
+    """The fault in how an epoch is dealt out, if there is one, and what is to be said of it.
+
+    What deals out equally many rows to all ranks repeats or leaves out less than an update has.
+
+    Args:
+        ranks: the rows of an epoch of each.
+        one: of one process.
+        update: rows of an update of all ranks.
+    """
+    wanted, every = {*one.tolist()}, [{*rows.tolist()} for rows in ranks]
+    once = len(wanted) == len(one) and all(len(rows) == len(own) for rows, own in zip(ranks, every, strict=True))
+    if once and all(own == wanted for own in every):
+        return None, f"every process reads all {len(one)} rows in an epoch, in an order of its own"
+    joined = np.concatenate([*ranks])
+    union = {*joined.tolist()}
+    twice, never, new = len(joined) - len(union), len(wanted - union), len(union - wanted)
+    if len(wanted) < len(one):  # drawn with replacement
+        return None, ""
+    counts = f"of {len(one)} rows in an epoch, {twice} are read twice and {never} never"
+    if new > update or (new and twice > update):
+        shown = f"; {new} more are read, which one process does not train on"
+        return build_diagnosis(FaultName.SPLIT_BY_RANK, counts + shown), counts + shown
+    if max(twice, never) >= max(update, 1):
+        return build_diagnosis(FaultName.ROWS_TWICE, counts), counts
+    if twice or never:
+        return None, f"another order of the same epoch; to deal out equally many, {counts.removeprefix('of ')}"
+    return None, f"another order of the same {len(one)} rows of an epoch, each read once"
+
+
+def describe_rates(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """What the learning rate does where an update has other rows than on one process."""
+    pairs = [
+        (step.lr[0], one.lr[0]) for step, one in zip(mine.facts.steps, reference.facts.steps, strict=False) if step.lr
+    ]
+    ratios = [a / b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False) if b]
+    if not ratios or all(math.isclose(ratio, 1.0, rel_tol=1e-9) for ratio in ratios):
+        return "the learning rate is that of one process"
+    if all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios):
+        return f"the learning rate is {ratios[0]:.4g} times that of one process"
+    step, ours, theirs = next(
+        (number, a[0], b[0])
+        for number, (a, b) in enumerate(pairs, 1)
+        if a and b and not math.isclose(a[0], b[0], rel_tol=1e-9)
+    )
+    return f"the schedule is another: {ours:.4g} in step {step}, and {theirs:.4g} on one process"
+
+
+def _describe_size(mine: ScriptTrace, reference: ScriptTrace) -> str:
+    """That an update has as many times the rows of one process as there are ranks; empty if it has not."""
+    counts = []
+    for seen, step, one, theirs in zip(
+        mine.ranks, mine.facts.steps, reference.ranks, reference.facts.steps, strict=False
+    ):
+        ours = len(step.rows) or sum(len(rank.inputs) for rank in seen)
+        counts.append((ours, len(theirs.rows) or len(one[0].inputs)))
+    size = len(mine.ranks[0])
+    ours, alone = counts[0]
+    if not alone or ours != size * alone:
+        return ""
+    return f"{PER_DEVICE}: {ours} rows in an update, and {alone} on one process; {describe_rates(mine, reference)}"
+
+
+def _draw_by_rank(mine: ScriptTrace) -> bool:
+    """Whether every rank has drawn outside of forward passes, from a generator that no other rank has alike."""
+    for step in mine.ranks:
+        for name in set.intersection(*({*rank.drawn} for rank in step)):
+            if len({rank.drawn[name] for rank in step}) == len(step):
+                return True
+    return False
