@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals, Vectorised
     from unisono.runtime import safe_paths
+    from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import (
         BadSamplesError,
@@ -94,6 +95,7 @@ _HOMES = {
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],
     "protocols": ["CrossSample", "Packable", "Predictive", "Prepared", "Recurrent", "Totals", "Vectorised"],
+    "runtime.console": ["say"],
     "runtime.errors": [
         "BadSamplesError",
         "ConfigError",
@@ -145,8 +147,8 @@ __all__ = [
     "format_examples", "format_share", "generator", "generators", "hf_config", "hold_out", "import_extra", "key",
     "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
     "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table", "safe_paths",
-    "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors", "write_table",
-    "write_whole",
+    "say", "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors",
+    "write_table", "write_whole",
 ]  # fmt: skip
 
 

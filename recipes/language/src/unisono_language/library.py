@@ -1,14 +1,14 @@
-"""The documents of a run: one corpus or several, tokenised ahead, before, or on the fly.
+"""The documents or conversations of a run: one corpus or several, tokenised ahead, before, or on the fly.
 
 A source has rows to train on and rows held out, of documents kept apart. Tokenised ahead, a document becomes rows of up
 to `sequence` targets; on the fly, where nobody knows lengths before, a row is a document. Where rows are packed,
-training rows are whole documents either way: the plan cuts them.
+training rows are whole documents either way: the plan cuts them. A conversation is always one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
 from unisono_language import tokens
-from unisono_language.settings import Corpus, Documents, PreparedDocuments
+from unisono_language.chat import ChatTemplate, check_template
+from unisono_language.conversations import Conversations
+from unisono_language.settings import Chat, Corpus, Documents, PreparedDocuments
 from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from unisono_language.tokens import TokenisePreparation, TokenStore
@@ -78,25 +80,35 @@ class Library:
         fraction: of each source's documents that is held out.
         sequence: targets per row.
         verify: what `check` holds against the manifests: `content`, or `sizes`, which were when they were opened.
+        rows: by source, the documents that are used where not all are.
     """
 
     corpora: Mapping[str, TokenStore | OnTheFlyTexts]
     fraction: float
     sequence: int
     verify: str
+    rows: Mapping[str, Tokens] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of all documents."""
         return next(iter(self.corpora.values())).tokenizer
 
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """The template of conversations; None for documents."""
+        corpus = next(iter(self.corpora.values()))
+        return corpus.chat if isinstance(corpus, TokenStore) else None
+
     @cached_property
     def split(self) -> dict[str, tuple[Tokens, Tokens]]:
         """Documents to train on and documents held out, by source."""
         parts = {}
         for name, corpus in self.corpora.items():
-            held_out = hold_out(len(corpus), self.fraction, what="document", hint=_HINT)
-            parts[name] = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+            rows = self.rows.get(name, np.arange(len(corpus)))
+            what, hint = ("document", _HINT) if self.chat is None else ("conversation", "")
+            held_out = hold_out(len(corpus), self.fraction, what=what, hint=hint)[rows]
+            parts[name] = rows[~held_out], rows[held_out]
         return parts
 
     def training(self, whole: bool) -> dict[str, Source]:
@@ -127,22 +139,38 @@ class Library:
             counts = sum(tokens.unigram_counts(store, self.split[name][1]) for name, store in stores.items())
             assert isinstance(counts, np.ndarray)
             entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
-        return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), "vocabulary": self.tokenizer.size, **entropy}
+        kind = {} if self.chat is None else {"targets": int(counts.sum())}
+        return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), **kind, "vocabulary": self.tokenizer.size, **entropy}
 
 
 def open_library(
-    config: Documents | PreparedDocuments, sequence: int, of_model: Path | None, of_run: Tokenizer | None = None
+    config: Documents | Chat | PreparedDocuments,
+    sequence: int,
+    of_model: Path | None,
+    of_run: Tokenizer | None = None,
+    chat_of_run: ChatTemplate | None = None,
 ) -> Library:
-    """The documents that the settings name.
+    """The documents or conversations that the settings name.
 
     Args:
         config: the group `data`.
         sequence: targets per row.
         of_model: directory of a pretrained model, whose tokenizer is taken where no other is given.
         of_run: tokenizer of a trained run that is to read these documents; no other can be taken then.
+        chat_of_run: the run's chat template, likewise.
     """
-    corpora: Mapping[str, TokenStore | OnTheFlyTexts]
-    if isinstance(config, PreparedDocuments):
+    if isinstance(config, Documents):
+        texts, tokenizer = _texts(config, of_model, of_run)
+        corpora: Mapping[str, TokenStore | OnTheFlyTexts]
+        if config.tokenise == "on_the_fly":
+            corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
+        else:
+            corpora = {name: tokens.load_tokens(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
+        return Library(corpora, config.held_out, sequence, config.verify)
+    if isinstance(config, Chat):
+        conversations, tokenizer, chat = _conversations(config, of_model, of_run, chat_of_run)
+        stores = {name: tokens.load_tokens(rows, tokenizer, config.cache, chat) for name, rows in conversations.items()}
+    else:
         stores = {name: TokenStore(path) for name, path in config.folders.items()}
         if of_run is not None:
             _check_tokenizers(stores, of_run, "the run")
@@ -150,18 +178,16 @@ def open_library(
             _check_tokenizers(stores, load_tokenizer(of_model), f"{of_model} (model.path)")
         else:
             _check_tokenizers(stores)
-        corpora = stores
-    else:
-        texts, tokenizer = _texts(config, of_model, of_run)
-        if config.tokenise == "on_the_fly":
-            corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
-        else:
-            corpora = {name: tokens.load_tokens(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
-    return Library(corpora, config.held_out, sequence, config.verify)
+        _check_templates(stores)
+    room = sequence if config.packing is None else min(sequence, config.packing.length or sequence)
+    fitting = {name: store.fit(room, config.too_long) for name, store in stores.items()}
+    kept = {name: store for name, (store, _) in fitting.items()}
+    rows = {name: numbers for name, (store, numbers) in fitting.items() if len(numbers) < len(store)}
+    return Library(kept, config.held_out, sequence, config.verify, rows)
 
 
 def preparations(
-    config: Documents | PreparedDocuments, of_model: Path | None
+    config: Documents | Chat | PreparedDocuments, of_model: Path | None
 ) -> dict[str, tuple[TokenisePreparation, Path]]:
     """What can be tokenised ahead, by source, and its place in the cache.
 
@@ -170,10 +196,17 @@ def preparations(
     """
     if isinstance(config, PreparedDocuments):
         raise ConfigError("data=prepared is already prepared; give the documents, e.g. data=corpus data.path=DIR")
-    texts, tokenizer = _texts(config, of_model)
+    found: Mapping[str, Texts | Conversations]
+    if isinstance(config, Chat):
+        found, tokenizer, chat = _conversations(config, of_model)
+    else:
+        (found, tokenizer), chat = _texts(config, of_model), None
     return {
-        name: (TokenisePreparation(corpus, tokenizer), tokens.cache_entry(corpus, tokenizer, config.cache))
-        for name, corpus in texts.items()
+        name: (
+            TokenisePreparation(corpus, tokenizer, chat),
+            tokens.cache_entry(corpus, tokenizer, config.cache, chat),
+        )
+        for name, corpus in found.items()
     }
 
 
@@ -204,6 +237,38 @@ def _texts(
         return texts, of_run
     given = config.tokenizer or of_model
     return texts, train_tokenizer(texts, config.vocab_size, config.cache) if given is None else load_tokenizer(given)
+
+
+def _conversations(
+    config: Chat, of_model: Path | None, of_run: Tokenizer | None = None, chat_of_run: ChatTemplate | None = None
+) -> tuple[dict[str, Conversations], Tokenizer, ChatTemplate]:
+    """The conversations by source, their tokenizer and their template."""
+    rows = {name: Conversations.from_files(files) for name, files in config.files.items()}
+    if of_run is not None:
+        if chat_of_run is None:
+            raise ConfigError("the run was not trained on conversations, so it has no chat template to read these with")
+        return rows, of_run, chat_of_run
+    given = config.tokenizer or of_model
+    if given is None:
+        raise ConfigError(
+            "data=chat needs a tokenizer with a chat template: fine-tune a model that has one (model=pretrained "
+            "model.path=DIR), or set data.tokenizer=DIR"
+        )
+    tokenizer = load_tokenizer(given)
+    template = ChatTemplate.from_tokenizer(given, config.chat_template, config.template_settings, config.loss_on)
+    check_template(template, tokenizer, config.chat_template or given)
+    return rows, tokenizer, template
+
+
+def _check_templates(stores: Mapping[str, TokenStore]) -> None:
+    """Refuse a mixture of documents and conversations, or of templates: a run has one."""
+    first, *others = stores
+    for name in others:
+        if stores[name].chat != stores[first].chat:
+            raise DataError(
+                f"data.sources: '{first}' and '{name}' were prepared with different chat templates or settings of "
+                "data=chat; prepare both with the same"
+            )
 
 
 def _check_tokenizers(stores: Mapping[str, TokenStore], needed: Tokenizer | None = None, whose: str = "") -> None:

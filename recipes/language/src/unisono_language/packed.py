@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unisono import ConfigError
+from unisono_language.chat import IGNORED
 from unisono_language.model import evaluation_mode
 
 _BORDER_KERNEL = "unisono_borders"  # our attention by borders, among the kernels of transformers
@@ -30,7 +31,7 @@ class PackedRow:
 
     Attributes:
         inputs: all tokens of each document but its last.
-        targets: all but its first.
+        targets: all but its first; `IGNORED` where the loss does not count them.
         positions: from 0 on in each document.
     """
 
@@ -40,11 +41,16 @@ class PackedRow:
 
 
 def pack_row(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
-    """A row of documents, each (tokens,); one token more than a document has targets."""
+    """A row of documents, each (tokens,); one token more than a document has targets.
+
+    The complements in a conversation are tokens that are no targets (`chat`).
+    """
     nothing = [np.zeros(0, dtype=np.int64)]  # a row may have lost all its documents
+    inputs = np.concatenate([document[:-1] for document in documents] or nothing)
+    targets = np.concatenate([document[1:] for document in documents] or nothing)
     return PackedRow(
-        np.concatenate([document[:-1] for document in documents] or nothing),
-        np.concatenate([document[1:] for document in documents] or nothing),
+        np.where(inputs < 0, ~inputs, inputs),
+        np.where(targets < 0, IGNORED, targets),
         np.concatenate([np.arange(len(document) - 1) for document in documents] or nothing),
     )
 

@@ -150,6 +150,54 @@ class Corpus(Documents, ReadOptions):
         return {"": CorpusFiles(**{name: getattr(self, name) for name in CorpusFiles.model_fields})}
 
 
+class ConversationFiles(Settings):
+    """Where conversations are."""
+
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
+    pattern: str = Field("*", description="glob that file names must match")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
+
+
+TooLong = Literal["stop", "cut", "leave_out"]
+_TOO_LONG = (
+    "for conversations longer than a row; stop: refuse, cut: use only their beginning, leave_out: train without them"
+)
+
+
+class Chat(AllDocuments):
+    """Conversations: rows with `messages`, or with `prompt` and `completion`; several data sets in `sources`."""
+
+    kind: Literal["chat"]
+    path: Place | list[Place] | None = Field(None, description="file, directory, glob or URL, or a list of them")
+    pattern: str = Field("*", description="glob that file names must match")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
+    sources: dict[str, ConversationFiles] = Field(
+        {}, description="several data sets by name, instead of path; data.mixture weights them"
+    )
+    tokenizer: Path | None = Field(
+        None, description="a tokenizer's directory, with its chat template; null: the pretrained model's"
+    )
+    chat_template: Path | None = Field(None, description="file with a chat template in Jinja; null: the tokenizer's")
+    template_settings: dict[str, Any] = Field({}, description="what else the template reads, e.g. enable_thinking")
+    loss_on: Literal["assistant", "completion", "all"] = Field(
+        "assistant",
+        description="tokens that the loss counts; assistant: of all its turns, and with prompt and completion those of "
+        "the completion; completion: all after the prompt; all: every token",
+    )
+    too_long: TooLong = Field("stop", description=_TOO_LONG)
+    cache: Path | None = Field(
+        None, description="cache for tokenised conversations; null: $UNISONO_CACHE or ~/.cache/unisono"
+    )
+
+    @property
+    def files(self) -> dict[str, ConversationFiles]:
+        """Where the conversations of each source are; the only one is called ''."""
+        if self.sources:
+            return dict(self.sources)
+        assert self.path is not None
+        return {"": ConversationFiles(path=self.path, pattern=self.pattern, split=self.split)}
+
+
 class PreparedFolder(Settings):
     """The folder of prepared documents."""
 
@@ -161,6 +209,7 @@ class PreparedDocuments(AllDocuments):
 
     kind: Literal["prepared"]
     path: Path | None = Field(None, description="folder created by `unisono data prepare`")
+    too_long: TooLong = Field("stop", description=_TOO_LONG)
     sources: dict[str, PreparedFolder] = Field(
         {}, description="several by name, instead of path; data.mixture weights them"
     )
@@ -174,4 +223,4 @@ class PreparedDocuments(AllDocuments):
         return {"": self.path}
 
 
-LanguageData = Annotated[EmbeddedDocuments | Corpus | PreparedDocuments, Field(discriminator="kind")]
+LanguageData = Annotated[EmbeddedDocuments | Corpus | Chat | PreparedDocuments, Field(discriminator="kind")]

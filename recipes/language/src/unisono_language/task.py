@@ -1,7 +1,8 @@
-"""Next-token prediction on documents, with any causal language model of the transformers library."""
+"""Next-token prediction on documents and conversations, with any causal language model of the transformers library."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, Context, Joined, Loss, SampleContext, Source, Task, safe_paths
-from unisono_language import library, settings
+from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task, safe_paths, write_whole
+from unisono_language import chat, library, settings
+from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
 from unisono_language.tokenizer import FILE, Tokenizer, load_tokenizer
 
@@ -22,15 +24,15 @@ if TYPE_CHECKING:
     from unisono_language.packed import PackedRow
     from unisono_language.tokens import TokenisePreparation
 
-IGNORED = -100
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Language(Task):
     """A causal language model and its documents.
 
-    The loss has the term `next_token`: summed cross-entropy in nats over all targets that are not padding. Mixtures of
-    experts can have two more, which guide their routers and count the same tokens: `balance` and `router_z`.
+    The loss has the term `next_token`: summed cross-entropy in nats over all targets that are not padding; of
+    conversations, over those that `data.loss_on` names. Mixtures of experts can have two more, which guide their
+    routers and count every token: `balance` and `router_z`.
     """
 
     Config = settings.LanguageConfig
@@ -39,7 +41,7 @@ class Language(Task):
 
     config: settings.LanguageConfig
     model_config: settings.FromConfig | settings.Pretrained
-    data_config: settings.Documents | settings.PreparedDocuments
+    data_config: settings.Documents | settings.Chat | settings.PreparedDocuments
     _assets: Path | None = None  # of the run that is used
 
     # data -------------------------------------------------------------------------------------------------------
@@ -91,7 +93,8 @@ class Language(Task):
     def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
         """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
 
-        Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own.
+        Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own. Rows
+        of conversations have `real`, which is false in padding only; ignored targets are context there, too.
         """
         rows = [self.pack([sample]) if isinstance(sample, np.ndarray) else sample for sample in samples]
         multiple = self.config.pad_to_multiple
@@ -103,16 +106,19 @@ class Language(Task):
             end = len(row.inputs)
             inputs[number, :end], targets[number, :end] = row.inputs, row.targets
             positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
-        batch = {"inputs": inputs, "targets": targets}
+        batch: Batch = {"inputs": inputs, "targets": targets}
+        if self.chat is not None:
+            batch["real"] = np.arange(length) < np.array([[len(row.inputs)] for row in rows])
         return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Targets that are not padding, for every term."""
-        return dict.fromkeys(["next_token", *self._router_weights], float((batch["targets"] != IGNORED).sum()))
+        """Targets of the loss; of routers, the tokens that are not padding."""
+        routed = dict.fromkeys(self._router_weights, float(_real_tokens(batch).sum()))
+        return {"next_token": float((batch["targets"] != IGNORED).sum()), **routed}
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
-        real = batch["targets"] != IGNORED
+        real = _real_tokens(batch)
         positions = batch.get("positions", np.arange(real.shape[1])[None])
         constant, per_length = self._flops
         squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
@@ -170,7 +176,7 @@ class Language(Task):
             return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
         if not self._router_weights:
             return Loss({"next_token": total})
-        return self._add_router_losses(total, outputs["router"], batch["targets"] != IGNORED, context)
+        return self._add_router_losses(total, outputs["router"], _real_tokens(batch), context)
 
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
         """For each row: number of targets, nats per target, and accuracy."""
@@ -204,7 +210,7 @@ class Language(Task):
         """Number of tokens of these rows routed to each expert, (layers, experts)."""
         from unisono_language import experts
 
-        routed = experts.count_routed(outputs["router"], batch["targets"] != IGNORED, self._experts_per_token)
+        routed = experts.count_routed(outputs["router"], _real_tokens(batch), self._experts_per_token)
         return {"routed": routed.sum(0)}
 
     def _add_router_losses(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
@@ -251,6 +257,11 @@ class Language(Task):
         self.library.check()
         if self._is_packed:
             packed.check_positions(self._skeleton)
+            if self.chat is not None and self.data_config.packing.method == "concatenate":
+                raise ConfigError(
+                    "data.packing.method=concatenate cuts conversations where a row is full, so that answers would "
+                    "lose what they answer; use online or offline"
+                )
         if self._router_weights:
             experts.check_router(self._skeleton)
 
@@ -280,10 +291,16 @@ class Language(Task):
                 target = directory / (FILE if path == self.tokenizer.path else path.name)
                 target.write_bytes(safe_paths.read_regular(path))
         models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
+        if self.chat is not None:
+            write_whole(directory / chat.ASSET, json.dumps(self.chat.describe))
+            if self.chat.source and self.chat.source == self.chat.source_with_tools:  # else the files have both
+                write_whole(directory / chat.TEMPLATE_FILE, self.chat.source)
 
     def load_assets(self, directory: Path) -> None:
         """The tokenizer, and the configuration of a model whose directory may no longer exist."""
         self.tokenizer, self._assets = Tokenizer.load(directory), directory
+        found = (directory / chat.ASSET).is_file()
+        self.chat = ChatTemplate.from_json(safe_paths.read_json(directory, chat.ASSET), directory) if found else None
 
     def shrink(self, limit: int) -> Language | None:
         """The same documents, read by the same tokenizer, and a small model of the same architecture."""
@@ -293,15 +310,22 @@ class Language(Task):
         if model is None:
             return None
         data = self.data_config
-        if isinstance(data, settings.Documents):
+        if isinstance(data, settings.Documents | settings.Chat):
             data = data.model_copy(update={"tokenizer": data.tokenizer or self._tokenizer_of_model})
         return Language(self.config, model=model, data=data)
 
     @cached_property
     def library(self) -> Library:
         """The documents; a trained run reads them with its own tokenizer."""
-        of_run = None if self._assets is None else self.tokenizer
-        return library.open_library(self.data_config, self.config.sequence, self._tokenizer_of_model, of_run)
+        of_run, chat_of_run = (None, None) if self._assets is None else (self.tokenizer, self.chat)
+        return library.open_library(
+            self.data_config, self.config.sequence, self._tokenizer_of_model, of_run, chat_of_run
+        )
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The template of conversations; None for documents. For a run, the one among its assets."""
+        return None if isinstance(self.data_config, settings.Documents) else self.library.chat
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -345,3 +369,8 @@ class Language(Task):
     @property
     def _tokenizer_of_model(self) -> Path | None:
         return self.model_config.path if isinstance(self.model_config, settings.Pretrained) else None
+
+
+def _real_tokens(batch: Batch) -> Any:
+    """The tokens of a batch that are not padding, (rows, length)."""
+    return batch["real"] if "real" in batch else batch["targets"] != IGNORED

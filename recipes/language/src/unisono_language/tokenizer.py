@@ -60,7 +60,7 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """A hash of its rules and special tokens, independent of how its file is formatted."""
-        return digest([_engine(self.path).to_str(), self.first, self.last])
+        return digest([read_engine(self.path).to_str(), self.first, self.last])
 
     @property
     def describe(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
-        engine = _engine(self.path)
+        engine = read_engine(self.path)
         with wrap_native_errors(f"{self.path} cannot tokenise the documents"):
             encodings = engine.encode_batch_fast(texts, add_special_tokens=False)
         before, after = int(self.first is not None), int(self.last is not None)
@@ -87,13 +87,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        engine = _engine(self.path)
+        engine = read_engine(self.path)
         with wrap_native_errors(f"{self.path} cannot decode tokens"):
             return str(engine.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Write it into a folder, from which `load` reads it on any machine."""
-        write_whole(folder / FILE, _engine(self.path).to_str())
+        write_whole(folder / FILE, read_engine(self.path).to_str())
         write_whole(folder / SPECIAL, json.dumps({"first": self.first, "last": self.last}))
 
     @classmethod
@@ -102,7 +102,7 @@ class Tokenizer:
         try:
             special = safe_paths.read_json(folder, SPECIAL, _SpecialTokens)
             safe_paths.open_inside(folder, FILE).close()
-            return cls(folder / FILE, special["first"], special["last"], vocabulary_size(_engine(folder / FILE)))
+            return cls(folder / FILE, special["first"], special["last"], vocabulary_size(read_engine(folder / FILE)))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{folder}: its tokenizer ({FILE}, {SPECIAL}) cannot be read: {error}; copy both from where the data "
@@ -115,7 +115,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
-    engine = _engine(file)
+    engine = read_engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
         named = safe_paths.parse_json(safe_paths.read_regular(beside), _Settings) if beside.is_file() else {}
@@ -168,7 +168,7 @@ def vocabulary_size(engine: Any) -> int:
     return max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _engine(path: Path) -> Any:
+def read_engine(path: Path) -> Any:
     """The tokenizer of a file, read once, without the truncation and padding that the file may ask for."""
     try:
         status = path.stat()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,29 +18,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import DataError, cache_dir, prepare, safe_paths, show_progress, whole_file
+from unisono_language.chat import ChatTemplate
+from unisono_language.conversations import Conversations
 from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, batches
 
 _UNIGRAM = "unigram.npy"
+_BATCH = 64  # conversations whose tokens are written at a time
+_CHAT_DTYPE = "<i4"  # the complement of a token, of which the loss does not count it, is negative
 
 
 @dataclass(frozen=True)
 class TokenisePreparation:
-    """Documents to tokenise ahead: a `Preparation` that makes its own records.
+    """Documents or conversations to tokenise ahead: a `Preparation` that makes its own records.
 
     Attributes:
-        texts: the documents.
+        texts: the documents, or the conversations.
         tokenizer: to do it with.
+        chat: the template of conversations.
     """
 
-    texts: Texts
+    texts: Texts | Conversations
     tokenizer: Tokenizer
+    chat: ChatTemplate | None = None
     column: str = "tokens"
 
     @property
     def dtype(self) -> str:
         """Of the ids."""
-        return self.tokenizer.dtype
+        return self.tokenizer.dtype if self.chat is None else _CHAT_DTYPE
 
     @property
     def records(self) -> int:
@@ -51,7 +58,8 @@ class TokenisePreparation:
         """What decides the ids."""
         files, ignored = len(self.texts.found.files), list(self.texts.rows.ignored)
         source = {"fingerprint": self.texts.fingerprint, "files": files, "ignored": ignored}
-        return {"source": source, "tokenizer": self.tokenizer.describe}
+        chat = {} if self.chat is None else {"chat": self.chat.describe}
+        return {"source": source, "tokenizer": self.tokenizer.describe, **chat}
 
     @property
     def known_inputs(self) -> Mapping[str, Any]:
@@ -69,10 +77,25 @@ class TokenisePreparation:
 
     def make(self, first: int, last: int) -> Iterator[prepare.Made]:
         """The ids of the documents; those without text are left out."""
+        if isinstance(self.texts, Conversations):
+            yield from self._make_conversations(first, last)
+            return
         for texts in batches(self.texts.read(first, last)):
             filled = [text for text in texts if text]
             ids, lengths = self.tokenizer.encode(filled)
             yield prepare.Made(ids, lengths, len(texts), len(texts) - len(filled))
+
+    def _make_conversations(self, first: int, last: int) -> Iterator[prepare.Made]:
+        assert isinstance(self.texts, Conversations) and self.chat is not None
+        rows: list[NDArray[np.int32]] = []
+        for number, conversation in enumerate(self.texts.read(first, last), first):
+            try:
+                rows.append(self.chat.encode(conversation, self.tokenizer))
+            except DataError as error:
+                raise DataError(f"{self.texts.where(number)}: {error}") from error
+            if len(rows) == _BATCH or number + 1 == last:
+                yield prepare.Made(np.concatenate(rows), np.array([len(row) for row in rows]), len(rows))
+                rows = []
 
 
 class TokenStore:
@@ -96,6 +119,8 @@ class TokenStore:
                 f"{folder}: its documents were tokenised with a different tokenizer; copy the folder again "
                 "from where it was prepared"
             )
+        chat = self.manifest["of"].get("chat")
+        self.chat = None if chat is None else ChatTemplate.from_json(chat, folder)
         shards = self.manifest["shards"]
         self.files = files or [{"name": s["file"], "rows": s["rows"], "digest": s["sha256"]} for s in shards]
 
@@ -103,7 +128,7 @@ class TokenStore:
         """Documents."""
         return len(self.shards)
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per document, (documents,)."""
         return self.shards.lengths
@@ -121,42 +146,81 @@ class TokenStore:
         }
 
     def part(self, chosen: NDArray[np.int64], sequence: int | None) -> prepare.Windows:
-        """Rows of `sequence` targets of some documents; None for whole ones.
+        """Rows of `sequence` targets of some documents; None for whole ones, as conversations are.
 
         Neighbouring rows overlap by one token, so no prediction is lost.
         """
-        return prepare.Windows(self, chosen, sequence, overlap=1)
+        return prepare.Windows(self, chosen, None if self.chat else sequence, overlap=1)
+
+    def fit(self, sequence: int, too_long: str) -> tuple[TokenStore, NDArray[np.int64]]:
+        """The store and the numbers of its rows, of which conversations have up to `sequence` targets.
+
+        `too_long` is what happens to the others: `stop`, `cut` or `leave_out`.
+
+        Raises:
+            DataError: for a conversation that is too long, with `stop`, or if none is short enough.
+        """
+        rows = np.arange(len(self))
+        long = np.flatnonzero(self.lengths > sequence + 1) if self.chat else rows[:0]
+        if not len(long):
+            return self, rows
+        if too_long == "cut":
+            fitting = copy(self)
+            fitting.lengths = np.minimum(self.lengths, sequence + 1)
+            return fitting, rows
+        found = f"{len(long)} of {len(self)} conversations have more targets than task.sequence={sequence}"
+        if too_long == "stop":
+            longest = int(self.lengths.max()) - 1
+            raise DataError(
+                f"{found}, which would be cut apart: raise task.sequence (the longest has {longest}), train without "
+                "them (data.too_long=leave_out), or use their beginnings (data.too_long=cut)"
+            )
+        if len(long) == len(self):
+            raise DataError(f"{found}, so data.too_long=leave_out leaves none; raise task.sequence")
+        return self, np.setdiff1d(rows, long)
 
     @cached_property
     def unigram(self) -> NDArray[np.int64]:
         """How often each token is a target, (vocabulary,); counted once and kept in the folder, if it can be."""
         path, size = self.folder / _UNIGRAM, self.tokenizer.size
-        targets = int(self.manifest["units"]) - int((self.lengths > 0).sum())
+        targets = int(self.manifest["units"]) - int((self.shards.lengths > 0).sum())
         with contextlib.suppress(OSError, ValueError, EOFError):
             kept: NDArray[np.int64] = safe_paths.load_array(self.folder, _UNIGRAM)
-            if kept.shape == (size,) and int(kept.sum()) == targets:
+            total = int(kept.sum())
+            if kept.shape == (size,) and (total == targets or (self.chat is not None and 0 < total < targets)):
                 return kept
         counted, documents = np.zeros(size, dtype=np.int64), 0
-        for values, lengths in self.shards.batches():
-            if (at := _find_unknown_token(values, size)) is not None:
-                self._refuse(documents + int(np.searchsorted(np.cumsum(lengths), at, side="right")), values[at])
-            documents += len(lengths)
-            begins = (np.cumsum(lengths) - lengths)[lengths > 0]
-            counted += np.bincount(values, minlength=size) - np.bincount(values[begins], minlength=size)
+        with show_progress("counting tokens", len(self), "tokens", "documents", patience=2.0) as progress:
+            for values, lengths in self.shards.batches():
+                if (at := self._find_unknown_token(values)) is not None:
+                    self._refuse(documents + int(np.searchsorted(np.cumsum(lengths), at, side="right")), values[at])
+                documents += len(lengths)
+                begins = values[(np.cumsum(lengths) - lengths)[lengths > 0]]  # nothing predicts them
+                for sign, some in ((1, values), (-1, begins)):
+                    some = some if self.chat is None else some[some >= 0]
+                    counted += sign * np.bincount(some, minlength=size)
+                progress(len(lengths), len(values))
         with contextlib.suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
             np.save(file, counted)  # unless it is a folder of somebody else's
         return counted
 
     def slice(self, document: int, first: int, last: int) -> NDArray[np.int64]:
-        """Tokens `first..last-1` of a document, fewer at its end.
+        """Tokens `first..last-1` of a document, fewer at its end; of a conversation, some are complements.
 
         Raises:
             DataError: for an id that the tokenizer does not have; a device that looks it up may take its process down.
         """
         tokens = self.shards.slice(document, first, last)
-        if (at := _find_unknown_token(tokens, self.tokenizer.size)) is not None:
+        if (at := self._find_unknown_token(tokens)) is not None:
             self._refuse(document, tokens[at])
         return tokens.astype(np.int64)
+
+    def _find_unknown_token(self, tokens: NDArray[Any]) -> int | None:
+        """The position of the first token outside the vocabulary; None if all are inside."""
+        least, size = 0 if self.chat is None else -self.tokenizer.size, self.tokenizer.size
+        if not len(tokens) or (tokens.min() >= least and tokens.max() < size):
+            return None
+        return int(np.argmax((tokens < least) | (tokens >= size)))
 
     def _refuse(self, document: int, token: int) -> NoReturn:
         raise DataError(
@@ -165,18 +229,12 @@ class TokenStore:
         )
 
 
-def _find_unknown_token(tokens: NDArray[Any], size: int) -> int | None:
-    """The position of the first token outside a vocabulary of this size; None if all are inside."""
-    if not len(tokens) or (tokens.min() >= 0 and tokens.max() < size):
-        return None
-    return int(np.argmax((tokens < 0) | (tokens >= size)))
-
-
 def unigram_counts(store: TokenStore, held: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each token is a target in the training documents and in those held out, (2, vocabulary)."""
     seen = np.zeros_like(store.unigram)
     for document in held:
-        seen += np.bincount(store.slice(int(document), 1, int(store.lengths[document])), minlength=len(seen))
+        tokens = store.slice(int(document), 1, int(store.lengths[document]))
+        seen += np.bincount(tokens[tokens >= 0], minlength=len(seen))
     return np.stack([store.unigram - seen, seen])
 
 
@@ -190,16 +248,22 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     return float(-(seen * np.log(training / training.sum())).sum() / max(1, seen.sum()))
 
 
-def load_tokens(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> TokenStore:
+def load_tokens(
+    texts: Texts | Conversations, tokenizer: Tokenizer, cache: Path | None, chat: ChatTemplate | None = None
+) -> TokenStore:
     """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait."""
-    folder = cache_entry(texts, tokenizer, cache)
+    folder = cache_entry(texts, tokenizer, cache, chat)
     if not prepare.is_finished(folder):  # what is missing is made again
-        with show_progress("tokenising", len(texts), "tokens", "documents", patience=2.0) as progress:
-            prepare.prepare(TokenisePreparation(texts, tokenizer), folder, progress=progress)
+        records = "documents" if chat is None else "conversations"
+        with show_progress("tokenising", len(texts), "tokens", records, patience=2.0) as progress:
+            prepare.prepare(TokenisePreparation(texts, tokenizer, chat), folder, progress=progress)
     files = [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in texts.found.files]
     return TokenStore(folder, files)
 
 
-def cache_entry(texts: Texts, tokenizer: Tokenizer, cache: Path | None) -> Path:
+def cache_entry(
+    texts: Texts | Conversations, tokenizer: Tokenizer, cache: Path | None, chat: ChatTemplate | None = None
+) -> Path:
     """The cache path of a corpus; its name contains everything that determines the content."""
-    return (cache or cache_dir()) / "language" / digest([texts.stamp, tokenizer.digest])[:24]
+    address = [texts.stamp, tokenizer.digest, *([] if chat is None else [chat.describe])]
+    return (cache or cache_dir()) / "language" / digest(address)[:24]

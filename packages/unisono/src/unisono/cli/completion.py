@@ -58,7 +58,7 @@ def answer(parser: argparse.ArgumentParser, verbs: Any) -> None:
 
 
 def _print_code(parsed: argparse.Namespace) -> int:
-    from unisono.runtime.extras import import_extra
+    from unisono.runtime.entry_points import import_extra
 
     argcomplete = import_extra("argcomplete", "completion", "shell completion")
     say(argcomplete.shellcode(["unisono"], shell=parsed.shell))

@@ -214,12 +214,20 @@ def _parse_value(function: Callable[..., Any], name: str, parameter: inspect.Par
     kind = parameter.annotation
     if isinstance(kind, str):
         kind = eval(kind, {**vars(typing), **getattr(function, "__globals__", {})})
-    for value in (text, None if text == "null" else yaml.safe_load(text)):
+    for read in (str, _parse_yaml):
         try:
-            return TypeAdapter(Any if kind is parameter.empty else kind).validate_python(value)
+            return TypeAdapter(Any if kind is parameter.empty else kind).validate_python(read(text))
         except ValidationError as error:
             fault = error.errors()[0]["msg"]
+        except yaml.YAMLError:
+            continue  # a text that is no YAML, such as @FILE
     raise ConfigError(f"{name}={text}: {fault[0].lower()}{fault[1:]}")
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    return None if text == "null" else yaml.safe_load(text)
 
 
 def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:

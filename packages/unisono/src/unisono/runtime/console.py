@@ -19,11 +19,11 @@ def clean(text: object) -> str:
     return escape_controls(secrets.mask(str(text)))
 
 
-def say(text: object = "", *, error: bool = False) -> None:
-    """Print and flush a message: to stderr if `error` (errors and warnings), else to stdout."""
+def say(text: object = "", *, error: bool = False, end: str = "\n") -> None:
+    """Print and flush a message: to stderr if `error` (errors and warnings), else to stdout; `end` follows it."""
     stream = sys.stderr if error else sys.stdout
     try:
-        print(clean(text), file=stream, flush=True)
+        print(clean(text), file=stream, flush=True, end=end)
     except BrokenPipeError:
         discard_output(stream)
 
