@@ -54,7 +54,7 @@ HARMLESS = keys("""
 """)
 MATHEMATICS = keys("""
     run.seed=1
-    train.steps=7 train.epochs=2 train.global_batch=64 train.clip_norm=null train.precision=bf16
+    train.steps=7 train.epochs=2 train.tokens=90 train.global_batch=64 train.clip_norm=null train.precision=bf16
     layout.sync_batch_norm=true
     data.on_error=mask data.shuffle=none data.window=3 data.lanes=2 data.group_by_length=4 data.mixture.weights.a=1
     data.mixture.by=tokens data.mixture.until=first data.mixture.grouped=true data.mixture.block=10
@@ -74,6 +74,7 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "data.group_by_length": ("data.packing=null",),
     "data.window": ("data.shuffle=blocks",),
     "train.epochs": ("train.steps=null",),
+    "train.tokens": ("train.steps=null",),
     "layout.shards": ("layout.strategy=hsdp",),
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),

@@ -58,4 +58,7 @@ def test_the_command_prints_the_schema_with_what_each_key_is(command: Callable[.
     code, told, _ = command("config", "language", "data=corpus", "--schema")  # though data.path is missing
     schema = json.loads(told)
     assert code == 0
-    assert schema["$defs"]["Train"]["properties"]["steps"]["description"] == "number of updates; give steps or epochs"
+    assert (
+        schema["$defs"]["Train"]["properties"]["steps"]["description"]
+        == "number of updates; give steps, epochs or tokens"
+    )

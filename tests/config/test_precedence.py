@@ -30,13 +30,21 @@ def test_epochs_on_the_command_line_beat_our_steps(recipe: str):
 def test_epochs_in_a_file_of_the_user_beat_our_steps(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(f"defaults: [task, _self_]\nrecipe: {LINEAR}\ntrain:\n  epochs: 2\n")
     assert lengths("mine", folder=tmp_path) == (None, 2.0)
-    with pytest.raises(ConfigError, match="got both steps=3 and epochs=2"):
+    with pytest.raises(ConfigError, match="got steps=3 and epochs=2"):
         lengths("mine", "train.steps=3", folder=tmp_path)
 
 
 def test_steps_and_epochs_that_the_user_wrote_both_are_refused():
-    with pytest.raises(ConfigError, match="got both steps=1000 and epochs=5"):
+    with pytest.raises(ConfigError, match="got steps=1000 and epochs=5"):
         lengths(LINEAR, "train.epochs=5", "train.steps=1000")
+
+
+@pytest.mark.parametrize("recipe", [LINEAR, "language"])
+def test_tokens_on_the_command_line_beat_our_steps(recipe: str):
+    train = validate_config(compose(recipe, ["train.tokens=2e9"])).train
+    assert (train.steps, train.epochs, train.tokens) == (None, None, 2e9)
+    with pytest.raises(ConfigError, match=r"got epochs=5 and tokens=2e\+09"):
+        lengths(recipe, "train.epochs=5", "train.tokens=2e9")
 
 
 def test_a_default_that_yields_says_to_which_key():

@@ -139,9 +139,9 @@ def test_processes_that_cannot_be_divided_among_nodes_are_refused(world: int, us
         (
             Train,
             {"steps": 3, "epochs": 1.5},
-            "give either train.steps or train.epochs (got both steps=3 and epochs=1.5)",
+            "give one of train.steps, train.epochs and train.tokens (got steps=3 and epochs=1.5)",
         ),
-        (Train, {}, "either train.steps or train.epochs (got neither)"),
+        (Train, {}, "train.tokens (got none)"),
         (Train, {"steps": 1, "step": 2}, "Extra inputs are not permitted"),
         (Train, {"steps": 1, "clip_norm": float("inf")}, "finite"),
         (Train, {"steps": 1, "clip_norm": float("nan")}, "finite"),

@@ -221,7 +221,7 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
             "Plain", "schedules.temperature.peak=3",
             [
                 "'schedules.temperature.kind' is missing; choose one of: constant, linear, cosine, wsd, inverse_sqrt, "
-                "exponential"
+                "exponential, restarts"
             ],
         ),
         ("Plain", "task.width=3", ["'task.width': only even numbers here, got 3 (…)"]),
@@ -376,7 +376,7 @@ def test_several_mistakes_are_told_at_once_each_on_its_line():
 
 def test_a_mistake_that_lies_between_two_keys_is_told_too():
     assert mistakes("train.epochs=2", "train.steps=1000") == [
-        "give either train.steps or train.epochs (got both steps=1000 and epochs=2.0); set the other one to null"
+        "give one of train.steps, train.epochs and train.tokens (got steps=1000 and epochs=2); set the others to null"
     ]
 
 

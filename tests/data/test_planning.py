@@ -351,3 +351,52 @@ def test_sources_that_have_files_are_watched_and_others_are_not(tmp_path: Path) 
     assert checkable_sources(files) == [files]
     assert checkable_sources(Joined({"a": [1, 2], "b": files})) == [files]
     assert checkable_sources([1, 2]) == []
+
+
+# counted in tokens ----------------------------------------------------------------------------------------------------
+
+
+class Counted(Rows):
+    """Rows whose lengths are known."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.arange(len(self)) % 7 + self.first
+
+
+def counted_in_tokens(given: Any, tokens: float, **data: Any) -> Plan:
+    config = configuration(train={"global_batch": 10, "steps": None, "tokens": tokens}, data=data)
+    return build_plan(task(given), build_source(task(given), config, 1), config, 1)
+
+
+def test_tokens_are_as_many_steps_as_rows_of_the_mean_length_take() -> None:
+    rows = Counted(7, 7)  # 3 tokens each, on average
+    assert [counted_in_tokens(rows, tokens).steps for tokens in (1, 30, 31, 3e6)] == [1, 1, 2, 100_000]
+    plan = counted_in_tokens(rows, 2100)
+    assert sum(int(rows.lengths[plan.batch(step)].sum()) for step in range(plan.steps)) == 2100
+    assert counted_in_tokens(rows, 2100).steps == 70
+
+
+def test_tokens_of_a_mixture_are_those_of_its_weights() -> None:
+    both = {"short": Counted(70), "long": Counted(70, first=100)}  # 3 and 103
+    halves = counted_in_tokens(both, 1e6, mixture={"weights": {"short": 1, "long": 1}}).steps
+    assert halves == pytest.approx(1e6 / 530, rel=1e-3)
+    shares = counted_in_tokens(both, 1e6, mixture={"weights": {"short": 9, "long": 1}}).steps
+    assert shares == pytest.approx(1e6 / 130, rel=2e-3)
+
+
+def test_packed_rows_count_as_full() -> None:
+    packable = {"length": len, "cut": len, "pack": len, "capacity": 50}
+    kind = type("Packable", (LinearTask,), {"data": lambda self: Counted(70), **packable})
+    for length, steps in ((None, 20), (25, 40)):
+        config = configuration(
+            train={"global_batch": 10, "steps": None, "tokens": 1e4}, data={"packing": {"length": length}}
+        )
+        assert build_plan(kind(), build_source(kind(), config, 1), config, 1).steps == steps
+
+
+def test_tokens_of_rows_whose_lengths_nobody_knows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.tokens=100 needs to know how long rows are, but the source"):
+        counted_in_tokens(Rows(7), 100)
+    with pytest.raises(ConfigError, match="the rows are empty"):
+        counted_in_tokens(type("Empty", (Counted,), {"lengths": np.zeros(7)})(7), 100)

@@ -17,8 +17,8 @@ from unisono.config.schema.schedules import Schedule, ScheduleGroup
 from unisono.optim.schedules import ScheduledScalars, check, first_change, schedule_factor
 from unisono.runtime.errors import ConfigError
 
-KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
-FALLING = ("linear", "cosine", "wsd")  # those that arrive at the floor with the run
+KINDS = ("constant", "linear", "cosine", "wsd", "inverse_sqrt", "restarts")
+FALLING = ("linear", "cosine", "wsd", "restarts")  # those that arrive at the floor with the run
 SHAPES = ("linear", "cosine", "sqrt")
 
 
@@ -38,6 +38,8 @@ def schedules(draw: st.DrawFn) -> tuple[ScheduleGroup, int]:
     length = st.one_of(st.integers(0, total), st.floats(0, 1, exclude_max=True))
     settings: dict[str, Any] = {"warmup": draw(length), "start": draw(st.floats(0, 1)), "floor": draw(st.floats(0, 1))}
     kind = draw(st.sampled_from(KINDS))
+    if kind == "restarts":
+        settings |= {"period": draw(st.integers(1, total)), "multiply": draw(st.floats(1, 3))}
     if kind == "wsd":
         settings |= {"decay": draw(length), "shape": draw(st.sampled_from(SHAPES))}
     made = schedule(kind, **settings)
@@ -110,6 +112,19 @@ def test_wsd_is_stable_after_the_warm_up_and_decays_in_its_shape(shape: str, qua
     assert (values[85], values[90]) == pytest.approx((quarter, half))
 
 
+def test_restarts_begin_again_at_the_peak_after_each_period() -> None:
+    values = factors("restarts", 110, warmup=10, period=25, floor=0.2)
+    assert values[10:35] == values[35:60] == values[60:85] == values[85:110]
+    assert values[10] == 1.0 and values[35] == 1.0
+    assert values[10:35] == pytest.approx([schedule_factor(schedule("cosine", floor=0.2), t, 25) for t in range(25)])
+    assert factors("restarts", 100, period=0.25) == factors("restarts", 100, period=25)
+    growing = factors("restarts", 70, period=10, multiply=2)
+    assert [step for step, value in enumerate(growing) if value == 1.0] == [0, 10, 30]
+    assert growing[30:70] == factors("cosine", 40)
+    with pytest.raises(ConfigError, match="less than one step"):
+        check({"lr": schedule("restarts", period=0.001)}, 100)
+
+
 def test_inverse_sqrt_halves_after_four_times_the_warm_up_or_its_timescale() -> None:
     values = factors("inverse_sqrt", 1000, warmup=16)
     assert (values[64], values[256]) == (0.5, 0.25)
@@ -140,7 +155,8 @@ def test_a_factor_rises_from_start_to_one_in_the_warm_up_and_then_never_falls_be
     assert all(made.start <= value <= 1 + 1e-12 for value in values[:warm])
     assert all(made.floor * (1 - 1e-12) <= value <= 1 + 1e-12 for value in values[warm:])
     assert all(a <= b + 1e-12 for a, b in pairwise(values[:warm]))
-    assert all(a >= b - 1e-12 for a, b in pairwise(values[warm:]))
+    if made.kind != "restarts":
+        assert all(a >= b - 1e-12 for a, b in pairwise(values[warm:]))
     steps = list(range(2 * total))
     random.Random(seed).shuffle(steps)  # what was asked for before changes nothing
     assert all(schedule_factor(made, step, total) == values[step] for step in steps)

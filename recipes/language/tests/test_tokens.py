@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from recipes.language.tests.corpora import (
 )
 from tests.real_data import real
 from unisono.data.holding_out import hold_out
-from unisono.data.prepare import Windows
+from unisono.data.prepare import Windows, shards
 from unisono.data.prepare.manifest import build_manifest
 from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.runtime.errors import DataError
@@ -283,3 +284,22 @@ def test_a_token_outside_of_the_vocabulary_is_told_by_its_file_and_row(small: Co
     with pytest.raises(DataError, match=told):
         rows[13]
     assert (rows[12] < 300).all()
+
+
+def test_long_work_on_tokens_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Claims: counting tokens, verifying shards and merging pairs were silent, however long they took."""
+    monkeypatch.setattr(shards, "_PATIENCE", 0.0)
+    monkeypatch.setattr(tokens, "_PATIENCE", 0.0)
+    phases: list[str] = []
+    monkeypatch.setattr(tokenizer, "preparing", lambda what: phases.append(what) or nullcontext())
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", sentences(40))
+    store = tokenised(corpus(tmp_path / "corpus", cache=tmp_path / "cache"))
+    assert phases == ["merging pairs for 300 tokens"]
+    capsys.readouterr()
+    store.shards.verify()
+    assert store.unigram.sum() > 0
+    shown = capsys.readouterr().err
+    assert f"verifying {store.folder}: 40 of 40 rows" in shown
+    assert "counting tokens: 40 of 40 documents" in shown

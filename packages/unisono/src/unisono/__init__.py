@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from unisono.runtime.files import atomic_file as whole_file
     from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
     from unisono.runtime.hdf5 import check_hdf5
+    from unisono.runtime.preparing import preparing
     from unisono.runtime.rng import Generators, generator, generators, key
     from unisono.runtime.work_progress import show_progress
     from unisono.task import (
@@ -112,6 +113,7 @@ _HOMES = {
     "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
     "runtime.hdf5": ["check_hdf5"],
     "runtime.native_errors": ["wrap_native_errors"],
+    "runtime.preparing": ["preparing"],
     "runtime.rng": ["Generators", "generator", "generators", "key"],
     "runtime.work_progress": ["show_progress"],
     "task": [
@@ -146,8 +148,8 @@ __all__ = [
     "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash", "find_duplicates",
     "format_examples", "format_share", "generator", "generators", "hf_config", "hold_out", "import_extra", "key",
     "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
-    "open_source", "pairwise_distances", "pickle_hint", "prepare", "prove", "read_asset", "read_table", "safe_paths",
-    "say", "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors",
+    "open_source", "pairwise_distances", "pickle_hint", "prepare", "preparing", "prove", "read_asset", "read_table",
+    "safe_paths", "say", "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors",
     "write_table", "write_whole",
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import DataError, compute_once, safe_paths, show_progress, wrap_native_errors, write_whole
+from unisono import (
+    DataError,
+    compute_once,
+    preparing,
+    safe_paths,
+    show_progress,
+    wrap_native_errors,
+    write_whole,
+)
 from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"
@@ -132,13 +141,15 @@ def train_tokenizer(corpora: Mapping[str, Texts], vocab_size: int, cache: Path |
 
     def train(folder: Path) -> None:
         count = sum(len(texts) for texts in corpora.values())
-        with show_progress("reading for a tokenizer", count, "", "documents", patience=2.0) as progress:
+        with ExitStack() as merging:
 
             def iterate() -> Iterator[str]:
-                for _, texts in sorted(corpora.items()):
-                    for text in texts.iterate():
-                        yield text
-                        progress(1, 0)
+                with show_progress("reading for a tokenizer", count, "", "documents", patience=2.0) as progress:
+                    for _, texts in sorted(corpora.items()):
+                        for text in texts.iterate():
+                            yield text
+                            progress(1, 0)
+                merging.enter_context(preparing(f"merging pairs for {vocab_size} tokens"))  # what comes after the last
 
             engine = _train(iterate(), vocab_size)
         engine.save(str(folder / FILE))

@@ -24,6 +24,7 @@ from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, batches
 
 _UNIGRAM = "unigram.npy"
+_PATIENCE = 2.0  # seconds before progress is shown
 _BATCH = 64  # conversations whose tokens are written at a time
 _CHAT_DTYPE = "<i4"  # the complement of a token, of which the loss does not count it, is negative
 
@@ -190,7 +191,7 @@ class TokenStore:
             if kept.shape == (size,) and (total == targets or (self.chat is not None and 0 < total < targets)):
                 return kept
         counted, documents = np.zeros(size, dtype=np.int64), 0
-        with show_progress("counting tokens", len(self), "tokens", "documents", patience=2.0) as progress:
+        with show_progress("counting tokens", len(self), "tokens", "documents", patience=_PATIENCE) as progress:
             for values, lengths in self.shards.batches():
                 if (at := self._find_unknown_token(values)) is not None:
                     self._refuse(documents + int(np.searchsorted(np.cumsum(lengths), at, side="right")), values[at])
@@ -255,7 +256,7 @@ def load_tokens(
     folder = cache_entry(texts, tokenizer, cache, chat)
     if not prepare.is_finished(folder):  # what is missing is made again
         records = "documents" if chat is None else "conversations"
-        with show_progress("tokenising", len(texts), "tokens", records, patience=2.0) as progress:
+        with show_progress("tokenising", len(texts), "tokens", records, patience=_PATIENCE) as progress:
             prepare.prepare(TokenisePreparation(texts, tokenizer, chat), folder, progress=progress)
     files = [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in texts.found.files]
     return TokenStore(folder, files)

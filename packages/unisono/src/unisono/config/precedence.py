@@ -7,6 +7,7 @@ yields, and the schema refuses them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import permutations
 from typing import Any
 
 _OF_AVERAGE = ("start", "every", "warmup", "exclude")  # settings of ema that have no effect without its decay
@@ -27,7 +28,7 @@ def yielding_defaults(values: Mapping[str, Any], written: Collection[str]) -> It
     """
     groups = {name: values.get(name) for name in ("train", "ema", "checkpoint", "eval")}
     train, ema, checkpoint, evaluation = (group if isinstance(group, Mapping) else {} for group in groups.values())
-    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+    for name, other in permutations(("steps", "epochs", "tokens"), 2):
         user_decides = f"train.{other}" in written and f"train.{name}" not in written
         if user_decides and train.get(name) is not None and train.get(other) is not None:
             yield f"train.{name}", None, f"train.{other}"

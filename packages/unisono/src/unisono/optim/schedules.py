@@ -10,7 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 from unisono.config.schema.run import RunConfig
-from unisono.config.schema.schedules import Constant, Cosine, Exponential, InverseSqrt, Linear, ScheduleGroup, Wsd
+from unisono.config.schema.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    Restarts,
+    ScheduleGroup,
+    Wsd,
+)
 from unisono.runtime.errors import ConfigError
 
 
@@ -42,6 +51,10 @@ def check(schedules: Mapping[str, ScheduleGroup], total: int) -> None:
     for name, schedule in schedules.items():
         length = schedule.steps or total
         parts = _steps(schedule.warmup, length) + (_steps(schedule.decay, length) if isinstance(schedule, Wsd) else 0)
+        if isinstance(schedule, Restarts) and not _steps(schedule.period, length):
+            raise ConfigError(
+                f"schedules.{name}: period={schedule.period:g} of {length} steps is less than one step; lengthen it"
+            )
         if parts > length:
             what = "warm-up and decay" if isinstance(schedule, Wsd) else "warm-up"
             raise ConfigError(
@@ -67,6 +80,8 @@ def _shape(schedule: ScheduleGroup, step: int, warmup: int, total: int) -> float
         case InverseSqrt():
             timescale = schedule.timescale or max(1, warmup)
             return math.sqrt(timescale / max(timescale, step))
+        case Restarts():
+            return 0.5 * (1.0 + math.cos(math.pi * _progress_of_period(schedule, step - warmup, total)))
         case Wsd():
             decay = _steps(schedule.decay, total)
             fallen = min(1.0, max(0.0, (step - (total - decay)) / max(1, decay)))
@@ -83,6 +98,17 @@ def _exponent(schedule: Exponential, step: int, warmup: int, total: int) -> floa
     if schedule.rising:
         return 1.0 - min(1.0, (step - warmup) / max(1, total - 1 - warmup))
     return min(1.0, (step - warmup) / max(1, total - warmup))
+
+
+def _progress_of_period(schedule: Restarts, step: int, total: int) -> float:
+    """How much of its period has passed, `step` updates after the warm-up; all of it after the end of the schedule."""
+    if step >= total - _steps(schedule.warmup, total):
+        return 1.0
+    length = float(_steps(schedule.period, total))
+    begin = 0.0
+    while step >= begin + length:
+        begin, length = begin + length, length * schedule.multiply
+    return (step - begin) / length
 
 
 def first_change(schedule: ScheduleGroup, before: int, after: int) -> int | None:
@@ -110,6 +136,8 @@ def _points(schedule: ScheduleGroup, total: int) -> list[tuple[int, int]]:
             decay = _steps(schedule.decay, total)
             start = max(warmup, total - decay)
             return [(0, warmup), (start + 1, start), (start + 1, decay)]
+        case Restarts():
+            return [(0, warmup), (warmup + 1, _steps(schedule.period, total)), (total, total)]
     return [(0, warmup)]
 
 

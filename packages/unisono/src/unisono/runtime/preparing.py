@@ -31,14 +31,16 @@ def preparing(what: str, *, shown: bool = True) -> Iterator[None]:
         return
     text, done, began = one_line(clean(what)), threading.Event(), monotonic()
     _write(_fit(f"{text} …") + "\r")  # a message of somebody else overwrites it
-    thread = threading.Thread(target=_draw, args=(text, done, began), name="unisono-preparing", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        _write(_CLEAR)
+    with suspended():  # what it is a part of
+        arguments = text, done, began, len(_others)
+        thread = threading.Thread(target=_draw, args=arguments, name="unisono-preparing", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            _write(_CLEAR)
 
 
 @contextmanager
@@ -51,12 +53,12 @@ def suspended() -> Iterator[None]:
         _others.pop()
 
 
-def _draw(text: str, done: threading.Event, began: float) -> None:
-    """Draw the bar until what it announces is done."""
+def _draw(text: str, done: threading.Event, began: float, level: int) -> None:
+    """Draw the bar until what it announces is done, except while anything of a higher level draws."""
     if done.wait(_PATIENCE):
         return
     while not done.wait(_INTERVAL):
-        if _others:
+        if len(_others) > level:
             continue
         _write(_CLEAR + _fit(f"{text}  {_bar(monotonic() - began)}  {monotonic() - began:.0f} s") + "\r")
 

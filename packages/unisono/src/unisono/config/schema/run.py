@@ -61,9 +61,13 @@ class Run(Settings):
 class Train(Settings):
     """How long, and with what batch and precision."""
 
-    steps: PositiveInt | None = Field(None, description="number of updates; give steps or epochs")
+    steps: PositiveInt | None = Field(None, description="number of updates; give steps, epochs or tokens")
     epochs: Positive | None = Field(
         None, description="passes over the data; the last batch is short, not dropped or padded"
+    )
+    tokens: Positive | None = Field(
+        None,
+        description="tokens (units of rows) to train on, e.g. 2e9: the updates they take at the rows' mean length",
     )
     global_batch: PositiveInt = Field(32, description="rows per update, over all processes and micro-batches together")
     clip_norm: Positive | None = Field(1.0, description="largest norm of the whole gradient; null: no clipping")
@@ -76,9 +80,13 @@ class Train(Settings):
 
     @model_validator(mode="after")
     def _check_one_length(self) -> Train:
-        if (self.steps is None) == (self.epochs is None):
-            given = "neither" if self.steps is None else f"both steps={self.steps} and epochs={self.epochs}"
-            raise ValueError(f"give either train.steps or train.epochs (got {given}); set the other one to null")
+        lengths = {"steps": self.steps, "epochs": self.epochs, "tokens": self.tokens}
+        given = [f"{name}={value:g}" for name, value in lengths.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "give one of train.steps, train.epochs and train.tokens "
+                f"(got {' and '.join(given) or 'none'}); set the others to null"
+            )
         return self
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema.base import Fraction, NonNegative, Settings
+from unisono.config.schema.base import Fraction, NonNegative, Positive, Settings
 
 
 class ScheduleGroup(Settings):
@@ -68,4 +68,16 @@ class Exponential(ScheduleGroup):
         return self
 
 
-Schedule = Annotated[Constant | Linear | Cosine | Wsd | InverseSqrt | Exponential, Field(discriminator="kind")]
+class Restarts(ScheduleGroup):
+    """Warm-up, then half a cosine to the floor, again and again (Loshchilov & Hutter, 2017)."""
+
+    kind: Literal["restarts"]
+    period: Positive = Field(
+        0.25, description="steps from one restart to the next; below 1: that fraction of all steps"
+    )
+    multiply: Annotated[float, Field(ge=1.0)] = Field(1.0, description="each period is this many times the one before")
+
+
+Schedule = Annotated[
+    Constant | Linear | Cosine | Wsd | InverseSqrt | Exponential | Restarts, Field(discriminator="kind")
+]

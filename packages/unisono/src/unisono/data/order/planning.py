@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,8 @@ from unisono.protocols import packed_capacity, require_packable
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import key
 from unisono.task import Source, Task, run_setup
+
+_ROWS_MEASURED = 1 << 16  # of a mixture, for the mean length of its rows
 
 
 def build_source(task: Task, config: RunConfig | None = None, world_size: int = 1) -> Source:
@@ -96,6 +99,9 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
             "one for nearly every row; use data.shuffle=blocks, or give the source a __getitem__"
         )
     blocks = _max_blocks(sources) if data.shuffle == "blocks" else None
+    if train.tokens is not None:
+        steps = _steps_of_tokens(task, source, config)
+        train = train.model_copy(update={"steps": steps, "tokens": None})
     if data.packing is None and blocks is None:
         stream = _build_stream(task, source, config, SINGLE_LANE)
         return StreamPlan.create(
@@ -159,6 +165,32 @@ def _length_groups(task: Task, source: Source, size: int | None) -> LengthGroups
             ".data() returns has no `lengths`; leave it out, or give the source that attribute, (rows,) int64"
         )
     return LengthGroups(np.asarray(lengths, dtype=np.int64), size)
+
+
+def _steps_of_tokens(task: Task, source: Source, config: RunConfig) -> int:
+    """The updates that `train.tokens` take.
+
+    Packed rows count as full. Others have the mean length of the source; of a mixture, that of its first rows.
+    """
+    data, train = config.data, config.train
+    assert train.tokens is not None
+    if data.packing is not None:
+        per_row = float(data.packing.length or packed_capacity(task) or 0)
+    else:
+        lengths = getattr(source, "lengths", None)
+        if lengths is None:
+            raise ConfigError(
+                f"train.tokens={train.tokens:g} needs to know how long rows are, but the source that "
+                f"{type(task).__name__}.data() returns has no `lengths`; give the source that attribute, (rows,) "
+                "int64, or set train.steps and train.tokens=null"
+            )
+        if data.mixture is not None:
+            stream = _build_stream(task, source, config, SINGLE_LANE)
+            lengths = lengths[stream.locate(np.arange(_ROWS_MEASURED))[0]]
+        per_row = float(np.mean(lengths))
+    if not per_row:
+        raise ConfigError(f"train.tokens={train.tokens:g}: the rows are empty; set train.steps and train.tokens=null")
+    return max(1, math.ceil(train.tokens / (per_row * train.global_batch)))
 
 
 def _build_stream(task: Task, source: Source, config: RunConfig, lanes: Lanes) -> Stream:

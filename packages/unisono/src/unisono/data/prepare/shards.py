@@ -25,7 +25,9 @@ from unisono.data.views import locate_row
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import file_hash
+from unisono.runtime.work_progress import show_progress
 
+_PATIENCE = 2.0  # seconds before progress is shown
 _BATCH_UNITS = 1 << 18  # units after which a record batch is full
 
 
@@ -100,9 +102,12 @@ class Shards:
         Raises:
             DataError: naming the file.
         """
-        for entry in self.manifest["shards"]:
-            if file_hash(self.folder / entry["file"]) != entry["sha256"]:
-                raise damaged_error(self.folder / entry["file"], "its hash differs from that in the manifest")
+        shards = self.manifest["shards"]
+        with show_progress(f"verifying {self.folder}", len(self), "units", "rows", patience=_PATIENCE) as progress:
+            for entry in shards:
+                if file_hash(self.folder / entry["file"]) != entry["sha256"]:
+                    raise damaged_error(self.folder / entry["file"], "its hash differs from that in the manifest")
+                progress(entry["rows"], entry["units"])
 
     def check_files(self, share: int = 0, shares: int = 1) -> None:
         """Raise if a shard has changed since it was opened; checks every `shares`-th shard from number `share` on.
