@@ -84,7 +84,7 @@ class ChatTemplate:
                 named = tokenizer.special_tokens_map
                 special = {name: token for name, token in named.items() if isinstance(token, str)}
                 if tokenizer.chat_template:
-                    sources = [tokenizer.get_chat_template(tools=tools) for tools in (None, [{}])]
+                    sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])]
             except Exception as error:  # the library raises many kinds
                 raise DataError(f"the chat template of {folder} cannot be read: {error}") from error
         if template is not None:
@@ -98,15 +98,15 @@ class ChatTemplate:
     def from_json(cls, values: Any, where: object) -> ChatTemplate:
         """Read what `describe` returned, from a file that need not be trusted; templates run in a sandbox."""
         try:
-            texts = {name: values[name] for name in ("source", "source_with_tools", "loss_on")}
-            maps = {name: dict(values[name]) for name in ("special", "settings")}
-            if not all(isinstance(text, str) for text in [*texts.values(), *maps["special"].values()]):
+            source, with_tools, loss_on = (values[name] for name in ("source", "source_with_tools", "loss_on"))
+            special, settings = dict(values["special"]), dict(values["settings"])
+            if not all(isinstance(text, str) for text in (source, with_tools, loss_on, *special.values())):
                 raise TypeError("a template that is not text")
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{where}: the chat template cannot be read ({error}); copy it again from its origin"
             ) from error
-        return cls(**texts, **maps)
+        return cls(source, with_tools, special, settings, loss_on)
 
     @property
     def describe(self) -> dict[str, Any]:

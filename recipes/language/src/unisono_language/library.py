@@ -135,11 +135,12 @@ class Library:
         sizes = {name: corpus.facts for name, corpus in self.corpora.items()}
         stores = {name: corpus for name, corpus in self.corpora.items() if isinstance(corpus, TokenStore)}
         entropy = {}
+        kind = {}
         if stores:
             counts = sum(tokens.unigram_counts(store, self.split[name][1]) for name, store in stores.items())
             assert isinstance(counts, np.ndarray)
             entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
-        kind = {} if self.chat is None else {"targets": int(counts.sum())}
+            kind = {} if self.chat is None else {"targets": int(counts.sum())}
         return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), **kind, "vocabulary": self.tokenizer.size, **entropy}
 
 

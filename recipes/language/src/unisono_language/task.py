@@ -257,7 +257,8 @@ class Language(Task):
         self.library.check()
         if self._is_packed:
             packed.check_positions(self._skeleton)
-            if self.chat is not None and self.data_config.packing.method == "concatenate":
+            packing = self.data_config.packing
+            if self.chat is not None and packing is not None and packing.method == "concatenate":
                 raise ConfigError(
                     "data.packing.method=concatenate cuts conversations where a row is full, so that answers would "
                     "lose what they answer; use online or offline"
