@@ -58,8 +58,12 @@ SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=20
 {chr(10).join(f"NodeName={name} Port={port} {shared}" for name, port in nodes.items())}
-PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes={host},{host}-b MaxTime=INFINITE State=UP PriorityTier=9
 """
     )
     (folder / "state").mkdir()
@@ -78,7 +82,7 @@ PartitionName=all Nodes={host},{host}-b Default=YES MaxTime=INFINITE State=UP
                 running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             if command is munge:
                 jobs.wait_for((folder / "munge.socket").exists, 30)
-        show = ["sinfo", "-h", "-o", "%T", "-N"]
+        show = ["sinfo", "-h", "-o", "%T", "-N", "-p", "all"]
 
         def idle() -> bool:
             shown = subprocess.run(show, env=environment, capture_output=True, text=True).stdout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono_sweeps.launchers.interface import Ended
+from unisono.launch.launcher import Ended
 from unisono_sweeps.launchers.local import LocalLauncher
 
 from .written import ROOT

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from unisono.engines.torch import devices
+from unisono.launch.launcher import Ended, Job
 from unisono.runtime.errors import ConfigError, Preempted
-from unisono_sweeps.launchers.interface import Ended, Job
 from unisono_sweeps.launchers.local import LocalLauncher, divide_host, last_sentence
 
 SHOW = "import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ.get('CUDA_VISIBLE_DEVICES')]))"
@@ -95,7 +95,7 @@ def test_a_launcher_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\n"
-        "from unisono_sweeps.launchers.interface import Job\n"
+        "from unisono.launch.launcher import Job\n"
         "from unisono_sweeps.launchers.local import LocalLauncher\n"
         "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
         f"job = Job('a', (sys.executable, '-c', code), Path('a'), Path({str(tmp_path / 'a.log')!r}))\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from unisono.launch.launcher import Ended
 from unisono.observe import events
-from unisono_sweeps.launchers.interface import Ended
 from unisono_sweeps.launchers.local import LocalLauncher
 
 from .written import ROOT, write_run

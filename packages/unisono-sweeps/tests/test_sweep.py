@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
-from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import sweep as sweeps
-from unisono_sweeps.launchers.interface import Job
 from unisono_sweeps.launchers.local import LocalLauncher
 
+from .eight import half_done, measured_table, sweep_process
 from .written import TASK
 
 BASE = ("optim=sgd", "train.steps=3", "train.global_batch=8", "layout.device=cpu", "name=s")
@@ -124,24 +122,9 @@ def test_words_that_do_not_fit_are_refused(words: list[str], message: str) -> No
         sweeps.run_sweep(TASK, None, [*BASE, *words], dry_run=True)
 
 
-def sweep_process(folder: Path) -> subprocess.Popen[bytes]:
-    words = ["optim=adamw", "optim.lr=0.1,0.01", "task.features=3,4", "seeds=2", "train.steps=400", "name=s", "jobs=2"]
-    more = ["train.global_batch=8", "layout.device=cpu", "checkpoint.every=20", "eval.every=40", "trial=false"]
-    command = [sys.executable, "-m", "unisono", "sweep", TASK, *words, *more]
-    return subprocess.Popen(command, cwd=folder)
-
-
-def half_done(folder: Path) -> list[Path]:
-    """The runs that have a checkpoint, and are not finished."""
-    runs = {path.parents[1] for path in folder.glob("runs/s/*/checkpoints/step-*")}
-    return [run for run in sorted(runs) if 20 < read_run_facts(run).steps_done < 380]
-
-
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(here: Path) -> None:
     """Of 8 runs, two at a time: killed, with all that it started, in the middle; the tables are the same."""
-    from unisono_sweeps.compare.table import compare_runs, find_runs
-
     whole, broken = here / "whole", here / "broken"
     for folder in (whole, broken):
         folder.mkdir()
@@ -159,11 +142,7 @@ def test_a_sweep_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(h
     assert sweep_process(broken).wait(900) == 0
     again = [json.loads(line)["run"] for line in outcomes.read_text().splitlines()[done:]]
     assert {run.name for run in cut} <= set(again)
-    tables = []
-    for folder in (whole, broken):
-        table = compare_runs(find_runs([folder / "runs/s"]))
-        measured = [name for name in table.column_names if not name.startswith(("seconds", "run.dir", "peak_memory"))]
-        tables.append(table.select([name for name in measured if not name.endswith("_per_second")]))
+    tables = [measured_table(folder / "runs/s") for folder in (whole, broken)]
     assert tables[0].num_rows == 8
     assert tables[0].equals(tables[1])
 
@@ -181,3 +160,11 @@ def test_the_job_of_a_run_is_the_command_that_a_user_would_type(here: Path) -> N
     own.undo()
     place = ["run.dir=runs/s", "run.name='lr0.1'"]
     assert list(seen[0].command[1:]) == ["-m", "unisono", "train", TASK, *BASE[:-1], "optim.lr=0.1", *place]
+
+
+def test_a_scheduler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="launcher=slurm: this host has no sbatch; start the command where"):
+        sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=1,2", "launcher=slurm", "time=4h"], dry_run=True)
+    with pytest.raises(ConfigError, match=r"time: input should be a valid integer.* got 'soon'"):
+        sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=1,2", "launcher=slurm", "time=soon"], dry_run=True)

@@ -26,6 +26,15 @@ def import_optuna() -> Any:
     return _import("optuna", "search", "unisono search")
 
 
+def import_submitit() -> Any:
+    """Submitit.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    return _import("submitit", "slurm", "launcher=slurm")
+
+
 def _import(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)

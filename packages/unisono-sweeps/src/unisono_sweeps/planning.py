@@ -56,7 +56,7 @@ class PlannedRun:
         words: all its overrides.
         config: resolved for this host.
         steps: of the whole run.
-        state: `new`, `finished`, or `resumes after step N`.
+        state: `new`, `finished`, `resumes after step N`, or where it is under way.
         estimate: None if its model was not tried.
     """
 
@@ -127,7 +127,14 @@ class _Mistakes:
         raise ConfigError("\n".join(lines))
 
 
-def plan_runs(sweep: Sweep, composer: Composer, *, trial: bool, processes: int | None = None) -> list[PlannedRun]:
+def plan_runs(
+    sweep: Sweep,
+    composer: Composer,
+    *,
+    trial: bool,
+    processes: int | None = None,
+    under_way: Mapping[str, str] | None = None,
+) -> list[PlannedRun]:
     """Resolve and check every run of a sweep.
 
     Args:
@@ -135,6 +142,7 @@ def plan_runs(sweep: Sweep, composer: Composer, *, trial: bool, processes: int |
         composer: of its recipe.
         trial: whether to build each model and run a micro-batch through it.
         processes: what `layout.world_size=auto` resolves to; None: decided by this host, as for a run of its own.
+        under_way: where runs are that an earlier command has started, by name.
 
     Raises:
         ConfigError: all that keeps any of the runs from starting.
@@ -169,7 +177,9 @@ def plan_runs(sweep: Sweep, composer: Composer, *, trial: bool, processes: int |
     for variant, total in steps.items():
         run = PlannedRun(variant, sweep.words(variant), configs[variant], total)
         try:
-            planned.append(replace(run, state=_read_state(run, ended.get(variant.name))))
+            planned.append(
+                replace(run, state=_read_state(run, ended.get(variant.name), (under_way or {}).get(variant.name)))
+            )
         except UnisonoError as error:
             mistakes.add(str(error), [variant])
     if trial:
@@ -189,15 +199,15 @@ def _resolve(composed: ComposedConfig, processes: int | None) -> RunConfig:
     return config
 
 
-def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None) -> str:
+def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None, under_way: str | None) -> str:
     """What there is of a run.
 
     Raises:
         UnisonoError: if its folder holds another run, or a process that trains it.
     """
     if not (run.folder / foreign_run.CONFIG_FILE).is_file():
-        return "new"
-    if (holder := run_lock.find_holder(run.folder)) is not None:
+        return under_way or "new"
+    if under_way is None and (holder := run_lock.find_holder(run.folder)) is not None:
         raise ConfigError(f"{run.folder} is being trained by process {holder['pid']} on {holder['host']}; wait for it")
     facts = read_run_facts(run.folder)
     if changed := fingerprint.changed_keys(dict(facts.config), run.config, random=False):
@@ -208,6 +218,8 @@ def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None) -> str:
         )
     if facts.state == "finished" or (ended is not None and ended["code"] == 0 and ended["steps"] == run.steps):
         return "finished"
+    if under_way is not None:
+        return under_way
     return f"resumes after step {step}" if (step := _newest_step(run.folder)) else "starts again"
 
 

@@ -7,7 +7,7 @@ is the same run when the search starts again: it resumes from its checkpoint, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.base import Settings
+from unisono.launch.launcher import Ended, Job, Launcher, find_launcher
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
@@ -30,7 +31,6 @@ from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Space, Variant, read_space
 from unisono_sweeps.compare.table import measure
 from unisono_sweeps.extras import import_optuna
-from unisono_sweeps.launchers.interface import Ended, Job, Launcher, find_launcher
 from unisono_sweeps.planning import Sweep, plan_runs
 from unisono_sweeps.settings import read_list
 from unisono_sweeps.sweep import build_job, split_place
@@ -90,6 +90,8 @@ class _Search:
     fixed: tuple[str, ...]
     propose: Callable[[Any], dict[str, str]]
     folder: Path
+    processes: int | None
+    under_way: Mapping[str, str]
     _running: dict[str, _Trial] = field(default_factory=dict)
 
     def jobs(self) -> Iterator[Job]:
@@ -120,7 +122,7 @@ class _Search:
         variant = Variant(f"trial-{trial.number:05d}", settings)
         sweep = Sweep(self.recipe, self.config_dir, self.fixed, (variant,), self.folder)
         try:
-            run = plan_runs(sweep, self.composer, trial=False)[0]
+            run = plan_runs(sweep, self.composer, trial=False, processes=self.processes, under_way=self.under_way)[0]
         except UnisonoError as error:
             self._tell(trial, "FAIL")
             if trial.number == 0:
@@ -233,7 +235,10 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     def propose_words(trial: Any) -> dict[str, str]:
         return {**_suggest(trial, space), **(propose(trial) if propose is not None else {})}
 
-    search = _Search(settings, study, recipe, config_dir, composer, fixed, propose_words, folder)
+    under_way = launcher.under_way(folder / record.CONSOLE)
+    search = _Search(
+        settings, study, recipe, config_dir, composer, fixed, propose_words, folder, launcher.processes(), under_way
+    )
     launcher.run(search.jobs(), search.started, search.ended, search.stops)
     return _report_best(study, settings, folder)
 

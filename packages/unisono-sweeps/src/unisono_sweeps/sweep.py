@@ -10,13 +10,13 @@ from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.run import Run
 from unisono.launch import run_directory
+from unisono.launch.launcher import Ended, Job, Launcher, find_launcher
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.text import format_bytes, one_line
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, list_variants, shorten_keys
-from unisono_sweeps.launchers.interface import Ended, Job, Launcher, find_launcher
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
 from unisono_sweeps.settings import SweepSettings
 from unisono_sweeps.text_table import format_number, format_seconds, format_table
@@ -34,7 +34,9 @@ def run_sweep(recipe: str, config_dir: Path | None, words: Sequence[str], *, dry
     composer = Composer(recipe, config_dir)
     fixed, variants = list_variants(rest, settings, composer)
     sweep = Sweep(recipe, config_dir, *split_place(fixed, variants, recipe, settings.name))
-    planned = plan_runs(sweep, composer, trial=settings.trial, processes=launcher.processes())
+    under_way = launcher.under_way(sweep.folder / record.CONSOLE)
+    processes = launcher.processes()
+    planned = plan_runs(sweep, composer, trial=settings.trial, processes=processes, under_way=under_way)
     launcher.check([build_job(sweep, run) for run in planned])
     if dry_run:
         say("\n".join(describe_plan(sweep, planned)))
@@ -89,6 +91,7 @@ def build_job(sweep: Sweep, run: PlannedRun) -> Job:
         sweep.folder / record.CONSOLE / f"{run.variant.name}.log",
         here,
         0 if layout.device == "cpu" else here * each,
+        here * workers if isinstance(workers := run.config.data.workers, int) else here,
     )
 
 
@@ -106,7 +109,7 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
 
     def started(job: Job) -> None:
         state = waiting[job.name].state
-        say(f"{job.name}: {'started' if state == 'new' else state}")
+        say(f"{job.name}: {launcher.begins if state == 'new' else state}")
 
     def ended(job: Job, how: Ended) -> None:
         nonlocal done
@@ -120,7 +123,7 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
             loss = format_number(read_run_facts(run.folder).loss)
             say(f"{job.name}: finished in {format_seconds(how.seconds)}, loss {loss}  [{done}/{len(planned)}]")
         elif how.code == 75:
-            say(f"{job.name}: saved and stopped")
+            say(f"{job.name}: saved and stopped" + (f": {how.why}" if how.why else ""))
         else:
             failed.append(job.name)
             say(f"{job.name}: failed with exit code {how.code}: {one_line(how.why, _LONGEST_SENTENCE)}", error=True)

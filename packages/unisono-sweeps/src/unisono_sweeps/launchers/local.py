@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,15 @@ from pydantic import Field, PositiveInt
 
 from unisono.config.schema import base
 from unisono.engines.torch import devices
+from unisono.launch.launcher import Ended, Job
 from unisono.launch.processes import fork_server
-from unisono.runtime import safe_paths
 from unisono.runtime.communicator import usable_cores
-from unisono.runtime.console import clean
 from unisono.runtime.errors import ConfigError, Preempted
-from unisono_sweeps.launchers.interface import Ended, Job
+from unisono_sweeps.launchers.console import last_sentence
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"  # which PyTorch for ROCm reads too
 _POLL = 0.1  # seconds
 _GRACE = 120.0  # seconds for runs to save and stop
-_TAIL = 1 << 16  # bytes of a console that are searched for the last sentence
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,15 @@ def divide_host(jobs: int, cores: Sequence[int], visible: Sequence[str], *, shar
 
 
 class LocalLauncher:
-    """Runs jobs on this host; see `unisono_sweeps.launchers.interface.Launcher`."""
+    """Runs jobs on this host; see `unisono.launch.launcher.Launcher`."""
 
     class Settings(base.Settings):
         """The words of `launcher=local`."""
 
         jobs: PositiveInt = Field(1, description="runs at a time")
         share_devices: bool = Field(False, description="let several runs use the same accelerator")
+
+    begins = "started"
 
     def __init__(self, settings: Settings) -> None:
         self._jobs = settings.jobs
@@ -110,6 +110,10 @@ class LocalLauncher:
                     f"jobs={self._jobs}: {job.name} has {job.processes} processes, and its share of this host is "
                     f"{share.threads} core{'s' * (share.threads != 1)}; use a smaller jobs="
                 )
+
+    def under_way(self, consoles: Path) -> Mapping[str, str]:
+        """None: jobs on this host end with the command."""
+        return {}
 
     def run(
         self,
@@ -184,22 +188,6 @@ class _Process:
         """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
-
-
-def last_sentence(console: Path, code: int) -> str:
-    """The last error that a run printed; if there is none, its last line, or the signal that ended it."""
-    with suppress(OSError), safe_paths.open_inside(console.parent, console.name) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-        said = [number for number, line in enumerate(lines) if line.startswith("unisono: ")]
-        if code > 0 and said:
-            text = lines[said[-1]].removeprefix("unisono: ").removeprefix("error: ")
-            return clean(" ".join([text, *lines[said[-1] + 1 :]]))
-        if code > 0 and lines:
-            return clean(lines[-1])
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}, without a message"
 
 
 def _stop(processes: Sequence[_Process], ended: Callable[[Job, Ended], None]) -> None:

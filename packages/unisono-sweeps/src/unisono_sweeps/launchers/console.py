@@ -1,0 +1,29 @@
+"""What a run printed: its last sentence, for whoever waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from unisono.runtime import safe_paths
+from unisono.runtime.console import clean
+
+_TAIL = 1 << 16  # bytes of a console that are searched for the last sentence
+
+
+def last_sentence(console: Path, code: int) -> str:
+    """The last error that a run printed; if there is none, its last line, or the signal that ended it."""
+    with suppress(OSError), safe_paths.open_inside(console.parent, console.name) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+        said = [number for number, line in enumerate(lines) if line.startswith("unisono: ")]
+        if code > 0 and said:
+            text = lines[said[-1]].removeprefix("unisono: ").removeprefix("error: ")
+            return clean(" ".join([text, *lines[said[-1] + 1 :]]))
+        if code > 0 and lines:
+            return clean(lines[-1])
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}, without a message"

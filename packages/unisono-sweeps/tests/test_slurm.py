@@ -1,0 +1,171 @@
+"""`launcher=slurm`, on a real Slurm of two nodes: jobs outlive the command, and are exact whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import jobs, slurm_cluster
+from unisono.supervise.run_facts import read_run_facts
+
+from .eight import half_done, measured_table, sweep_process
+from .written import TASK
+
+pytest.importorskip("submitit", reason="submitit is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"no Slurm: {slurm_cluster.missing()}"),
+]
+STEPS = 2000
+SLURM = ("launcher=slurm", "time=1h")
+BASE = ("optim=adamw", "train.global_batch=8", "layout.device=cpu", "name=s", "trial=false", *SLURM)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def ask(cluster: dict[str, str]) -> Callable[..., str]:
+    """What a command says that is run on the login node of the cluster."""
+
+    def run(*command: str, code: int = 0) -> str:
+        done = subprocess.run(command, env={**os.environ, **cluster}, capture_output=True, text=True, timeout=900)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def sweep(*words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "unisono", "sweep", TASK, *BASE, *words)
+
+
+def release_held(ask: Callable[..., str]) -> None:
+    """Slurm holds a job that it has requeued for two minutes; nobody waits for that here."""
+    for line in ask("squeue", "--noheader", "--array", "--states=pending", "--format=%i %r").splitlines():
+        number, reason = line.split(maxsplit=1)
+        if reason == "BeginTime":
+            ask("scontrol", "update", f"jobid={number}", "starttime=now")
+
+
+def queued(ask: Callable[..., str], state: str) -> list[str]:
+    return ask("squeue", "--noheader", "--array", f"--states={state}", "--format=%i").split()
+
+
+def test_a_sweep_that_is_killed_cancelled_and_preempted_equals_an_unbroken_one_bit_for_bit(
+    here: Path, cluster: dict[str, str], ask: Callable[..., str]
+) -> None:
+    """Of 8 runs: the command is killed, one job is cancelled, another is preempted; the table is the same."""
+    whole, broken = here / "whole", here / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    assert sweep_process(whole, steps=STEPS).wait(900) == 0
+    first = sweep_process(broken, *SLURM, "jobs=2", steps=STEPS, environment=cluster)
+    jobs.wait_for(lambda: len(half_done(broken, STEPS)) == 2 or first.poll() is not None, 600)
+    cut = half_done(broken, STEPS)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    numbers = [json.loads((broken / f"runs/s/console/{run.name}.slurm.json").read_text())["job"] for run in cut]
+    ask("scancel", numbers[0])
+    urgent = ask("sbatch", "--parsable", "-p", "urgent", "--exclusive", "-N2", "-o", "/dev/null", "--wrap", "true")
+    jobs.wait_for(lambda: urgent.strip() not in queued(ask, "pending,running"), 120)
+    assert "Restarts=1 " in ask("scontrol", "show", "job", "--oneliner", numbers[1])
+    second = sweep_process(broken, *SLURM, "jobs=2", steps=STEPS, environment=cluster)
+    while second.poll() is None:
+        release_held(ask)
+        time.sleep(1)
+    assert second.wait() == 0
+    assert all("resuming after step" in printed(run) for run in cut)
+    assert "preempted after step" in printed(cut[0])
+    tables = [measured_table(folder / "runs/s") for folder in (whole, broken)]
+    assert tables[0].num_rows == 8
+    assert tables[0].equals(tables[1])
+
+
+def printed(run: Path) -> str:
+    """All that a run printed."""
+    return (run.parent / "console" / f"{run.name}.log").read_text()
+
+
+def test_a_run_that_reaches_its_time_limit_saves_and_continues_in_the_queue(
+    here: Path, cluster: dict[str, str], ask: Callable[..., str]
+) -> None:
+    """Slurm's warning is sent by hand; another run fails, is reported by its sentence, and ends no other."""
+    words = sweep("optim.lr=1e30,0.01", "train.steps=1500", "checkpoint.every=1000")
+    process = subprocess.Popen(
+        words, env={**os.environ, **cluster}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    run = here / "runs/s/lr0.01"
+    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    number = json.loads((here / "runs/s/console/lr0.01.slurm.json").read_text())["job"]
+    ask("scancel", "--signal=USR1", number)
+    jobs.wait_for(lambda: number in queued(ask, "pending"), 120)
+    step = int(sorted((run / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+    assert 50 <= step < 1000
+    while process.poll() is None:
+        release_held(ask)
+        time.sleep(1)
+    said = process.communicate()[0]
+    assert process.returncode == 1
+    assert "lr1e+30: failed with exit code 3: step 2: the loss is not finite" in said
+    assert "lr0.01: finished" in said
+    assert f"resuming after step {step}" in printed(run)
+    assert read_run_facts(run).steps_done == 1500
+
+
+def test_a_run_may_have_several_nodes(here: Path, ask: Callable[..., str]) -> None:
+    """Slurm starts its processes, two on each node; the losses are those of one process."""
+    said = ask(*sweep("optim.lr=0.01", "train.steps=6", "layout.world_size=4", "nodes=2", "jobs=1"))
+    assert "run: finished" in said
+    many = read_run_facts(here / "runs/s/run")
+    assert (many.config["layout"]["world_size"], many.config["layout"]["strategy"]) == (4, "ddp")
+    words = (*BASE[:3], "optim.lr=0.01", "train.steps=6", "run.name=alone")
+    ask(sys.executable, "-m", "unisono", "train", TASK, *words)
+    alone = read_run_facts(here / "runs/alone")
+    assert [step["loss"] for step in many.steps] == pytest.approx([step["loss"] for step in alone.steps], rel=1e-5)
+    fault = ask(*sweep("optim.lr=1e30", "train.steps=6", "layout.world_size=2", "nodes=2", "name=bad"), code=1)
+    assert "run: failed with exit code 3: rank 0: step 2: the loss is not finite" in fault
+
+
+def test_a_command_that_is_interrupted_leaves_the_jobs_with_slurm_and_says_how_to_end_them(
+    here: Path, cluster: dict[str, str], ask: Callable[..., str]
+) -> None:
+    words = ("train.steps=100000", "checkpoint.every=5000")
+    command = sweep("optim.lr=0.1,0.01", *words)
+    process = subprocess.Popen(command, env={**os.environ, **cluster}, stderr=subprocess.PIPE, text=True)
+    run = here / "runs/s/lr0.01"
+    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 10, 300)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    (number,) = re.findall(r"2 jobs stay with Slurm, .* scancel (\d+)", said)
+    assert "train.steps was 100000 and is 7" in ask(*sweep("optim.lr=0.1,0.01", "train.steps=7"), code=2)
+    other = ask(*sweep("optim.lr=0.1,0.01", *words, "launch.timeout=300"), code=2)
+    assert f"lr0.1 is with Slurm already, as job {number}_0, with another command: scancel {number}_0" in other
+    ask("scancel", number)
+    jobs.wait_for(lambda: not queued(ask, "running,completing"), 120)
+    assert json.loads((here / "runs/s/console/lr0.01.ended.json").read_text())["code"] == 75
+    assert "resumes after step" in ask(*command, "--dry-run")
+
+
+def test_what_slurm_would_refuse_is_refused_before_anything_starts(here: Path, ask: Callable[..., str]) -> None:
+    said = ask(*sweep("optim.lr=0.1", "train.steps=3", "partition=nowhere", "--dry-run"), code=2)
+    assert "Slurm refuses a job of run (--partition=nowhere" in said
+    assert "Invalid partition name specified" in said
+    said = ask(*sweep("optim.lr=0.1", "train.steps=3", "memory_gb=900"), code=2)
+    assert "--mem=921600M" in said
+    said = ask(*sweep("optim.lr=0.1", "train.steps=3", "nodes=2", "layout.world_size=1"), code=2)
+    assert "nodes=2: run has 1 process, which cannot be divided among them" in said
+    assert not (here / "runs").exists()
