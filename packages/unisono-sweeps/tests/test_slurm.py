@@ -169,3 +169,15 @@ def test_what_slurm_would_refuse_is_refused_before_anything_starts(here: Path, a
     said = ask(*sweep("optim.lr=0.1", "train.steps=3", "nodes=2", "layout.world_size=1"), code=2)
     assert "nodes=2: run has 1 process, which cannot be divided among them" in said
     assert not (here / "runs").exists()
+
+
+def test_a_single_run_and_a_proof_are_jobs_too(here: Path, ask: Callable[..., str]) -> None:
+    unisono, words = (sys.executable, "-m", "unisono"), (*BASE[:3], "train.steps=5", *SLURM)
+    said = ask(*unisono, "train", TASK, *words, "run.name=mine", "layout.world_size=2")
+    assert "mine: submitted" in said
+    assert "step 5/5" in said
+    assert read_run_facts(here / "runs/mine").config["layout"]["world_size"] == 2
+    assert "exit code 3" in ask(*unisono, "train", TASK, *words, "optim.lr=1e30", code=3)
+    assert "PASS" in ask(*unisono, "prove", TASK, *BASE[:3], "layouts=[ddp:2]", "vary=[]", *SLURM)
+    assert "unknown key 'optim.lrr'" in ask(*unisono, "train", TASK, *words, "optim.lrr=1", code=2)
+    assert len(list((here / "runs/launched").glob("*.ended.json"))) == 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unisono.launch import launcher
 from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
 from unisono_sweeps import sweep as sweeps
@@ -155,7 +156,7 @@ def test_the_job_of_a_run_is_the_command_that_a_user_would_type(here: Path) -> N
             seen.extend(jobs)
 
     own = pytest.MonkeyPatch()
-    own.setattr(sweeps, "find_launcher", lambda name: Listing)
+    own.setattr(launcher, "find_launcher", lambda name: Listing)
     sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=0.1,0.01", "trial=false"], dry_run=True)
     own.undo()
     place = ["run.dir=runs/s", "run.name='lr0.1'"]

@@ -16,7 +16,7 @@ from unisono.checkpoint.core.manifest import parse_step
 from unisono.config import fingerprint, foreign_run
 from unisono.config.compose import ComposedConfig, Composer
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, preflight, run_directory
+from unisono.launch import launcher, preflight, run_directory
 from unisono.optim import ema, schedules
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.text import join_names
@@ -190,11 +190,7 @@ def plan_runs(
 
 
 def _resolve(composed: ComposedConfig, processes: int | None) -> RunConfig:
-    config = validate_config(composed)
-    if processes is not None and config.layout.world_size == "auto" and config.layout.strategy not in ("single", "dp"):
-        update = {"world_size": processes if config.layout.device != "cpu" else 1}
-        config = config.model_copy(update={"layout": config.layout.model_copy(update=update)})
-    config = layout.resolve_layout(config, None)
+    config = launcher.resolve_layout(validate_config(composed), processes)
     run_directory.refuse_unusable(config)
     return config
 

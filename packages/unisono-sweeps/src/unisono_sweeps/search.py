@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
+from unisono.cli import elsewhere
 from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.base import Settings
-from unisono.launch.launcher import Ended, Job, Launcher, find_launcher
+from unisono.launch.launcher import Ended, Job
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
@@ -205,9 +206,7 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     optuna = import_optuna()
     own, rest = split_words(words, SearchSettings)
     settings = validate_words(own, SearchSettings)
-    kind = find_launcher(settings.launcher)
-    own, rest = split_words(rest, kind.Settings)
-    launcher: Launcher = kind(validate_words(own, kind.Settings))
+    launcher, rest = elsewhere.read_launcher(settings.launcher, rest)
     composer = Composer(recipe, config_dir)
     space = read_space(rest, composer)
     propose = _propose_from_file(settings.space) if settings.space is not None else None

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from unisono.cli import elsewhere
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.run import Run
 from unisono.launch import run_directory
-from unisono.launch.launcher import Ended, Job, Launcher, find_launcher
+from unisono.launch.launcher import Ended, Job, Launcher, describe_job
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.text import format_bytes, one_line
@@ -52,9 +53,8 @@ def read_words(words: Sequence[str]) -> tuple[SweepSettings, Launcher, list[str]
     """
     own, rest = split_words(words, SweepSettings)
     settings = validate_words(own, SweepSettings)
-    kind = find_launcher(settings.launcher)
-    own, rest = split_words(rest, kind.Settings)
-    return settings, kind(validate_words(own, kind.Settings)), rest
+    launcher, rest = elsewhere.read_launcher(settings.launcher, rest)
+    return settings, launcher, rest
 
 
 def split_place(
@@ -80,19 +80,10 @@ def split_place(
 
 def build_job(sweep: Sweep, run: PlannedRun) -> Job:
     """The command of a run, as a user would type it."""
-    layout, own = run.config.layout, ["--config-dir", str(sweep.config_dir)] if sweep.config_dir else []
-    assert isinstance(layout.world_size, int)
-    each = layout.devices if isinstance(layout.devices, int) else 1
-    here = layout.world_size // run.config.launch.nodes
-    return Job(
-        run.variant.name,
-        (sys.executable, "-m", "unisono", "train", sweep.recipe, *own, *run.words),
-        run.folder,
-        sweep.folder / record.CONSOLE / f"{run.variant.name}.log",
-        here,
-        0 if layout.device == "cpu" else here * each,
-        here * workers if isinstance(workers := run.config.data.workers, int) else here,
-    )
+    own = ["--config-dir", str(sweep.config_dir)] if sweep.config_dir else []
+    command = [sys.executable, "-m", "unisono", "train", sweep.recipe, *own, *run.words]
+    console = sweep.folder / record.CONSOLE / f"{run.variant.name}.log"
+    return describe_job(run.variant.name, command, run.config, console)
 
 
 def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, command: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, before_run, completion, data, export, new, plugins, runs, script
+from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.console import say
 from unisono.runtime.preparing import preparing
@@ -86,6 +86,8 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides += rest  # argparse takes none after an option (python/cpython#60346)
+    if (launcher := elsewhere.take_word(parsed, words)) is not None:
+        return _print_errors(lambda: elsewhere.launch(launcher, parsed, words), parsed.verb, parsed)
     return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.config.schema.base import Settings
+from unisono.config.schema.run import RunConfig
+from unisono.launch import layout, run_directory
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
@@ -118,3 +120,31 @@ def find_launcher(name: str) -> Any:
     if name not in entries:
         raise ConfigError(f"launcher={name}: no such launcher, {nearest(name, entries)}")
     return entries[name].load()
+
+
+def resolve_layout(config: RunConfig, processes: int | None) -> RunConfig:
+    """Resolve the layout of a run that a launcher starts, as far as this host can know it.
+
+    Args:
+        config: As given by the user.
+        processes: Of `Launcher.processes`.
+
+    Raises:
+        ConfigError: For a layout that cannot be.
+    """
+    own = config.layout
+    if processes is not None and own.world_size == "auto" and own.strategy not in ("single", "dp"):
+        world = processes if own.device != "cpu" else 1
+        config = config.model_copy(update={"layout": own.model_copy(update={"world_size": world})})
+    return layout.resolve_layout(config, None)
+
+
+def describe_job(name: str, command: Sequence[str], config: RunConfig, console: Path) -> Job:
+    """Return the job of a run whose layout is resolved."""
+    own = config.layout
+    assert isinstance(own.world_size, int)
+    here = own.world_size // config.launch.nodes
+    each = own.devices if isinstance(own.devices, int) else 1
+    workers = config.data.workers if isinstance(config.data.workers, int) else 1
+    devices = 0 if own.device == "cpu" else here * each
+    return Job(name, tuple(command), run_directory.run_path(config), console, here, devices, here * workers)
