@@ -11,19 +11,19 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 from unisono.config.schema.base import Settings
 
 
-def _parse_list(value: Any) -> Any:
-    """The list that a word stands for, as `[a,b]`."""
+def parse_list(value: Any) -> Any:
+    """The list or mapping that a word stands for, as `[a,b]` or `{a: b}`."""
     return yaml.safe_load(value) if isinstance(value, str) else value
 
 
 def read_list(value: Any) -> Any:
     """A list that may be written as its only item."""
-    read = _parse_list(value)
+    read = parse_list(value)
     return read if isinstance(read, list) else [read]
 
 
-Seeds = Annotated[PositiveInt | list[int], BeforeValidator(_parse_list)]
-Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(_parse_list)]
+Seeds = Annotated[PositiveInt | list[int], BeforeValidator(parse_list)]
+Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(parse_list)]
 
 
 class SweepSettings(Settings):

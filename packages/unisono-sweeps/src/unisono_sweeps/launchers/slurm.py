@@ -26,7 +26,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
@@ -41,7 +40,9 @@ from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import STOP
 from unisono_sweeps.extras import import_submitit
 from unisono_sweeps.launchers.console import last_sentence
+from unisono_sweeps.launchers.hosts import list_cores, refuse_misfit
 from unisono_sweeps.launchers.slurm_job import SlurmRun
+from unisono_sweeps.settings import parse_list
 
 _FOLDER = "slurm"
 _POLL = 1.0  # seconds between looks for outcomes
@@ -66,10 +67,6 @@ def parse_minutes(value: Any) -> Any:
             return first + (second > 0)  # minutes and seconds
         return days * 24 * 60 + first * 60 + second + (third > 0)
     return int(text) if text.isdecimal() else value
-
-
-def _parse_mapping(value: Any) -> Any:
-    return yaml.safe_load(value) if isinstance(value, str) else value
 
 
 class _Ending(TypedDict):
@@ -110,7 +107,7 @@ class SlurmLauncher:
         jobs: PositiveInt = Field(8, description="runs at a time")
         max_num_timeout: NonNegativeInt = Field(10, le=10, description="times that a run may reach its limit")
         warn_seconds: PositiveInt = Field(120, description="from the warning, at which a run saves, to the limit")
-        sbatch: Annotated[dict[str, str | int | bool], BeforeValidator(_parse_mapping)] = Field(
+        sbatch: Annotated[dict[str, str | int | bool], BeforeValidator(parse_list)] = Field(
             {}, description="other options, e.g. {account: vision, qos: high}"
         )
 
@@ -133,21 +130,7 @@ class SlurmLauncher:
         """See the interface; Slurm itself is asked whether it would take such jobs."""
         nodes, gpus = self._settings.nodes, self._settings.gpus
         for job in jobs:
-            if job.processes % nodes:
-                raise ConfigError(
-                    f"nodes={nodes}: {job.name} has {job.processes} process{'es' * (job.processes != 1)}, which cannot "
-                    f"be divided among them; set layout.world_size to a multiple of {nodes}"
-                )
-            if gpus and job.processes > gpus * nodes:
-                raise ConfigError(
-                    f"gpus={gpus}: {job.name} has {job.processes // nodes} processes on each node; use gpus="
-                    f"{job.processes // nodes}, or a smaller layout.world_size"
-                )
-            if job.devices > gpus * nodes:
-                raise ConfigError(
-                    f"{job.name} needs {job.devices} accelerators: add gpus={job.devices // nodes}, or "
-                    "layout.device=cpu"
-                )
+            refuse_misfit(job, nodes, gpus)
         for one in {json.dumps(self._parameters(job, 1)): job for job in jobs}.values():
             self._ask_slurm(one)
 
@@ -294,7 +277,7 @@ class SlurmLauncher:
         own, nodes = self._settings, self._settings.nodes
         here = job.processes // nodes
         tasks = here if nodes > 1 else 1  # on each node
-        cpus = own.cpus or math.ceil(max((own.memory_gb or 0) // 10, job.workers / nodes, here) / tasks)
+        cpus = own.cpus or math.ceil(list_cores(job, nodes, None, own.memory_gb) / tasks)
         wanted = {
             "partition": own.partition, "time": own.time, "nodes": nodes, "ntasks_per_node": tasks,
             "cpus_per_task": cpus, "mem": f"{round(own.memory_gb * 1024)}M" if own.memory_gb else None,

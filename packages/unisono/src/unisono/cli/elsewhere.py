@@ -114,6 +114,8 @@ def _follow(launcher: Launcher, job: Job) -> int:
         [job], lambda _: say(f"{job.name}: {known or launcher.begins}"), lambda _, how: outcome.append(how), show
     )
     show(job)
+    if not outcome:  # a launcher that only writes what another program starts
+        return 0
     (how,) = outcome
     if how.code:
         say(f"{job.name}: exit code {how.code}: {how.why}; all that it printed is in {job.console}", error=True)

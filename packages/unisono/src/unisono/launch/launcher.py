@@ -66,7 +66,7 @@ class Launcher(Protocol):
 
     Attributes:
         Settings: Its words on a command line.
-        begins: What has become of a job when `started` is called, for messages: `started`, or `submitted`.
+        begins: What has become of a job when `started` is called, for messages, e.g. `submitted`.
     """
 
     Settings: type[Settings]
@@ -101,7 +101,7 @@ class Launcher(Protocol):
         Args:
             jobs: Taken one by one, whenever there is room for another; a sequence may be taken at once.
             started: Called when a job has started, or has been put into a queue.
-            ended: Called when a job has ended.
+            ended: Called when a job has ended; for none by a launcher that only writes what another program starts.
             stops: Asked repeatedly about each running job; if true, the job is asked to save and stop.
 
         Raises:
