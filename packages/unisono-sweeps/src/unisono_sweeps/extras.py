@@ -35,6 +35,17 @@ def import_submitit() -> Any:
     return _import("submitit", "slurm", "launcher=slurm")
 
 
+def import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    ray = _import("ray", "ray", "launcher=ray")
+    _import("ray.util.scheduling_strategies", "ray", "launcher=ray")
+    return ray
+
+
 def _import(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)

@@ -1,14 +1,16 @@
-"""What a run printed: its last sentence, for whoever waits for it."""
+"""What launchers share that wait for runs: the last sentence of a console, and an end in order."""
 
 from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unisono.runtime import safe_paths
 from unisono.runtime.console import clean
+from unisono.runtime.errors import Preempted
 
 _TAIL = 1 << 16  # bytes of a console that are searched for the last sentence
 
@@ -27,3 +29,17 @@ def last_sentence(console: Path, code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}, without a message"
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, ends the sweep in the same order as Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise Preempted("the sweep was asked to end; the same command resumes it")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

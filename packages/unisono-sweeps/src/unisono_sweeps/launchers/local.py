@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.processes import fork_server
 from unisono.runtime.communicator import usable_cores
-from unisono.runtime.errors import ConfigError, Preempted
-from unisono_sweeps.launchers.console import last_sentence
+from unisono.runtime.errors import ConfigError
+from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"  # which PyTorch for ROCm reads too
 _POLL = 0.1  # seconds
@@ -125,7 +125,7 @@ class LocalLauncher:
         """See the interface."""
         waiting, running = iter(jobs), dict[int, _Process]()
         try:
-            with _terminated_as_interrupt():
+            with interrupted_by_sigterm():
                 while True:
                     for slot in range(self._jobs):
                         if slot not in running and (job := next(waiting, None)) is not None:
@@ -201,17 +201,3 @@ def _stop(processes: Sequence[_Process], ended: Callable[[Job, Ended], None]) ->
         if not process.has_ended():
             process.signal(signal.SIGKILL)
         ended(process.job, process.outcome())
-
-
-@contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """SIGTERM, as a scheduler sends it, ends the sweep in the same order as Ctrl-C."""
-
-    def interrupt(*_: object) -> None:
-        raise Preempted("the sweep was asked to end; the same command resumes it")
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

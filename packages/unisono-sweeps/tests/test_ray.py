@@ -1,0 +1,84 @@
+"""`launcher=ray`, on a cluster of two hosts that are processes of this one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import jobs
+from unisono.supervise.run_facts import read_run_facts
+
+from .eight import half_done, measured_table, sweep_process
+from .written import TASK
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+pytestmark = pytest.mark.slow
+BASE = ("optim=adamw", "train.global_batch=8", "layout.device=cpu", "trial=false", "launcher=ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster of two hosts with two cores each."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    made.add_node(num_cpus=2)
+    yield made.address
+    made.shutdown()
+
+
+@pytest.fixture
+def ask(cluster: str, here: Path) -> Callable[..., str]:
+    """What the command says for a sweep on the cluster."""
+
+    def run(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "unisono", "sweep", TASK, *BASE, f"address={cluster}", *words]
+        done = jobs.finished(command, here)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_a_sweep_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(here: Path, cluster: str) -> None:
+    """Of 8 runs, two at a time: the command is killed, and its runs end with it; the table is the same."""
+    whole, broken = here / "whole", here / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    words = ("launcher=ray", f"address={cluster}", "jobs=2")
+    assert sweep_process(whole).wait(900) == 0
+    first = sweep_process(broken, *words)
+    jobs.wait_for(lambda: len(half_done(broken)) > 0 or first.poll() is not None, 600)
+    cut = half_done(broken)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert cut
+    assert sweep_process(broken, *words).wait(900) == 0
+    outcomes = [json.loads(line) for line in (broken / "runs/s/outcomes.jsonl").read_text().splitlines()]
+    assert {run.name for run in cut} <= {one["run"] for one in outcomes if one["code"] == 0}
+    tables = [measured_table(folder / "runs/s") for folder in (whole, broken)]
+    assert tables[0].num_rows == 8
+    assert tables[0].equals(tables[1])
+
+
+def test_a_run_may_have_several_hosts_and_one_that_fails_ends_no_other(ask: Callable[..., str], here: Path) -> None:
+    said = ask("optim.lr=1e30,0.01", "train.steps=6", "layout.world_size=2", "nodes=2", "cpus=1", "name=s", code=1)
+    assert "lr1e+30: failed with exit code 3: step 2: the loss is not finite" in said
+    assert "lr0.01: finished" in said
+    many = read_run_facts(here / "runs/s/lr0.01")
+    assert many.config["launch"]["nodes"] == 2
+    assert many.steps_done == 6
+
+
+def test_what_no_host_has_is_refused(ask: Callable[..., str]) -> None:
+    assert "needs 1 × (3 CPU), and of the cluster's 2 hosts 0 have that" in ask("optim.lr=1,2", "cpus=3", code=2)
+    assert "needs 3 × (1 CPU), and of the cluster's 2 hosts 2 have that" in ask(
+        "optim.lr=1,2", "nodes=3", "layout.world_size=3", "train.global_batch=9", code=2
+    )
+    assert "launcher=ray: no cluster at address=127.0.0.1:1" in ask("optim.lr=1,2", "address=127.0.0.1:1", code=2)
