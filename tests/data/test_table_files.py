@@ -97,7 +97,19 @@ def test_a_delimited_file_that_would_mislead_is_refused(
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_spreadsheet_computes_no_cell_and_a_terminal_obeys_none(tmp_path: Path, suffix: str) -> None:
-    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\uff1d1", "-0.5", "+3e-4", "a-b", "\x1b[2J"]
+    texts = [
+        "=1+1",
+        "+cmd|' /C calc'!A0",
+        "-2+3",
+        "@SUM(A1)",
+        "\t=1",
+        " =1",
+        "\uff1d1",
+        "-0.5",
+        "+3e-4",
+        "a-b",
+        "\x1b[2J",
+    ]
     path = write_table(tmp_path / f"a{suffix}", {"=name": texts, "n": list(range(-5, 6))})
     with path.open(encoding="utf-8", newline="") as file:
         (head, *rows) = csv.reader(file, delimiter="," if suffix == ".csv" else "\t")

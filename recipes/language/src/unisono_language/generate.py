@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from unisono import DataError, Run, RunError, safe_paths, say
 from unisono_language import settings
@@ -16,6 +18,10 @@ from unisono_language.tokenizer import Tokenizer
 
 _FILE = "@"  # before the name of a file of prompts
 _GENERATION = "generation_config.json"
+
+
+class _GenerationConfig(TypedDict):
+    eos_token_id: NotRequired[int | list[int] | None]
 
 
 def generate(
@@ -226,7 +232,7 @@ def _read_prompts(prompt: str) -> list[Any]:
         if not line.strip():
             continue
         try:
-            row = safe_paths.parse_json(line)
+            row = safe_paths.parse_json(line, str | list[Any] | dict[str, Any])
             value = row.get("messages", row.get("prompt")) if isinstance(row, dict) else row
             prompts.append(value if isinstance(value, str) else parse_messages(value, "prompt"))
         except (ValueError, DataError) as error:
@@ -276,6 +282,6 @@ def _end_tokens(run: Run, tokenizer: Tokenizer, template: ChatTemplate | None) -
         model: Any = run.task.model_config
         folder = run.folder / "assets" if run.is_trained else getattr(model, "path", run.folder)
         if (folder / _GENERATION).is_file():
-            named = safe_paths.read_json(folder, _GENERATION).get("eos_token_id")
+            named = safe_paths.read_json(folder, _GENERATION, _GenerationConfig).get("eos_token_id")
             ends += named if isinstance(named, list) else [named]
     return list(dict.fromkeys(end for end in ends if isinstance(end, int)))

@@ -301,7 +301,8 @@ class Language(Task):
         """The tokenizer, and the configuration of a model whose directory may no longer exist."""
         self.tokenizer, self._assets = Tokenizer.load(directory), directory
         found = (directory / chat.ASSET).is_file()
-        self.chat = ChatTemplate.from_json(safe_paths.read_json(directory, chat.ASSET), directory) if found else None
+        values = safe_paths.read_json(directory, chat.ASSET, dict[str, Any]) if found else None
+        self.chat = ChatTemplate.from_json(values, directory) if found else None
 
     def shrink(self, limit: int) -> Language | None:
         """The same documents, read by the same tokenizer, and a small model of the same architecture."""

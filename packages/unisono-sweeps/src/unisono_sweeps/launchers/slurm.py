@@ -35,7 +35,7 @@ from unisono.launch.launcher import Ended, Job
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, Preempted
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer, Number, misfit
+from unisono.runtime.shapes import Integer, Number, Object, misfit
 from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import STOP
 from unisono_sweeps.extras import import_submitit
@@ -311,9 +311,8 @@ def _outcome_path(job: Job) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        values = safe_paths.read_json(path.parent, path.name)
-        if isinstance(values, dict):
-            return values
+        values: dict[str, Any] = safe_paths.read_json(path.parent, path.name, Object)
+        return values
     return {}
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.remedies import Diagnosis, build_diagnosis
-from unisono.runtime.fault_names import FaultName
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.reading import read_epochs
+from unisono.runtime.fault_names import FaultName
 
 ROWS = "many processes read what one reads"
 PER_DEVICE = "the size of a batch is per process"
@@ -70,7 +70,9 @@ def _inputs_by_number(trace: ScriptTrace) -> dict[int, str]:
     return result
 
 
-def describe_epoch(ranks: Sequence[NDArray[np.int64]], one: NDArray[np.int64], update: int) -> tuple[Diagnosis | None, str]:
+def describe_epoch(
+    ranks: Sequence[NDArray[np.int64]], one: NDArray[np.int64], update: int
+) -> tuple[Diagnosis | None, str]:
     """The fault in how an epoch is dealt out, if there is one, and what is to be said of it.
 
     What deals out equally many rows to all ranks repeats or leaves out less than an update has.
