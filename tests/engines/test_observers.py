@@ -12,8 +12,7 @@ import pytest
 from tests import processes
 from tests.runs import configuration, layout, parameters, started
 from tests.tasks import TransformerTask
-from unisono.engines.observers import Observer, Observers, StepVerdict
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, Observers, StepResult, StepVerdict
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError
 

@@ -21,8 +21,7 @@ from tests.tasks import LinearTask
 from unisono.config.schema.optimizers import SkipSpikes
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.engines.observers import Observers
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observers, StepResult
 from unisono.engines.spike_detection import SpikeDetection, spike_limit
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import SpikeError

@@ -15,7 +15,7 @@ from torch import nn
 from tests import processes
 from tests.runs import configuration, started
 from tests.tasks import LENGTH, Transformer, TransformerTask, Words
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut

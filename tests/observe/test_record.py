@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from unisono.config.schema.run import Observe
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.observe import events, trackers
 from unisono.observe.progress import Speed
 from unisono.observe.run_record import RunRecord

@@ -12,7 +12,7 @@ from recipes.puzzles.tests import test_task as of_torch
 from recipes.puzzles.tests.puzzles_for_tests import SUDOKU4, arrays_of, with_arrays
 from tests.runs import Trace, assert_same, distance
 from tests.runs import trace as torch_trace
-from unisono.config.recipes import task_of
+from unisono.config.recipes import resolve_reference
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.task import SampleContext
@@ -118,7 +118,7 @@ def test_every_jax_layout_computes_what_one_device_computes() -> None:
 
 
 def test_the_engine_of_the_layout_chooses_the_task_and_both_make_the_same_batches() -> None:
-    assert task_of("puzzles") == task_of("puzzles", "torch") != task_of("puzzles", "jax")
+    assert resolve_reference("puzzles") == resolve_reference("puzzles", "torch") != resolve_reference("puzzles", "jax")
     ones, others = (find_task("puzzles", engine) for engine in ("torch", "jax"))
     assert (ones.engine, others.engine) == ("torch", "jax")
     made = [

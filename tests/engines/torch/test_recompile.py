@@ -12,7 +12,7 @@ import torch
 from tests import processes
 from tests.runs import configuration, logged, prepared
 from tests.tasks import TransformerTask
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 

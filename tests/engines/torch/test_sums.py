@@ -11,7 +11,7 @@ import torch
 
 from tests import processes
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Loss

@@ -116,7 +116,7 @@ def find_task(reference: str, engine: str = "auto") -> type[Task]:
         ConfigError: if the file, the class or one of its methods is missing, or a recipe has no task for the engine.
     """
     named = references.complete_reference(reference, Task)  # type: ignore[type-abstract]
-    resolved = references.resolve_reference(named, engine)
+    resolved = recipes.resolve_reference(named, engine)
     found = references.load_class(named, resolved, Task)  # type: ignore[type-abstract]
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:

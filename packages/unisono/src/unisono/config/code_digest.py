@@ -48,7 +48,7 @@ def digest_task_files(reference: str) -> dict[str, str]:
 
 def _task_sources(recipe: str, engine: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    named = references.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe
+    named = recipes.resolve_reference(recipe, engine) if recipe in recipes.recipe_names() else recipe
     place = named.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
         pass  # a task whose file is gone, or never existed, has no readable code

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unisono.config import references
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
@@ -68,22 +69,24 @@ def recipe_names() -> list[str]:
     return list(_entry_points())
 
 
-def task_of(name: str, engine: str = "auto") -> str:
-    """The `package.module:Class` of a recipe's task.
+def resolve_reference(reference: str, engine: str = "auto") -> str:
+    """The `file.py:Class` or `package.module:Class` of a reference; of a recipe's tasks the one for the engine.
 
     Args:
-        name: of the recipe.
+        reference: the name of a recipe, or to a task of the user's own, which stays as it is.
         engine: that a layout asks for; auto: that of the recipe's first task.
 
     Raises:
         ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
     """
-    recipe = find_recipe(name)
+    if ":" in reference:
+        return reference
+    recipe = find_recipe(reference)
     chosen = recipe.engine if engine == "auto" else engine
     if chosen not in recipe.tasks:
         only = f"layout.engine={' or '.join(recipe.tasks)}"
         raise ConfigError(
-            f"layout.engine={chosen}: the recipe '{name}' has no task for it; use {only}, or leave it out"
+            f"layout.engine={chosen}: the recipe '{reference}' has no task for it; use {only}, or leave it out"
         )
     return recipe.tasks[chosen]
 
@@ -141,8 +144,6 @@ def find_recipe_name(reference: str) -> str | None:
 
 def find_folder_recipe(folder: Path) -> tuple[str, list[str]] | None:
     """The recipe that opens the model in a folder without a run, and the overrides by which it does; None for none."""
-    from unisono.config import references
-
     if not folder.is_dir():
         return None
     for name, recipe in all_recipes().items():

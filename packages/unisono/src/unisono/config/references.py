@@ -1,6 +1,7 @@
 """From the name of a task or callback to its module.
 
-A name is that of a recipe, `path/to/file.py:Name`, or `package.module:Name`; of a file with one task, its path alone.
+A name is `path/to/file.py:Name`, or `package.module:Name`; of a file with one task, its path alone. That of a recipe is
+resolved to such a name by `unisono.config.recipes`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from unisono.config import recipes
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.source_files import is_user_file
 
 T = TypeVar("T")
-
-
-def resolve_reference(reference: str, engine: str = "auto") -> str:
-    """The `file.py:Class` or `package.module:Class` of a reference; of a recipe's tasks the one for the engine.
-
-    Raises:
-        ConfigError: for a name that is no recipe, and for an engine that the recipe has no task for.
-    """
-    return reference if ":" in reference else recipes.task_of(reference, engine)
 
 
 def names_code(reference: str) -> bool:

@@ -7,6 +7,7 @@ reduction; what only one rank knows enters that reduction as votes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -15,13 +16,46 @@ from typing import Any, Literal, Protocol
 from numpy.typing import NDArray
 
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import StepResult
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Loss
 
 Array = NDArray[Any]
 ArrayGroup = Literal["parameters", "gradients", "optimizer state", "buffers", "EMA"]
 _NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one update or evaluation over the whole global batch, equal on every rank.
+
+    Attributes:
+        loss: Σ weight · sum / count over the terms.
+        terms: each term's sum / count.
+        metrics: each metric's sum / count.
+        work: units of `Task.work`, summed.
+        grad_norm: of the whole gradient before clipping; 0 in evaluation.
+        skipped: why the update was skipped; empty if it was made.
+        recompiled: what was recompiled in this step, on which ranks and why; normally empty.
+    """
+
+    loss: float
+    terms: Mapping[str, float]
+    metrics: Mapping[str, float]
+    work: Mapping[str, float]
+    grad_norm: float = 0.0
+    skipped: str = ""
+    recompiled: str = ""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values to report: the loss, its terms if there are several, and the metrics."""
+        terms = {f"loss/{name}": value for name, value in self.terms.items() if len(self.terms) > 1}
+        return {"loss": self.loss, **terms, **self.metrics}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are finite, so that an update may be made."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,21 @@ An engine for another framework is a module `unisono.engines.<name>.engine` with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
+from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.protocols import TaskFeatures, resolve_features
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.task import Task
-
-if TYPE_CHECKING:
-    from unisono.engines.observers import ModelView, Observer
 
 TRACE_PREFIX = "unisono/"  # of the region names in a trace
 
@@ -67,40 +64,6 @@ class Profiler(Protocol):
 
     def stop(self, path: Path | None) -> None:
         """Stop if running, and write a gzipped Chrome trace if a path is given."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one update or evaluation over the whole global batch, equal on every rank.
-
-    Attributes:
-        loss: Σ weight · sum / count over the terms.
-        terms: each term's sum / count.
-        metrics: each metric's sum / count.
-        work: units of `Task.work`, summed.
-        grad_norm: of the whole gradient before clipping; 0 in evaluation.
-        skipped: why the update was skipped; empty if it was made.
-        recompiled: what was recompiled in this step, on which ranks and why; normally empty.
-    """
-
-    loss: float
-    terms: Mapping[str, float]
-    metrics: Mapping[str, float]
-    work: Mapping[str, float]
-    grad_norm: float = 0.0
-    skipped: str = ""
-    recompiled: str = ""
-
-    @property
-    def values(self) -> dict[str, float]:
-        """Values to report: the loss, its terms if there are several, and the metrics."""
-        terms = {f"loss/{name}": value for name, value in self.terms.items() if len(self.terms) > 1}
-        return {"loss": self.loss, **terms, **self.metrics}
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether loss and gradient are finite, so that an update may be made."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.batch_builder import describe_error
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
 from unisono.runtime.fault_names import FaultName

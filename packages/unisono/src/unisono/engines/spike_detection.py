@@ -16,8 +16,7 @@ from statistics import median
 import numpy as np
 
 from unisono.config.schema.optimizers import SkipSpikes
-from unisono.engines.observers import Observer, StepVerdict
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.runtime.errors import SpikeError
 

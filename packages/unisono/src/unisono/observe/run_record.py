@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema.run import Observe
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.observe import trackers
 from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed

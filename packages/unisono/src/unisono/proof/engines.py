@@ -38,7 +38,7 @@ def cases(proof: ProofSettings, config: RunConfig) -> list[Case]:
             "in one Recipe(tasks={'torch': …, 'jax': …})"
         )
     for engine in ("torch", "jax"):
-        recipes.task_of(config.recipe, engine)
+        recipes.resolve_reference(config.recipe, engine)
     rows = math.gcd(proof.global_batch, *rows_of_sources(config, proof.global_batch))
     named = {"micro_batch": rows, **_ONE_PROCESS}
     first = Case(f"torch m{rows} fp64", 1, {**named, "engine": "torch"}, "fp64")

@@ -20,7 +20,7 @@ from unisono.checkpoint.remote.upload import Uploads
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.evaluation.best import Best
 from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile

@@ -10,7 +10,8 @@ from unisono.checkpoint.core.resume import Resumption
 from unisono.config import fingerprint
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.loading.loader import MicroBatch
-from unisono.engines.protocol import ModelFacts, StepResult
+from unisono.engines.observers import StepResult
+from unisono.engines.protocol import ModelFacts
 from unisono.observe.peak_rates import peak_flops
 from unisono.observe.progress import Speed, Stopwatch, format_count
 from unisono.observe.run_record import RunRecord

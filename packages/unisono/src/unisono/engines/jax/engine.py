@@ -36,8 +36,8 @@ from unisono.engines.jax.step import (
     StepOutcome,
 )
 from unisono.engines.jax.view import JaxModelView, local_losses, local_outputs
-from unisono.engines.observers import Observer, Observers
-from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
+from unisono.engines.observers import Observer, Observers, StepResult
+from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema

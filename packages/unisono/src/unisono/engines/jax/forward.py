@@ -18,7 +18,7 @@ from unisono.engines.jax.model import Structure
 from unisono.engines.jax.numerics import precision
 from unisono.engines.jax.parallel import mesh
 from unisono.engines.jax.parallel.mesh import BATCH, REPLICATED, Grid
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.protocols import TaskFeatures
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.rng import key as address

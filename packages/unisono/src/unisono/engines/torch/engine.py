@@ -11,8 +11,8 @@ import torch
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.observers import Observer
-from unisono.engines.protocol import EngineJob, ModelFacts, StepResult
+from unisono.engines.observers import Observer, StepResult
+from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch.devices import device_name, peak_memory
 from unisono.engines.torch.evaluate import evaluate

@@ -11,7 +11,7 @@ import torch
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.buffers import restore_modes_on_exit
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes

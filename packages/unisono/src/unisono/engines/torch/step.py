@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.engines.rules import MetricSums
 from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.gradients import local_gradients

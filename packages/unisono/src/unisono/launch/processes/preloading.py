@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from unisono.config import recipes, references
+from unisono.config import recipes
 from unisono.runtime.errors import ConfigError
 
 PRELOADABLE = frozenset(
@@ -56,7 +56,7 @@ def imported_libraries() -> list[str]:
 
 def _task_files(reference: str) -> list[Path]:
     """Return a task's file, and those next to it if it is part of a package."""
-    named = references.resolve_reference(reference) if reference in recipes.recipe_names() else reference
+    named = recipes.resolve_reference(reference) if reference in recipes.recipe_names() else reference
     place = named if named.endswith(".py") else named.rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _module_file(place)
     if file is None or not file.is_file():

@@ -13,8 +13,7 @@ import numpy as np
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.nested import leaves
-from unisono.engines.observers import ModelView, Observer
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.output_digest import Sketch, build_sketches
 from unisono.proof.recording.trace import Array, Part, StepFacts, write_tensors

@@ -10,7 +10,7 @@ import jax
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import StepResult
 from unisono.runtime.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DeadlineError, NonFiniteError
 

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.observers import Observer, StepVerdict
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.train_state import TrainState

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.engines.observers import Observer, StepVerdict
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.runtime.communicator import Communicator
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from unisono.engines import rules
-from unisono.engines.observers import Observer
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, StepResult
 from unisono.optim.sharded import local
 from unisono.runtime.communicator import Communicator
 from unisono.runtime.errors import GuardError
