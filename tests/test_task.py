@@ -19,7 +19,7 @@ from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
 from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task
 from unisono.engines.torch.numerics import precision
-from unisono.protocols import initial_carry
+from unisono.protocols import resolve_features
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
 from unisono.task import run_setup
@@ -130,7 +130,8 @@ def test_four_methods_are_enough_and_the_rest_does_nothing_by_default(tmp_path: 
     before = rng.bit_generator.state
     assert task.sample(record, SampleContext(rng, training=True)) is record
     assert rng.bit_generator.state == before
-    assert (task.held_out(), task.work({}), task.facts(), initial_carry(task, {})) == (None, {}, {}, None)
+    assert (task.held_out(), task.work({}), task.facts()) == (None, {}, {})
+    assert resolve_features(task).initial_carry({}) is None
     task.check()
     task.save_assets(tmp_path)
     assert list(tmp_path.iterdir()) == []
