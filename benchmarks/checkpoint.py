@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import dcp, page
 from tests import processes
 from unisono.checkpoint.core import arrays, commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
@@ -119,7 +120,7 @@ class Unisono(Contender):
 
     def save(self, step: int) -> None:
         replicas.check_copies(self.trainer.group, self.trainer.tensors, [range(PROCESSES)], step)
-        self.saver.save(step, self.shards, {"step": step})
+        self.saver.save(Snapshot(step, self.shards, {"step": step}))
 
     def over(self) -> bool:
         self.saver.check()

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from benchmarks import dcp, page
 from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.torch import sharded_tensors
@@ -103,7 +104,7 @@ class Unisono(Contender):
         self.saver = Saver(self.folder, SingleProcess(), Settings(background=True))
 
     def save(self, step: int) -> None:
-        self.saver.save(step, sharded_tensors.shards(self.named, ProcessInfo()), {"step": step})
+        self.saver.save(Snapshot(step, sharded_tensors.shards(self.named, ProcessInfo()), {"step": step}))
 
     def finish(self) -> None:
         self.saver.finish()

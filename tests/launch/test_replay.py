@@ -72,9 +72,8 @@ def changed(run: Path, step: int, name: str) -> None:
             data.view(-1)[0] += 1e-6
         shards.append(ArrayShard(each, tuple(shape), (0,) * len(shape), data))
     shutil.rmtree(path)
-    commit.save_checkpoint(
-        path.parent, step, shards, checkpoint.state, SingleProcess(), 9, about=checkpoint.about, holds=checkpoint.holds
-    )
+    snapshot = commit.Snapshot(step, shards, checkpoint.state, checkpoint.about, holds=checkpoint.holds)
+    commit.save_checkpoint(path.parent, snapshot, SingleProcess(), 9)
 
 
 def test_a_number_that_is_not_what_it_was_is_told_by_the_name_of_its_array(run: Path) -> None:
