@@ -14,7 +14,7 @@ import unisono
 
 SOURCE = Path(unisono.__file__).parent
 FLOORS = (
-    ("cli", "__main__"),
+    ("cli", "__main__", "recipe_tools"),
     ("proof", "doctor"),
     ("launch",),
     ("training",),
@@ -26,7 +26,7 @@ FLOORS = (
     ("runtime", "version"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-OPEN_TO_RECIPES = ("unisono", "unisono_audio", "unisono_audio.sources")  # public faces
+OPEN_TO_RECIPES = ("unisono", "unisono.recipe_tools", "unisono_audio", "unisono_audio.sources")  # public faces
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("packages/*/src/*"), *ROOT.glob("recipes/*/src/*")])
 RECIPES = {path.name for path in ROOT.glob("recipes/*/src/unisono_*") if path.is_dir()}
@@ -114,6 +114,7 @@ def test_every_room_of_the_house_has_a_floor():
         ("unisono_language.task", "import unisono_birdsong.task", ["unisono_birdsong.task"]),
         ("unisono.launch.train", "from unisono.training import loop\nfrom unisono.engines.torch import devices", []),
         ("unisono_language.task", "from unisono import Task, sources\nfrom . import model", []),
+        ("unisono_language.task", "from unisono.recipe_tools import nearest, safe_paths", []),
         ("unisono_birdsong.task", "import unisono_audio\nfrom unisono_audio.sources import open_recordings", []),
         ("unisono_birdsong.task", "from unisono_audio import codecs", ["unisono_audio.codecs"]),
         ("unisono.cli.main", "from unisono_faults import report", ["unisono_faults.report"]),

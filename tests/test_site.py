@@ -17,6 +17,7 @@ from filelock import FileLock
 
 import unisono
 from tests import browser
+from unisono import recipe_tools
 
 ROOT = Path(__file__).parents[1]
 HTML, PICTURES = ROOT / "build" / "docs" / "html", ROOT / "build" / "docs" / "pictures"
@@ -44,7 +45,8 @@ def test_every_page_of_docs_and_every_recipe_is_in_the_menu_once() -> None:
 
 def test_every_public_name_is_on_the_page_of_the_reference() -> None:
     named = NAME.findall((ROOT / "docs" / "reference.md").read_text("utf-8"))
-    assert sorted(named) == sorted(set(unisono.__all__) - {"__version__"}), "docs/reference.md"
+    tools = [f"recipe_tools.{name}" for name in recipe_tools.__all__]
+    assert sorted(named) == sorted([*(set(unisono.__all__) - {"__version__"}), *tools]), "docs/reference.md"
 
 
 def test_every_public_name_of_audio_is_on_the_page_of_its_reference() -> None:
@@ -53,10 +55,13 @@ def test_every_public_name_of_audio_is_on_the_page_of_its_reference() -> None:
     assert sorted(named) == sorted(f"audio.{name}" for name in audio.__all__), "docs/reference-audio.md"
 
 
-@pytest.mark.parametrize("name", sorted(set(unisono.__all__) - {"__version__", "Batch"}))
-def test_nothing_public_is_undocumented(name: str) -> None:
+@pytest.mark.parametrize(
+    ("face", "name"),
+    [(face, name) for face in (unisono, recipe_tools) for name in face.__all__ if name not in ("__version__", "Batch")],
+)
+def test_nothing_public_is_undocumented(face: Any, name: str) -> None:
     """`Batch` is an alias of `dict`, which the page explains."""
-    value = getattr(unisono, name)
+    value = getattr(face, name)
     assert inspect.getdoc(value), f"unisono.{name} has no docstring"
     if inspect.isclass(value) and not issubclass(value, Exception):
         methods = [own for own in vars(value) if not own.startswith("_") and inspect.isroutine(vars(value)[own])]

@@ -17,7 +17,7 @@ import unisono
 from tests import runs
 from tests.runs import configuration
 from tests.tasks import LinearTask, TransformerTask
-from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task
+from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task, recipe_tools
 from unisono.engines.torch.numerics import precision
 from unisono.protocols import resolve_features
 from unisono.runtime.communicator import ProcessInfo, SingleProcess
@@ -256,6 +256,14 @@ def test_every_name_of_the_public_face_is_there_and_no_other() -> None:
         unisono.trian  # noqa: B018
 
 
+def test_every_name_for_authors_of_recipes_is_there_and_none_stands_on_both_faces() -> None:
+    assert all(getattr(recipe_tools, name) is not None for name in recipe_tools.__all__)
+    assert set(recipe_tools._HOME) == set(recipe_tools.__all__) == set(dir(recipe_tools))
+    assert not set(recipe_tools.__all__) & set(unisono.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'neerest'"):
+        recipe_tools.neerest  # noqa: B018
+
+
 HEAVY = ("torch", "numpy", "pydantic", "hydra", "rich", "safetensors", "yaml")
 
 
@@ -264,6 +272,7 @@ HEAVY = ("torch", "numpy", "pydantic", "hydra", "rich", "safetensors", "yaml")
     [
         ("import unisono", ""),
         ("from unisono import UnisonoError, __version__", ""),
+        ("from unisono.recipe_tools import nearest, write_whole, safe_paths, import_extra", ""),
         ("from unisono import Settings, RunConfig", "pydantic"),
         ("from unisono import Task, Loss, Context, Source, Order, Data", "numpy pydantic"),
     ],

@@ -13,7 +13,6 @@ from unisono.version import __version__
 
 if TYPE_CHECKING:
     from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
-    from unisono.checkpoint.exchange import hf_config
     from unisono.config.recipes import Recipe
     from unisono.config.schema.base import Settings
     from unisono.config.schema.data import Data
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals, Vectorised
-    from unisono.runtime import safe_paths
-    from unisono.runtime.console import say
-    from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import (
         BadSamplesError,
         ConfigError,
@@ -48,17 +44,9 @@ if TYPE_CHECKING:
         KernelError,
         RunError,
         UnisonoError,
-        find_duplicates,
-        format_examples,
-        format_share,
-        nearest,
     )
-    from unisono.runtime.files import atomic_file as whole_file
-    from unisono.runtime.files import cache_dir, file_hash, pickle_hint, write_whole
-    from unisono.runtime.hdf5 import check_hdf5
-    from unisono.runtime.preparing import preparing
+    from unisono.runtime.files import file_hash
     from unisono.runtime.rng import Generators, generator, generators, key
-    from unisono.runtime.work_progress import show_progress
     from unisono.task import (
         Batch,
         Context,
@@ -104,18 +92,9 @@ _HOMES = {
         "KernelError",
         "RunError",
         "UnisonoError",
-        "find_duplicates",
-        "format_examples",
-        "format_share",
-        "nearest",
     ],
-    "runtime.entry_points": ["import_extra"],
-    "runtime.files": ["cache_dir", "file_hash", "pickle_hint", "write_whole"],
-    "runtime.hdf5": ["check_hdf5"],
-    "runtime.native_errors": ["wrap_native_errors"],
-    "runtime.preparing": ["preparing"],
+    "runtime.files": ["file_hash"],
     "runtime.rng": ["Generators", "generator", "generators", "key"],
-    "runtime.work_progress": ["show_progress"],
     "task": [
         "Batch",
         "Context",
@@ -131,12 +110,9 @@ _HOMES = {
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
     # a colon precedes the name in the module, or ends the name of a module that is exported itself
-    "hf_config": "checkpoint.exchange.hf_config:",
     "prepare": "data.prepare:",
     "prove": "proof.prove:prove_task",
-    "safe_paths": "runtime.safe_paths:",
     "sources": "data.sources:",
-    "whole_file": "runtime.files:atomic_file",
 }
 
 __all__ = [
@@ -144,13 +120,11 @@ __all__ = [
     "EarlyStopping", "Evaluate", "Generators", "GlobalBatch", "Joined", "KernelError", "Loss", "Mapped", "Order",
     "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
     "SampleColumns", "SampleContext", "SampleContexts", "Save", "Scaling", "Settings", "Source", "Stop", "Subset",
-    "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__", "cache_dir", "check_hdf5", "choose_kernel",
-    "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash", "find_duplicates",
-    "format_examples", "format_share", "generator", "generators", "hf_config", "hold_out", "import_extra", "key",
-    "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "nearest", "open_run",
-    "open_source", "pairwise_distances", "pickle_hint", "prepare", "preparing", "prove", "read_asset", "read_table",
-    "safe_paths", "say", "show_progress", "sources", "summarise_moments", "train", "whole_file", "wrap_native_errors",
-    "write_table", "write_whole",
+    "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__", "choose_kernel", "compare",
+    "compute_array_once", "compute_once", "count_parameters", "file_hash", "generator", "generators", "hold_out", "key",
+    "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "open_run", "open_source",
+    "pairwise_distances", "prepare", "prove", "read_asset", "read_table", "sources", "summarise_moments", "train",
+    "write_table",
 ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from safetensors.numpy import load, save
 from typing_extensions import TypedDict
 
-from unisono import ConfigError, DataError, Run, RunError, __version__, safe_paths, wrap_native_errors
+from unisono import ConfigError, DataError, Run, RunError, __version__
+from unisono.recipe_tools import safe_paths, wrap_native_errors
 from unisono_birdsong.model.encoder import Encoder
 from unisono_birdsong.settings import EncoderSettings
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, safe_paths
+from unisono import ConfigError, DataError
+from unisono.recipe_tools import safe_paths
 from unisono_language.tokenizer import Tokenizer, read_engine
 
 TEMPLATE_FILE, ASSET = "chat_template.jinja", "chat.json"

@@ -10,7 +10,8 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from unisono import DataError, Run, RunError, safe_paths, say
+from unisono import DataError, Run, RunError
+from unisono.recipe_tools import safe_paths, say
 from unisono_language import settings
 from unisono_language.chat import ChatTemplate
 from unisono_language.conversations import parse_messages

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, hf_config, nearest, pickle_hint
+from unisono import ConfigError
+from unisono.recipe_tools import hf_config, nearest, pickle_hint
 from unisono_language import experts
 from unisono_language.settings import FromConfig, ModelGroup, Pretrained
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono import hf_config
+from unisono.recipe_tools import hf_config
 
 _QUOTED = ("\\", '"')
 

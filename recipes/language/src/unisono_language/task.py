@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task, safe_paths, write_whole
+from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task
+from unisono.recipe_tools import safe_paths, write_whole
 from unisono_language import chat, library, settings
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library

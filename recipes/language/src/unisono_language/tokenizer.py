@@ -14,15 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import (
-    DataError,
-    compute_once,
-    preparing,
-    safe_paths,
-    show_progress,
-    wrap_native_errors,
-    write_whole,
-)
+from unisono import DataError, compute_once
+from unisono.recipe_tools import preparing, safe_paths, show_progress, wrap_native_errors, write_whole
 from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, cache_dir, prepare, safe_paths, show_progress, whole_file
+from unisono import DataError, prepare
+from unisono.recipe_tools import atomic_file, cache_dir, safe_paths, show_progress
 from unisono_language.chat import ChatTemplate
 from unisono_language.conversations import Conversations
 from unisono_language.texts import Texts, digest
@@ -201,7 +202,7 @@ class TokenStore:
                     some = some if self.chat is None else some[some >= 0]
                     counted += sign * np.bincount(some, minlength=size)
                 progress(len(lengths), len(values))
-        with contextlib.suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
+        with contextlib.suppress(OSError), atomic_file(path) as temporary, temporary.open("wb") as file:
             np.save(file, counted)  # unless it is a folder of somebody else's
         return counted
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, Run, Scaling, format_examples, generator, write_table
+from unisono import ConfigError, DataError, Run, Scaling, generator, write_table
+from unisono.recipe_tools import format_examples
 from unisono_microbiome import scoring
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.task import Microbiome, collate_taxa

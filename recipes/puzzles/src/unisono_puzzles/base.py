@@ -24,9 +24,9 @@ from unisono import (
     SampleContexts,
     Source,
     Task,
-    cache_dir,
     read_asset,
 )
+from unisono.recipe_tools import cache_dir
 from unisono_puzzles import settings
 from unisono_puzzles.data.arrays import StoredPuzzle
 from unisono_puzzles.data.formats import ARC_COLOURS, FormatJson, Puzzle, Puzzles, format_from_json, format_to_json

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unisono_audio as audio
-from unisono import DataError, generator, safe_paths
+from unisono import DataError, generator
+from unisono.recipe_tools import safe_paths
 from unisono_speech.settings import KMeans
 
 VERSION = 1  # of the codes that recordings get

@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
-from unisono import DataError, safe_paths
+from unisono import DataError
+from unisono.recipe_tools import safe_paths
 from unisono_speech import samples
 from unisono_speech.samples import Clip, FaultError, Utterance
 from unisono_speech.settings import Folder, Kind

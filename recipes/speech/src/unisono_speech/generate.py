@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Run, RunError, safe_paths
+from unisono import Run, RunError
+from unisono.recipe_tools import safe_paths
 from unisono_speech import labels, samples, tokens
 from unisono_speech.codec import FRAMES
 from unisono_speech.labels import Row

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, file_hash, hf_config
+from unisono import ConfigError, file_hash
+from unisono.recipe_tools import hf_config
 from unisono_speech.codec import VERSION, Codes
 from unisono_speech.settings import Higgs
 

@@ -18,19 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unisono_audio as audio
-from unisono import (
-    ConfigError,
-    DataError,
-    SampleContext,
-    Subset,
-    cache_dir,
-    compute_once,
-    generator,
-    hold_out,
-    key,
-    safe_paths,
-    whole_file,
-)
+from unisono import ConfigError, DataError, SampleContext, Subset, compute_once, generator, hold_out, key
+from unisono.recipe_tools import atomic_file, cache_dir, safe_paths
 from unisono_speech import codec, folder, manifest, samples, voices
 from unisono_speech.codec import Codec, KMeansCodec
 from unisono_speech.samples import Clip, Conversation, Utterance
@@ -196,7 +185,7 @@ class CodeStore:
         made = self.codec.encode(sound(clip, content, self.codec.rate))
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(file) as temporary, temporary.open("wb") as opened:
+            with atomic_file(file) as temporary, temporary.open("wb") as opened:
                 np.save(opened, made.astype(np.int16))
         except OSError as error:
             raise DataError(

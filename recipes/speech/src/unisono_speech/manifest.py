@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unisono import DataError, safe_paths
+from unisono import DataError
+from unisono.recipe_tools import safe_paths
 from unisono_speech import samples, tokens
 from unisono_speech.samples import Clip, Conversation, FaultError, Message
 from unisono_speech.settings import Manifest

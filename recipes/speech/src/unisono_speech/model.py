@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono import ConfigError, hf_config, nearest
+from unisono import ConfigError
+from unisono.recipe_tools import hf_config, nearest
 from unisono_speech import tokens as names
 from unisono_speech.codec import Codec, KMeansCodec
 from unisono_speech.labels import Stream
@@ -134,7 +135,7 @@ def _read(path: Path) -> Any:
 
 
 def _from_settings(config: FromConfig, tokens: Tokens, codec: Codec) -> Any:
-    from unisono import import_extra
+    from unisono.recipe_tools import import_extra
 
     kind = import_extra("transformers", "speech", "the recipe speech").HiggsAudioV2Config
     known = set(kind().to_dict()) | set(kind.attribute_map)

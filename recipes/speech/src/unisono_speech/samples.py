@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import unisono_audio as audio
-from unisono import DataError, safe_paths
+from unisono import DataError
+from unisono.recipe_tools import safe_paths
 from unisono_speech import voices
 
 INSTRUCTION = "Generate audio following instruction."

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task, safe_paths
+from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
+from unisono.recipe_tools import safe_paths
 from unisono_speech import labels, library, settings, tokens
 from unisono_speech.codec import Codec, KMeansCodec
 from unisono_speech.labels import IGNORED, Row, Stream

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono import ConfigError, safe_paths, wrap_native_errors
+from unisono import ConfigError
+from unisono.recipe_tools import safe_paths, wrap_native_errors
 
 FILE = "tokenizer.json"
 BEGIN, PAD, TURN = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"

@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, nearest, read_table
+from unisono import DataError, read_table
+from unisono.recipe_tools import nearest
 
 _NAMES = {
     "recording": ("recording", "file", "filename", "filepath", "path"),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono import ConfigError, DataError, nearest, safe_paths
+from unisono import ConfigError, DataError
+from unisono.recipe_tools import nearest, safe_paths
 from unisono_audio.sources import Recordings
 
 Labels = tuple[int, ...] | None  # of a row; None where they are not known

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unisono_audio as audio
-from unisono import DataError, Subset, hold_out, nearest
+from unisono import DataError, Subset, hold_out
+from unisono.recipe_tools import nearest
 from unisono_audio.sources import Recordings, cut_windows, open_recordings
 from unisono_birdsong.data.events import read_events
 from unisono_birdsong.data.labels import Labels, class_names, classes_of, number_classes

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run, safe_paths
+from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run
+from unisono.recipe_tools import safe_paths
 from unisono_audio import CENTRE
 from unisono_birdsong.data.augment import mask_order
 from unisono_birdsong.evaluation.embeddings import Embedded, embed

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from unisono import Callback, ConfigError, DataError, Run, RunInfo, nearest, open_run
+from unisono import Callback, ConfigError, DataError, Run, RunInfo, open_run
+from unisono.recipe_tools import nearest
 from unisono_birdsong.data.library import Library
 from unisono_birdsong.evaluation import metrics, probes, results
 from unisono_birdsong.evaluation.embeddings import Embedded, embed

@@ -13,7 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from unisono import ConfigError, DataError, RunError, safe_paths, whole_file
+from unisono import ConfigError, DataError, RunError
+from unisono.recipe_tools import atomic_file, safe_paths
 
 KEY = ("checkpoint", "task", "seed", "probe")
 _DEADLINE = 60.0  # seconds to wait for whoever adds rows now
@@ -101,7 +102,7 @@ def append(path: Path, results: Sequence[Result]) -> int:
                 key = tuple(getattr(result, name) for name in KEY)
                 rows.pop(key, None)  # what is new comes last
                 rows[key] = asdict(result)
-            with whole_file(path) as temporary:
+            with atomic_file(path) as temporary:
                 pq.write_table(pa.Table.from_pylist(list(rows.values()), schema=_schema()), temporary)
             return len(rows)
     except Timeout as error:

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, compute_array_once, generator, import_extra
+from unisono import ConfigError, DataError, compute_array_once, generator
+from unisono.recipe_tools import import_extra
 from unisono_microbiome.rarefy import rarefy
 from unisono_microbiome.settings import Metric, PairMetric
 from unisono_microbiome.study.table import CountTable

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, format_examples, format_share
+from unisono import ConfigError, DataError
+from unisono.recipe_tools import format_examples, format_share
 from unisono_microbiome import nucleotides
 from unisono_microbiome.settings import Reason, Study
 from unisono_microbiome.study import metadata as metadata_

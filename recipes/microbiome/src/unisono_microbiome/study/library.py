@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, Subset, file_hash, format_share, hold_out
+from unisono import ConfigError, DataError, Subset, file_hash, hold_out
+from unisono.recipe_tools import format_share
 from unisono_microbiome import nucleotides
 from unisono_microbiome.settings import Metric, Simulated, Study
 from unisono_microbiome.study import diversity, matrices

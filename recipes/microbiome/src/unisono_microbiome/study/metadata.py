@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, find_duplicates, format_examples, format_share, nearest, read_table
+from unisono import ConfigError, DataError, read_table
+from unisono.recipe_tools import find_duplicates, format_examples, format_share, nearest
 
 _HEADERS = ("#sampleid", "#sample id", "#sample-id", "#otuid", "#otu id", "#otu-id", "#feature id")  # else a comment
 Kind = Literal["regression", "classification"]

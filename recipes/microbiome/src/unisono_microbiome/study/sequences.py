@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono import DataError, format_examples, format_share, safe_paths
+from unisono import DataError
+from unisono.recipe_tools import format_examples, format_share, safe_paths
 from unisono_microbiome.study import metadata
 
 _LETTERS = re.compile(r"[ACGTURYSWKMBDHVN]+", re.IGNORECASE)  # bases, and the signs for several of them

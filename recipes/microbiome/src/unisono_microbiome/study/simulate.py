@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import compute_once, generator, import_extra
+from unisono import compute_once, generator
+from unisono.recipe_tools import import_extra
 from unisono_microbiome.settings import Samples, Simulated, Study
 
 _KINDS = ("calm", "stirred")

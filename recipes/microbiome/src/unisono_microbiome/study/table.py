@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import (
-    DataError,
-    UnisonoError,
-    check_hdf5,
-    find_duplicates,
-    format_examples,
-    format_share,
-    safe_paths,
-)
+from unisono import DataError, UnisonoError
+from unisono.recipe_tools import check_hdf5, find_duplicates, format_examples, format_share, safe_paths
 from unisono_microbiome.study.sparse import from_compressed, from_entries
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from unisono import DataError, file_hash, find_duplicates, format_share, import_extra, safe_paths, wrap_native_errors
+from unisono import DataError, file_hash
+from unisono.recipe_tools import find_duplicates, format_share, import_extra, safe_paths, wrap_native_errors
 
 
 @dataclass(frozen=True)

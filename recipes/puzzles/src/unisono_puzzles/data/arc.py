@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono import ConfigError, DataError, nearest, safe_paths
+from unisono import ConfigError, DataError
+from unisono.recipe_tools import nearest, safe_paths
 from unisono_puzzles.data.augment import Grid, encode_grid
 from unisono_puzzles.data.formats import ARC_FORMAT, ARC_SIDE, Puzzles
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import DataError, safe_paths
+from unisono import DataError
+from unisono.recipe_tools import safe_paths
 from unisono_puzzles.data.formats import (
     ARC_FORMAT,
     Format,

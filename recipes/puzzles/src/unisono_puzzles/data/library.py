@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import (
-    ConfigError,
-    DataError,
-    compute_once,
-    file_hash,
-    format_examples,
-    generator,
-    generators,
-    hold_out,
-    safe_paths,
-)
+from unisono import ConfigError, DataError, compute_once, file_hash, generator, generators, hold_out
+from unisono.recipe_tools import format_examples, safe_paths
 from unisono_puzzles import settings
 from unisono_puzzles.data import arc, arrays, augment, formats, generate, tables, twins
 from unisono_puzzles.data.arrays import StoredPuzzle, StoredPuzzles

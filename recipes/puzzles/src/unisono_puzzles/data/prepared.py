@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import DataError, prepare, read_asset, safe_paths, whole_file, wrap_native_errors, write_whole
+from unisono import DataError, prepare, read_asset
+from unisono.recipe_tools import atomic_file, safe_paths, wrap_native_errors, write_whole
 from unisono_puzzles.data.arrays import Numbers, StoredPuzzle
 from unisono_puzzles.data.formats import Format, FormatJson, Tokens, format_from_json, format_to_json
 
@@ -79,7 +80,7 @@ class PuzzlePreparation:
                 ratings[row] = puzzle.rating
                 counts.append(len(own))
                 identifiers += own
-            with whole_file(folder / _NUMBERS) as temporary, temporary.open("wb") as file:
+            with atomic_file(folder / _NUMBERS) as temporary, temporary.open("wb") as file:
                 first = np.concatenate([[0], np.cumsum(counts)])
                 np.savez(file, first=first, identifiers=np.array(identifiers, dtype=np.int32), ratings=ratings)
             about = {"format": format_to_json(self.library.format), "embeddings": self.library.embeddings}

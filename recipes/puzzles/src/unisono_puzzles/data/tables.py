@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import DataError, read_table, safe_paths
+from unisono import DataError, read_table
+from unisono.recipe_tools import safe_paths
 from unisono_puzzles.data.augment import decode_grid
 from unisono_puzzles.data.formats import (
     ARC_SIDE,

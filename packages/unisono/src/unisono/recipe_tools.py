@@ -1,0 +1,73 @@
+"""What the authors of recipes need beyond tasks: files of others, files of one's own, and sentences of errors.
+
+Our own recipes use these names, and those of others may; a task of one's own in a file needs none of them. Names are
+resolved on first use, as those of `unisono` are.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.exchange import hf_config
+    from unisono.runtime import safe_paths
+    from unisono.runtime.console import say
+    from unisono.runtime.entry_points import import_extra
+    from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
+    from unisono.runtime.files import atomic_file, cache_dir, pickle_hint, write_whole
+    from unisono.runtime.hdf5 import check_hdf5
+    from unisono.runtime.native_errors import wrap_native_errors
+    from unisono.runtime.preparing import preparing
+    from unisono.runtime.work_progress import show_progress
+
+_HOME = {
+    "atomic_file": "runtime.files",
+    "cache_dir": "runtime.files",
+    "check_hdf5": "runtime.hdf5",
+    "find_duplicates": "runtime.errors",
+    "format_examples": "runtime.errors",
+    "format_share": "runtime.errors",
+    "hf_config": "checkpoint.exchange",
+    "import_extra": "runtime.entry_points",
+    "nearest": "runtime.errors",
+    "pickle_hint": "runtime.files",
+    "preparing": "runtime.preparing",
+    "safe_paths": "runtime",
+    "say": "runtime.console",
+    "show_progress": "runtime.work_progress",
+    "wrap_native_errors": "runtime.native_errors",
+    "write_whole": "runtime.files",
+}
+_MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves
+
+__all__ = [
+    "atomic_file",
+    "cache_dir",
+    "check_hdf5",
+    "find_duplicates",
+    "format_examples",
+    "format_share",
+    "hf_config",
+    "import_extra",
+    "nearest",
+    "pickle_hint",
+    "preparing",
+    "safe_paths",
+    "say",
+    "show_progress",
+    "wrap_native_errors",
+    "write_whole",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono.recipe_tools' has no attribute {name!r}")
+    if name in _MODULES:
+        return import_module(f"unisono.{_HOME[name]}.{name}")
+    return getattr(import_module(f"unisono.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
