@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from tests.rows import LENGTH, VOCABULARY, WIDTH, LinearRows, TransformerRows
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.task import Context, Loss, SampleContext, Task
 
 

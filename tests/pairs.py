@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.task import Context, Loss, Task
 
 ROWS = 2 * 16 + 5

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 
 VARIABLE = "UNISONO_TEST_READS"  # names the file
 _UNCOUNTED = ("unisono.config.schema", "pydantic", "tests.config.recording", "recording")

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tests.config import recording
 from tests.launch import jobs
-from unisono.config.schema.base import Only, Settings
+from unisono.config.schema import Only, Settings
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout

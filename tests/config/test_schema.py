@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Sgd
 from unisono.config.schema.run import Run, RunConfig, Train

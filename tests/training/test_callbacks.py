@@ -15,7 +15,7 @@ from tests.runs import checkpoints, configuration, evaluations
 from tests.tasks import TransformerTask
 from unisono.callback import Callback, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.checkpoint.core import commit
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.observe import events
 from unisono.runtime.communicator import Communicator, ProcessInfo

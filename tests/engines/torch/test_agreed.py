@@ -15,7 +15,7 @@ from tests import processes
 from tests.proofs.matrix import LAYOUTS
 from tests.runs import SGD, Trace, assert_same, configuration, layout, prepared, trace, traces
 from tests.tasks import LinearTask
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, KernelError

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from recipes.language.tests import corpora
 from tests.tasks import TransformerTask
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.task import Context, Loss, Task
 from unisono_language.settings import FromConfig, LanguageConfig
 from unisono_language.task import Language

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema.base import Positive, Settings
+from unisono.config.schema import Positive, Settings
 
 
 class Scan(Settings):

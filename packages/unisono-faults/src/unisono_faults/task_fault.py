@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.task import SampleContext, Task
 
 VARIABLE = "UNISONO_TASK_FAULT"

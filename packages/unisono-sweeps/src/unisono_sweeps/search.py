@@ -19,7 +19,7 @@ from unisono.cli import elsewhere
 from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say

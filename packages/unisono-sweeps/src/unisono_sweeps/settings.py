@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 
 
 def parse_list(value: Any) -> Any:

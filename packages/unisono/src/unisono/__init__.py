@@ -14,7 +14,7 @@ from unisono.version import __version__
 if TYPE_CHECKING:
     from unisono.callback import Callback, Evaluate, RunInfo, Save, Stop
     from unisono.config.recipes import Recipe
-    from unisono.config.schema.base import Settings
+    from unisono.config.schema import Settings
     from unisono.config.schema.data import Data
     from unisono.config.schema.run import RunConfig
     from unisono.data import prepare, sources
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "callback": ["Callback", "Evaluate", "RunInfo", "Save", "Stop"],
     "config.recipes": ["Recipe"],
-    "config.schema.base": ["Settings"],
+    "config.schema": ["Settings"],
     "config.schema.data": ["Data"],
     "config.schema.run": ["RunConfig"],
     "data.compute_once": ["compute_array_once", "compute_once"],

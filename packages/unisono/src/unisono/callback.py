@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, ov
 
 import numpy as np
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.data import Data as DataGroup
 from unisono.config.schema.run import EVENT_NAMES
 from unisono.runtime.errors import ConfigError, DataError

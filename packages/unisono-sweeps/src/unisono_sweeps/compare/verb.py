@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import parquet
 from pydantic import Field
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.text import one_line

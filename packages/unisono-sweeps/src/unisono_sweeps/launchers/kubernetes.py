@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
-from unisono.config.schema import base
-from unisono.config.schema.base import Positive
+from unisono.config import schema
+from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Job
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
@@ -33,7 +33,7 @@ _VOLUME = "runs"
 class KubernetesLauncher:
     """Writes JobSets; see `unisono.launch.launcher.Launcher`."""
 
-    class Settings(base.Settings):
+    class Settings(schema.Settings):
         """The words of `launcher=kubernetes`."""
 
         image: str = Field(min_length=1, description="container image with Unisono, the recipe and its libraries")

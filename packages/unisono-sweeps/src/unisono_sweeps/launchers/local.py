@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt
 
-from unisono.config.schema import base
+from unisono.config import schema
 from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.processes import fork_server
@@ -68,7 +68,7 @@ def divide_host(jobs: int, cores: Sequence[int], visible: Sequence[str], *, shar
 class LocalLauncher:
     """Runs jobs on this host; see `unisono.launch.launcher.Launcher`."""
 
-    class Settings(base.Settings):
+    class Settings(schema.Settings):
         """The words of `launcher=local`."""
 
         jobs: PositiveInt = Field(1, description="runs at a time")

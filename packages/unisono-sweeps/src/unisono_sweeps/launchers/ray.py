@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from unisono.config.schema import base
-from unisono.config.schema.base import Positive
+from unisono.config import schema
+from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.processes import fork_server
 from unisono.runtime.errors import ConfigError
@@ -38,7 +38,7 @@ _LOST = 9  # the exit code of a run whose host is gone
 class RayLauncher:
     """Runs jobs on a Ray cluster; see `unisono.launch.launcher.Launcher`."""
 
-    class Settings(base.Settings):
+    class Settings(schema.Settings):
         """The words of `launcher=ray`."""
 
         address: str = Field("auto", description="of the cluster; auto: the one of this host")

@@ -29,8 +29,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
-from unisono.config.schema import base
-from unisono.config.schema.base import Positive
+from unisono.config import schema
+from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Job
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, Preempted
@@ -89,7 +89,7 @@ class _Waiting:
 class SlurmLauncher:
     """Submits jobs to Slurm; see `unisono.launch.launcher.Launcher`."""
 
-    class Settings(base.Settings):
+    class Settings(schema.Settings):
         """The words of `launcher=slurm`."""
 
         time: Annotated[PositiveInt, BeforeValidator(parse_minutes)] = Field(

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono.config.schema.base import retired_values
+from unisono.config.schema import retired_values
 from unisono.config.schema.run import RunConfig
 
 # Groups and keys that leave the result alone. `layout.micro_batch` is mathematics where a forward pass draws numbers.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from unisono.config.compose import ComposedConfig
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.data import Data
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import secrets

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, run_directory
 from unisono.runtime.entry_points import find_entry_points

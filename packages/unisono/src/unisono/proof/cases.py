@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from unisono.config.batch_split import rows_of_sources
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from unisono.config.schema.base import NonNegative, Positive, Settings
+from unisono.config.schema import NonNegative, Positive, Settings
 from unisono.runtime.errors import nearest
 
 

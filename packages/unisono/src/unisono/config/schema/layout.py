@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema.base import Only, Positive, Settings, foreign_settings
+from unisono.config.schema import Only, Positive, Settings, foreign_settings
 
 
 class Layout(Settings):

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema import store_options
-from unisono.config.schema.base import NonNegative, Positive, Settings, foreign_settings
+from unisono.config.schema import NonNegative, Positive, Settings, foreign_settings, store_options
 from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from unisono.config.schema.base import Fraction, NonNegative, Positive, Settings
+from unisono.config.schema import Fraction, NonNegative, Positive, Settings
 
 
 class ScheduleGroup(Settings):

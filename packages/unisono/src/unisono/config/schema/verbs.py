@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from unisono.config.schema.base import Positive, Settings
+from unisono.config.schema import Positive, Settings
 
 
 class Prepare(Settings):

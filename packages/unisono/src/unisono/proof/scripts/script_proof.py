@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, field_validator
 
 from unisono.config.key_values import split_words, validate_words
-from unisono.config.schema.base import Settings
+from unisono.config.schema import Settings
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
 from unisono.proof import diagnosis, predictions

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from unisono.callback import Callback, RunInfo, Stop
-from unisono.config.schema.base import NonNegative, Settings
+from unisono.config.schema import NonNegative, Settings
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, nearest
 
