@@ -47,8 +47,9 @@ def answer(parser: argparse.ArgumentParser, verbs: Any) -> None:
         parser: Of the whole command.
         verbs: Its collection of verbs, to which those of recipes are added.
     """
-    import argcomplete
+    from unisono.runtime.extras import import_extra
 
+    argcomplete = import_extra("argcomplete", "completion", "shell completion")
     _add_recipe_verbs(verbs)
     for verb in verbs.choices.values():
         for action in verb._actions:
@@ -101,7 +102,7 @@ def complete_fault(prefix: str, **_: Any) -> list[str]:
     return list_faults()
 
 
-def complete_setting(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+def complete_setting(prefix: str, parsed_args: argparse.Namespace, **others: Any) -> list[str]:
     """Keys; after `key=` the values that there are. Groups first, and the keys of one once its name is written."""
     key, equals, _ = prefix.partition("=")
     recipe = getattr(parsed_args, "recipe", None) or _recipe_of(getattr(parsed_args, "folder", None))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ class StepResult:
         grad_norm: of the whole gradient before clipping; 0 in evaluation.
         skipped: why the update was skipped; empty if it was made.
         recompiled: what was recompiled in this step, on which ranks and why; normally empty.
+        norms: of gradients (before clipping) and weights (before the update) by layer, if `observe.norms` asks for
+            them in this step.
     """
 
     loss: float
@@ -45,6 +47,7 @@ class StepResult:
     grad_norm: float = 0.0
     skipped: str = ""
     recompiled: str = ""
+    norms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, float]:
@@ -66,11 +69,13 @@ class StepVerdict:
         error: rejects the step: every rank raises it before the update.
         skip: why the update is skipped; empty if it is not.
         recompiled: what was recompiled, for the step's record.
+        norms: by layer, for the step's record.
     """
 
     error: UnisonoError | None = None
     skip: str = ""
     recompiled: str = ""
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
 class Observer:
@@ -184,7 +189,8 @@ class Observers:
             if verdict.error is not None:
                 raise verdict.error
             skipped, recompiled = result.skipped or verdict.skip, result.recompiled or verdict.recompiled
-            result = replace(result, skipped=skipped, recompiled=recompiled)
+            norms = {**result.norms, **verdict.norms}
+            result = replace(result, skipped=skipped, recompiled=recompiled, norms=norms)
         return result
 
     def on_update(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -237,6 +237,29 @@ def mean_or_zero(total: float, count: float) -> float:
     return total / count if count else 0.0
 
 
+def is_recorded(step: int, every: int) -> bool:
+    """Whether the norms of a step are recorded; steps count from 1.
+
+    >>> [step for step in range(1, 31) if is_recorded(step, 10)]
+    [1, 10, 20, 30]
+    """
+    return step == 1 or step % every == 0
+
+
+def layer_norms(names: Sequence[str], gradients: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+    """Norms by layer, i.e. by the module that has the parameters, from the squares of each parameter.
+
+    >>> layer_norms(["up.weight", "up.bias", "scale"], [9.0, 16.0, 4.0], [1.0, 0.0, 1.0])["grad_norm/up"]
+    5.0
+    """
+    squares: dict[str, float] = {}
+    for kind, values in (("grad_norm", gradients), ("weight_norm", weights)):
+        for name, square in zip(names, values, strict=True):
+            key = f"{kind}/{name.rpartition('.')[0] or name}"
+            squares[key] = squares.get(key, 0.0) + square
+    return {key: math.sqrt(square) for key, square in squares.items()}
+
+
 # the update -----------------------------------------------------------------------------------------------------------
 
 

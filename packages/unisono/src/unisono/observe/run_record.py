@@ -79,7 +79,7 @@ class RunRecord:
         last checkpoint if saves have failed since then.
         """
         values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
-        values |= scalars
+        values |= {**scalars, **result.norms}
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
         if speed.mfu is not None:
             values["mfu"] = speed.mfu

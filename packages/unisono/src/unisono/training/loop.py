@@ -198,7 +198,7 @@ class Training:
             self._ledger.step(step, micro_batches)
             self._telemetry.record_step(self.step, result, micro_batches, self._saving.saver.unsaved_since)
             self._uploads.check()
-            values = {**result.values, "grad_norm": result.grad_norm, **scalars}
+            values = {**result.values, "grad_norm": result.grad_norm, **scalars, **result.norms}
             decision = self._act_on(self.step, self._callbacks.on_step(self.step, values, due))
             self._profile.start_or_stop(self.step)
             yield result

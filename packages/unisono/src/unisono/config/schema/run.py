@@ -226,7 +226,9 @@ class Checkpoint(Settings):
 class Observe(Settings):
     """What is shown and written while training."""
 
-    log_every: PositiveInt = Field(10, description="steps between progress lines without a terminal")
+    log_every: PositiveInt = Field(
+        10, description="steps between progress lines without a terminal, and between norms (observe.norms)"
+    )
     progress: bool | Literal["plain"] = Field(
         True,
         description="show progress on the console: live on a terminal, else in lines; plain: always in lines",
@@ -239,6 +241,11 @@ class Observe(Settings):
     project: str = Field("unisono", min_length=1, description="wandb and trackio: the project of the runs")
     tracker_timeout: Positive = Field(
         60.0, description="seconds that trackers have at the end of a run to send their queue"
+    )
+    norms: bool = Field(
+        False,
+        description="record the norms of gradients and of weights by layer, in the first step and then every log_every "
+        "steps",
     )
     profile: tuple[PositiveInt, PositiveInt] | None = Field(
         None, description="first and last step, from 1, to profile: a trace and a table of times"

@@ -203,8 +203,13 @@ class JaxEngine:
                 self.train_state = after  # the previous state was donated
             self.batches.look_ahead()
             with self._observers.part("reduction"), heartbeat.phase("wait", f"the sums of step {step + 1}"):
-                outcome = StepOutcome.unpack(np.asarray(packed), len(after.parameters), columns.count)
+                count = len(after.parameters)
+                weights = count if self._config.observe.norms else 0
+                outcome = StepOutcome.unpack(np.asarray(packed), count, weights, columns.count)
             result = columns.combine([outcome.reports], outcome.grad_norm)
+            if weights and rules.is_recorded(step + 1, self._config.observe.log_every):
+                squares = outcome.squares.tolist(), outcome.weights.tolist()
+                result = replace(result, norms=rules.layer_norms(sorted(after.parameters), *squares))
             if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
                 raise self._not_finite_error(batches, batch, names, result, step, scalars)
             self._carry_started = True

@@ -90,7 +90,8 @@ class Programs:
         def make(forward: Forward) -> Any:
             placed = jax.tree.map(lambda array: array.sharding, state), self.grid.replicated
             passes = batch.number.shape[0]
-            step = Step(forward, self.optimizer, passes, self.config.layout.defer_reduction, rows)
+            layout, norms = self.config.layout, self.config.observe.norms
+            step = Step(forward, self.optimizer, passes, layout.defer_reduction, rows, norms)
             if observed:
                 seen = ObservedStep(placed[0].parameters, placed[0].parameters, self.grid.batch)
                 return jax.jit(step.observed, out_shardings=(*placed, seen))

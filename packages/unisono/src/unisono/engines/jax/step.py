@@ -61,6 +61,7 @@ class StepOutcome:
         grad_norm: of the whole gradient before clipping.
         updated: whether the update was made.
         squares: of the gradient of each parameter, summed; in the order of their names.
+        weights: the same of the parameters themselves before the update; empty unless asked for.
         reports: of every micro-batch of the global batch in order, (micro-batches, numbers).
     """
 
@@ -68,25 +69,27 @@ class StepOutcome:
     grad_norm: Any
     updated: Any
     squares: Any
+    weights: Any
     reports: Any
 
     def pack(self) -> jax.Array:
         """All its numbers in one vector."""
         single = jnp.stack([self.loss, self.grad_norm, self.updated])
-        return jnp.concatenate([single, self.squares, self.reports.ravel()])
+        return jnp.concatenate([single, self.squares, self.weights, self.reports.ravel()])
 
     @classmethod
-    def unpack(cls, packed: np.ndarray[Any, Any], parameters: int, numbers: int) -> StepOutcome:
+    def unpack(cls, packed: np.ndarray[Any, Any], parameters: int, weights: int, numbers: int) -> StepOutcome:
         """The outcome on the host.
 
         Args:
             packed: by `pack`.
             parameters: how many are trained.
+            weights: of how many of them the squares are there, too.
             numbers: how many a micro-batch reports.
         """
         loss, grad_norm, updated = packed[:3].tolist()
-        squares, reports = packed[3 : 3 + parameters], packed[3 + parameters :].reshape(-1, numbers)
-        return cls(loss, grad_norm, bool(updated), squares, reports)
+        squares, of_weights, reports = np.split(packed[3:], [parameters, parameters + weights])
+        return cls(loss, grad_norm, bool(updated), squares, of_weights, reports.reshape(-1, numbers))
 
 
 @dataclass
@@ -117,6 +120,7 @@ class Step:
         passes: of every device.
         defer: whether gradients of sharded parameters are added up once per step instead of once per pass.
         rows: real rows of the global batch, for a loss across samples; else 0.
+        norms: whether the squares of the parameters are reported.
     """
 
     forward: Forward
@@ -124,6 +128,7 @@ class Step:
     passes: int
     defer: bool = False
     rows: int = 0
+    norms: bool = False
 
     def __call__(self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs) -> tuple[State, jax.Array]:
         """One update of the state, and its outcome, packed."""
@@ -137,6 +142,8 @@ class Step:
         numbers = self.numbers(inputs)
         raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
         squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
+        own = state.parameters if self.norms else {}
+        weights = jnp.array([jnp.square(own[name]).sum() for name in sorted(own)], squares.dtype)
         grad_norm = jnp.sqrt(squares.sum())
         loss = self.loss(reports)
         updated = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -148,7 +155,7 @@ class Step:
         # A branch: to choose between old and new numbers, XLA keeps both, and reads the whole state once more.
         made = jax.lax.cond(updated, lambda: self.update(before, clipped, numbers), lambda: before)
         made.carry = carry
-        outcome = StepOutcome(loss, grad_norm, updated, squares, reports).pack()
+        outcome = StepOutcome(loss, grad_norm, updated, squares, weights, reports).pack()
         return made, outcome, ObservedStep(raw, clipped, outputs)
 
     def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:

@@ -17,6 +17,7 @@ from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch.devices import device_name, peak_memory
 from unisono.engines.torch.evaluate import evaluate
 from unisono.engines.torch.guards import oom
+from unisono.engines.torch.guards.layer_norms import LayerNorms
 from unisono.engines.torch.guards.non_finite import NonFiniteSearch
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
 from unisono.engines.torch.guards.replicas import UpdateGuard
@@ -87,6 +88,9 @@ class TorchEngine:
         yield RecompileGuard(self.communicator)
         yield NonFiniteSearch(parts, state, self._passes)
         yield parts.spikes
+        if self._job.config.observe.norms:
+            observe, share = self._job.config.observe, state.parallel.share_of_squares
+            yield LayerNorms(state.module, share, parts.reduction.dtype, observe.log_every)
         if self._job.check_updates:
             dtype = precision.MASTER[train.precision]
             yield UpdateGuard(state.module, dtype, train.guard_every, state.check_replicas)

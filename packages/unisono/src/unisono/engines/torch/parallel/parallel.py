@@ -113,12 +113,15 @@ class Parallel:
 
     def squared_norm(self, dtype: torch.dtype) -> Tensor:
         """This process's part of the squared norm of the step's gradient; not finite if any of its elements is not."""
-        squares = gradients.squared_norm(self.gradients(), dtype).to(self._device)
+        # Zero times NaN is NaN: that of any rank counts.
+        return gradients.squared_norm(self.gradients(), dtype).to(self._device) * self.share_of_squares
+
+    @property
+    def share_of_squares(self) -> float:
+        """What squares of this process's parts of tensors count in a sum over all processes."""
         if self.is_sharded:
-            copies = self._process.world_size // (self._layout.shards or self._process.world_size)
-            return squares / copies
-        # Every rank has the whole gradient, and the first one's counts. Zero times NaN is NaN: that of any rank counts.
-        return squares if self._process.is_first else squares * 0
+            return (self._layout.shards or self._process.world_size) / self._process.world_size
+        return float(self._process.is_first)  # every rank has the whole tensors, and the first one's count
 
     # around steps -------------------------------------------------------------------------------------------------
 
