@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.observe.test_trackers import records
 from unisono.observe import trackers
+from unisono.observe.samples import prepare_sample
 
 RED = np.full((9, 14, 3), (200, 10, 20), dtype=np.uint8)
 
@@ -81,9 +82,9 @@ def tone(folder: Path) -> Path:
 def test_sounds_stand_there_too(tmp_path: Path) -> None:
     ended(tmp_path / "run")
     opened = trackers.open_trackers(["tensorboard"], tmp_path / "run", "unisono", 0, {}, {}, 60)
-    opened.publish(2, "said/0", tone(tmp_path))
+    opened.publish(2, "said/0", prepare_sample(tmp_path / "run", 2, "said/0", tone(tmp_path)))
     with pytest.raises(ValueError, match=r"PNG and WAV files, not a\.mp3"):
-        opened.publish(2, "said/0", tmp_path / "a.mp3")
+        prepare_sample(tmp_path / "run", 2, "said/0", tmp_path / "a.mp3")
     opened.close()
     shown = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"audio": 0})
     shown.Reload()
@@ -97,7 +98,7 @@ def test_sounds_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_MODE", "offline")
     ended(tmp_path / "run", of=("wandb",))
     opened = trackers.open_trackers(["wandb"], tmp_path / "run", "unisono", 0, {}, {}, 60)
-    opened.publish(2, "said/0", tone(tmp_path))
+    opened.publish(2, "said/0", prepare_sample(tmp_path / "run", 2, "said/0", tone(tmp_path)))
     opened.close()
     (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/audio/said/*.wav")
     assert kept.read_bytes() == tone(tmp_path).read_bytes()

@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
-    from unisono.protocols import CrossSample, Packable, Predictive, Prepared, Recurrent, Totals, Vectorised
+    from unisono.protocols import (
+        CrossSample,
+        Illustrated,
+        Packable,
+        Predictive,
+        Prepared,
+        Recurrent,
+        Totals,
+        Vectorised,
+    )
     from unisono.runtime.errors import (
         BadSamplesError,
         ConfigError,
@@ -83,8 +92,16 @@ _HOMES = {
     "launch.train": ["train"],
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],
-    "protocols": ["CrossSample", "Packable", "Predictive", "Prepared", "Recurrent", "Totals", "Vectorised"],
-    "runtime.console": ["say"],
+    "protocols": [
+        "CrossSample",
+        "Illustrated",
+        "Packable",
+        "Predictive",
+        "Prepared",
+        "Recurrent",
+        "Totals",
+        "Vectorised",
+    ],
     "runtime.errors": [
         "BadSamplesError",
         "ConfigError",
@@ -117,8 +134,8 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
 
 __all__ = [
     "BadSamplesError", "Batch", "Callback", "ConfigError", "Context", "CrossSample", "Data", "DataError",
-    "EarlyStopping", "Evaluate", "Generators", "GlobalBatch", "Joined", "KernelError", "Loss", "Mapped", "Order",
-    "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
+    "EarlyStopping", "Evaluate", "Generators", "GlobalBatch", "Illustrated", "Joined", "KernelError", "Loss", "Mapped",
+    "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
     "SampleColumns", "SampleContext", "SampleContexts", "Save", "Scaling", "Settings", "Source", "Stop", "Subset",
     "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__", "choose_kernel", "compare",
     "compute_array_once", "compute_once", "count_parameters", "file_hash", "generator", "generators", "hold_out", "key",

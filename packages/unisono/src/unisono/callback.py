@@ -66,8 +66,10 @@ class RunInfo:
         steps: updates in the whole run.
         rank: number of this process.
         world_size: number of processes.
-        publish: sends a PNG or WAV file to the run's trackers, as `publish(step, name, path)`; never waits, and does
-            nothing on ranks other than 0 and without trackers. The file must stay where it is.
+        publish: shows something, as `publish(step, name, value)`: a text, a picture (an array of bytes or of numbers
+            from 0 to 1, or a PNG as bytes), a table (a list of dictionaries), or a PNG or WAV file by its path, which
+            must stay where it is. It goes to the run's events and folder, and to its trackers; it never waits for
+            them, and does nothing on ranks other than 0.
     """
 
     directory: Path
@@ -76,7 +78,7 @@ class RunInfo:
     steps: int
     rank: int = 0
     world_size: int = 1
-    publish: Callable[[int, str, Path], None] = field(default=lambda step, name, path: None, repr=False, compare=False)
+    publish: Callable[[int, str, Any], None] = field(default=lambda step, name, value: None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:

@@ -128,6 +128,28 @@ class Predictive(Protocol):
         """
 
 
+@runtime_checkable
+class Illustrated(Protocol):
+    """A task that shows something after each evaluation: texts, pictures, tables.
+
+    It keeps what it wants to show while it computes held-out rows (in `loss`, where `context.training` is false), on
+    the CPU. In JAX these functions are compiled and can keep nothing; a callback's `on_save` can load the model.
+    """
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> Mapping[str, Any] | None:
+        """Called on rank 0 alone, so it may not communicate with other processes.
+
+        Args:
+            step: updates made.
+            values: loss and metrics on the held-out rows.
+
+        Returns:
+            What to show, by name: a text, a picture (an array of bytes or of numbers from 0 to 1, with the shape (rows,
+            columns) or (rows, columns, 3 or 4), or a PNG as bytes), a table (a list of dictionaries), or the path of a
+            PNG or WAV file.
+        """
+
+
 def require_packable(task: Task) -> Packable:
     """The task as a `Packable`.
 

@@ -80,9 +80,7 @@ def describe_run(run: RunFacts) -> Page:
         page.heading("Faults and restarts")
         page.table(["after step", "what happened"], notes, texts=2)
     _profile(page, run.folder)
-    if media := list(_media(run.folder)):
-        page.heading("Samples")
-        page.media(media)
+    _samples(page, run)
     _certificate(page, run.folder)
     if data := known.get("data"):
         page.heading("Data")
@@ -172,6 +170,8 @@ def _evaluations(page: Page, run: RunFacts) -> None:
 def _notes(run: RunFacts) -> Iterator[list[str]]:
     for event in run.events:
         values = {name: value for name, value in event.items() if name not in ("step", "seconds")}
+        if "sample" in values:
+            continue
         if "loss" not in values:
             yield [str(event["step"]), format_value(values)]
         elif "skipped" in values:
@@ -200,6 +200,26 @@ def _certificate(page: Page, folder: Path) -> None:
     if isinstance(cases, list):
         rows = [[str(case.get("case")), str(case.get("mark"))] for case in cases if isinstance(case, dict)]
         page.table(["case", "verdict"], rows, texts=2)
+
+
+def _samples(page: Page, run: RunFacts) -> None:
+    """The newest text and table of each name, and pictures and sounds."""
+    newest = {event["sample"]: event for event in run.events if isinstance(event.get("sample"), str)}
+    media = list(_media(run.folder))
+    if not (media or any("file" not in event for event in newest.values())):
+        return
+    page.heading("Samples")
+    for name, event in newest.items():
+        label = f"{name}, after step {event['step']}"
+        if isinstance(text := event.get("text"), str):
+            page.paragraph(label)
+            page.code(text)
+        elif isinstance(columns := event.get("columns"), list) and isinstance(rows := event.get("rows"), list):
+            page.paragraph(label)
+            whole = [row for row in rows if isinstance(row, list) and len(row) == len(columns)]
+            page.table([str(one) for one in columns], [[_cell(cell) for cell in row] for row in whole], len(columns))
+    if media:
+        page.media(media)
 
 
 def _media(folder: Path) -> Iterator[tuple[str, str, bytes]]:

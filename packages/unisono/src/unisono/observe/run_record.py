@@ -11,6 +11,7 @@ from unisono.engines.observers import StepResult
 from unisono.observe import trackers
 from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
+from unisono.observe.samples import prepare_sample
 from unisono.runtime.communicator import ProcessInfo
 
 _MASKED_STEPS_SHOWN = 3  # steps with missing samples that are reported on the console
@@ -37,7 +38,7 @@ class RunRecord:
         total: int,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        mine = place.is_first
+        mine, self._folder = place.is_first, folder
         shown, plain = mine and config.progress is not False, config.progress == "plain"
         self._progress = Progress(total, config.log_every, shown=shown, plain=plain)
         self._trackers: trackers.Trackers | None = None
@@ -79,7 +80,7 @@ class RunRecord:
         last checkpoint if saves have failed since then.
         """
         values: dict[str, Any] = {**result.values, "grad_norm": result.grad_norm}
-        values |= {**scalars, **result.norms}
+        values |= scalars
         values |= {"seconds": speed.seconds, f"{speed.unit}_per_second": speed.rate, "data_wait": speed.wait}
         if speed.mfu is not None:
             values["mfu"] = speed.mfu
@@ -98,7 +99,7 @@ class RunRecord:
             values["recompiled"] = result.recompiled
         if unsaved_since is not None:
             values["unsaved_since"] = unsaved_since
-        self._write(step, values)
+        self._write(step, {**values, **result.norms})
         terms = result.terms if len(result.terms) > 1 else {}
         shown = {**terms, **result.metrics, **({"lr": scalars["lr"]} if "lr" in scalars else {})}
         self._progress.step(step, result.loss, speed, unsaved_since, shown)
@@ -117,10 +118,19 @@ class RunRecord:
         if self._events is not None:
             self._events.note({"step": step, **values})
 
-    def publish(self, step: int, name: str, path: Path) -> None:
-        """Send a PNG or WAV file to the trackers."""
+    def publish(self, step: int, name: str, value: Any) -> None:
+        """Record a picture, a sound, a text or a table; see `samples.prepare_sample`.
+
+        Raises:
+            ConfigError: For what cannot be shown.
+        """
+        if self._events is None:
+            return
+        sample = prepare_sample(self._folder, step, name, value)
+        if sample.event is not None:
+            self._events.write({"step": step, "sample": name, **sample.event})
         if self._trackers is not None:
-            self._trackers.publish(step, name, path)
+            self._trackers.publish(step, name, sample)
 
     def _report_masked(self, step: int, masked: int) -> None:
         """Report for the first few such steps how many samples they lack, over all processes."""

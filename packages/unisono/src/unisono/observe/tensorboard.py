@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import wave
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ class Tracker:
             samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2").astype(np.float32) / 32768
             self._writer.add_audio(name, samples[None], step, sample_rate=file.getframerate())
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text as it is."""
+        self._writer.add_text(name, _indent(text), step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table in Markdown."""
+        lines = [columns, ["---"] * len(columns), *rows]
+        cells = [[re.sub(r"([\\|<])", r"\\\1", str(cell)).replace("\n", " ") for cell in line] for line in lines]
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write the summary, and close the files."""
         self._text("summary", dict(summary))
@@ -54,8 +65,12 @@ class Tracker:
     def _text(self, name: str, values: Mapping[str, Any]) -> None:
         if not values:
             return
-        lines = yaml.safe_dump(_to_yaml_value(values), sort_keys=False).splitlines()
-        self._writer.add_text(name, "\n".join(f"    {line}" for line in lines), self._step)  # a Markdown code block
+        self._writer.add_text(name, _indent(yaml.safe_dump(_to_yaml_value(values), sort_keys=False)), self._step)
+
+
+def _indent(text: str) -> str:
+    """A text as a code block of Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _to_yaml_value(value: Any) -> Any:

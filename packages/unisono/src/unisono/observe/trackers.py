@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from unisono.config import safe_yaml
 from unisono.observe import events
+from unisono.observe.samples import Sample, prepare_sample
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, RunError, nearest
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 IDS = "trackers.json"  # in the run directory: the id of the tracked run for each tracker
 NAMES = ("tensorboard", "wandb", "trackio")  # those of the core, each with an extra of its name
 _GROUP = "unisono.trackers"
-_MEDIA = {".png": "picture", ".wav": "sound"}  # what a tracker does with a file, by its suffix
 _MAX_PENDING = 10_000  # queued events per tracker, beyond which new ones are dropped
 
 
@@ -81,6 +81,18 @@ class Tracker(Protocol):
         ...
 
 
+class TextTracker(Tracker, Protocol):
+    """What a tracker may have besides. Without it, texts and tables are left out there, and that is said once."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text under a name."""
+        ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table of texts and numbers under a name."""
+        ...
+
+
 def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that cannot start: unknown, not installed, or without login credentials.
 
@@ -117,16 +129,10 @@ class Trackers:
         for line in self._lines:
             line.put(("write", step, dict(values)))
 
-    def publish(self, step: int, name: str, path: Path) -> None:
-        """Queue a PNG or WAV file for every tracker; never waits.
-
-        Raises:
-            ValueError: For another kind of file.
-        """
-        if path.suffix not in _MEDIA:
-            raise ValueError(f"trackers show PNG and WAV files, not {path.name}")
+    def publish(self, step: int, name: str, sample: Sample) -> None:
+        """Queue a picture, a sound, a text or a table for every tracker; never waits."""
         for line in self._lines:
-            line.put((_MEDIA[path.suffix], step, name, path))
+            line.put((sample.kind, step, name, *sample.content))
 
     def close(self, failed: bool = False) -> None:
         """Let every tracker finish, all within one deadline."""
@@ -145,6 +151,7 @@ class _TrackerThread:
         self._pending: queue.Queue[tuple[Any, ...]] = queue.Queue(_MAX_PENDING)
         self._ended = threading.Event()
         self._dropped = 0
+        self._left_out = set[str]()  # kinds of samples that the tracker cannot show
         self._thread = threading.Thread(target=self._work, name=f"unisono-{name}", daemon=True)
         self._thread.start()
 
@@ -169,12 +176,21 @@ class _TrackerThread:
         if self._dropped:
             log.warning("%s: %d events were dropped; events.jsonl has them", self._name, self._dropped)
 
+    def _leave_out(self, kind: str) -> None:
+        if kind not in self._left_out:
+            self._left_out.add(kind)
+            log.warning("%s cannot show a %s; it is left out there, and events.jsonl has it", self._name, kind)
+
     def _work(self) -> None:
         try:
             tracker: Tracker = _tracker_module(self._name).Tracker(self._run)
             while True:
                 what, *arguments = self._pending.get()
-                getattr(tracker, what)(*arguments)
+                show = getattr(tracker, what, None)
+                if show is None:
+                    self._leave_out(what)
+                    continue
+                show(*arguments)
                 if what == "close":
                     return
         except BaseException as error:  # libraries also raise SystemExit, which must not affect training
@@ -228,7 +244,7 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
         step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
         opened = open_trackers(names, folder, observe["project"], step, {}, {}, observe["tracker_timeout"])
         for name, path in pictures.items():
-            opened.publish(step, name, path)
+            opened.publish(step, name, prepare_sample(folder, step, name, path))
         opened.close()
     return names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,19 @@ class Tracker:
         import trackio
 
         self.write(step, {name: trackio.Audio(str(path))})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text into a row of the database, as a code block."""
+        import trackio
+
+        self.write(step, {name: trackio.Markdown("\n".join(f"    {line}" for line in text.splitlines()))})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table into a row of the database."""
+        import trackio
+
+        shown = trackio.Table(columns=list(columns), data=[list(row) for row in rows])
+        self.write(step, {name: shown})
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Write the summary with the last step, since trackio has no summaries, and finish."""

@@ -7,8 +7,10 @@ command line, the console, the git remote nor the code.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from unisono.observe.trackers import TrackedRun
 from unisono.runtime.errors import ConfigError
@@ -75,6 +77,19 @@ class Tracker:
         import wandb
 
         self._run.log({"step": step, name: wandb.Audio(str(path))})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text into a row of history, as a page: W&B has no kind of its own for it."""
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table into a row of history."""
+        import wandb
+
+        shown = wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
+        self._run.log({"step": step, name: shown})
 
     def close(self, summary: Mapping[str, float], failed: bool) -> None:
         """Upload the remaining data, or leave it on the disk."""

@@ -10,9 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 from unisono.callback import Callback
 from unisono.config import references
 from unisono.config.schema.run import RunConfig
+from unisono.protocols import Illustrated
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.task import Task
 from unisono.training.callbacks.early_stopping import Patience
+from unisono.training.callbacks.task_samples import TaskSamples
 
 BUILT_IN = {"early_stopping": "unisono.training.callbacks.early_stopping:EarlyStopping"}
 
@@ -30,6 +32,7 @@ def build_callbacks(config: RunConfig, task: Task) -> list[Callback]:
     return [
         *(_build_callback(number, entry) for number, entry in enumerate(config.callbacks)),
         *own,
+        *([TaskSamples(task)] if isinstance(task, Illustrated) else []),
         *Patience.from_config(config),
     ]
 
