@@ -247,7 +247,8 @@ def test_a_file_without_a_task_says_so_and_one_that_was_meant_is_suggested(refus
     (here / "mine.py").write_text(TASK)
     assert refused("mine.py") == "mine.py has no class that extends unisono.Task"
     assert refused("mine") == "unknown recipe 'mine', did you mean the file mine.py?"
-    assert refused("mien.py") == f"{here}/mien.py: no such file; a task is given as path/to/file.py:Class"
+    told = "no such file; a task is given as path/to/file.py, or path/to/file.py:Class"
+    assert refused("mien.py") == f"{here}/mien.py: {told}"
 
 
 # train, on one process ----------------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ def test_check_refuses_what_train_would_refuse_and_tells_where_its_keys_were_wri
         (f"{LINEAR} run.name=a run.resume=must", "runs/a has no checkpoint to resume from, and run.resume=must"),
         (f"{LINEAR} callbacks=[:Stop]", "':Stop' names no class; it is given as path/to/file.py:Class"),
         (":Mine", "':Mine' names no class; it is given as path/to/file.py:Class"),
-        ("nowhere.py:Mine", "nowhere.py: no such file; a task is given as path/to/file.py:Class"),
+        ("nowhere.py:Mine", "nowhere.py: no such file; a task is given as path/to/file.py, or path/to/file.py:Class"),
     ],
 )
 def test_what_can_be_refused_is_refused_before_any_process_starts_and_leaves_nothing_behind(

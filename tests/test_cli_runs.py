@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,24 @@ def test_a_schedule_that_depends_on_the_length_is_named_with_the_word_that_exten
     assert "run.allow_change=[train.steps]" in error
     assert unisono("resume", run, "train.steps=8", "run.allow_change=[train.steps]")[0] == 0
     assert len(losses(run)) == 8
+
+
+def test_a_run_in_epochs_is_extended_by_the_command_that_resume_prints(unisono: Command):
+    run = started(unisono, "train.epochs=1", "schedules=constant")
+    made = len(losses(run))
+    told = unisono("resume", run)[1]
+    command = told.partition("To extend it: ")[2].strip()
+    assert command == "unisono resume runs/a train.epochs=2 'run.allow_change=[train.epochs]'"
+    code, _, error = unisono(*shlex.split(command)[1:])
+    assert code == 0, error
+    assert len(losses(run)) == 2 * made
+
+
+def test_steps_instead_of_epochs_are_no_contradiction_but_another_run(unisono: Command):
+    run = started(unisono, "train.epochs=1")
+    code, _, error = unisono("resume", run, "train.steps=9")
+    assert code == 2 and "train.epochs: 1.0 there, None here" in error
+    assert "run.allow_change=[train.epochs,train.steps]" in error
 
 
 def test_an_exact_resume_does_not_extend(unisono: Command):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,21 @@ def facts(run: Path) -> dict[str, Any]:
 def losses(run: Path) -> list[float]:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [event["loss"] for event in events]
+
+
+def test_check_builds_the_model_without_memory_and_warns_of_documents_without_text(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    lines = [json.dumps({"text": None if number % 13 == 0 else f"word {number} " * 20}) for number in range(65)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    words = ("check", "language", "data=corpus", f"data.path={tmp_path}/texts.jsonl", f"run.dir={tmp_path}")
+    code, told, errors = command(*words)
+    assert code == 0 and "5 of 65 documents have no text (null or empty) and are left out" in errors, errors
+    assert "parameters: 1," in told and "not checked: the model" not in told
+    code, _, errors = command(*words, "optim.groups=[{match: 'nothing.*'}]")
+    assert code == 2 and "'nothing.*' matches no parameter" in errors
+    (tmp_path / "texts.jsonl").write_text("\n".join(line for line in lines if "null" not in line))
+    assert "have no text" not in command(*words)[2]
 
 
 @pytest.mark.slow

@@ -415,6 +415,10 @@ class Task(ABC):
         """Facts about the data, as JSON; printed by `unisono check` and recorded with the run."""
         return {}
 
+    def data_warnings(self) -> Sequence[str]:
+        """Sentences about the data that are hardly ever what somebody wants; printed before a start, and by `check`."""
+        return []
+
     def shrink(self, limit: int) -> Task | None:
         """The same task with a smaller model of the same architecture (fewer layers or features), for `unisono prove`.
 

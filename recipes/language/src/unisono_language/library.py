@@ -7,7 +7,7 @@ training rows are whole documents either way: the plan cuts them. A conversation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from unisono_language.tokens import TokenisePreparation, TokenStore
 
 Tokens = NDArray[np.int64]
 SINGLE_SOURCE = ""  # the name of the only source
+_MOST_EMPTY = 0.01  # share of documents
 _HINT = "or cut text files into documents by data.separator"
 
 
@@ -126,6 +127,17 @@ class Library:
         for corpus in self.corpora.values():
             if isinstance(corpus, TokenStore) and self.verify == "content":
                 corpus.shards.verify()
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each corpus in which more than one document in a hundred has no text."""
+        for name, corpus in self.corpora.items():
+            empty, rest = corpus.facts.get("empty", 0), corpus.facts["documents"]
+            if empty > _MOST_EMPTY * (empty + rest):
+                source = f"source '{name}': " if name else ""
+                yield (
+                    f"{source}{empty} of {empty + rest} documents have no text (null or empty) and are left out; is it "
+                    "the right column?"
+                )
 
     def facts(self) -> dict[str, Any]:
         """Sizes and, of documents tokenised ahead, the loss of a model that knows only how frequent tokens are.

@@ -133,7 +133,7 @@ class Language(Task):
         from unisono_language import packed
 
         model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
-        if self._is_packed:
+        if self._is_packed and model.device.type != "meta":  # where there are no numbers to look at
             packed.check_isolation(model, flash=self._kernels.attention == "flash")
         self._uses_chunks = models.head_is_linear(model)
         self._kernels.use(model)
@@ -277,6 +277,10 @@ class Language(Task):
     def facts(self) -> dict[str, Any]:
         """Sizes of the corpora, and the loss of a model that knows only how frequent tokens are."""
         return self.library.facts()
+
+    def data_warnings(self) -> list[str]:
+        """Documents without a text."""
+        return list(self.library.warnings())
 
     def save_assets(self, directory: Path) -> None:
         """The tokenizer and the model's configuration, so that the run can be used without its corpus."""

@@ -244,7 +244,7 @@ def _start(parsed: argparse.Namespace) -> None:
         from unisono.supervise.run_status import read_status
 
         if not parsed.overrides and (status := read_status(parsed.folder)).state == "finished":
-            extend = f"unisono resume {parsed.folder} train.steps={2 * status.step}"
+            extend = f"unisono resume {parsed.folder} {runs.longer(parsed.folder, status.step)}"
             say(f"{parsed.folder} is finished, after step {status.step}. To extend it: {extend}")
             return
         command = ["unisono", "resume", str(parsed.folder), *parsed.overrides]

@@ -47,6 +47,17 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=_clean)
 
 
+def longer(folder: Path, steps: int) -> str:
+    """The words that make a finished run twice as long; of a run in epochs the last batch was short, and stays so."""
+    from unisono.config import foreign_run, safe_yaml
+
+    train = safe_yaml.read_yaml(folder / foreign_run.CONFIG_FILE).get("train")
+    epochs = train.get("epochs") if isinstance(train, dict) else None
+    if not isinstance(epochs, int | float):
+        return f"train.steps={2 * steps}"
+    return f"train.epochs={2 * epochs:g} 'run.allow_change=[train.epochs]'"
+
+
 def _list(parsed: argparse.Namespace) -> int:
     from unisono.supervise import run_status
 

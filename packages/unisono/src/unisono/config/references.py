@@ -111,7 +111,7 @@ def _import_file(path: Path) -> types.ModuleType:
     """
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py:Class")
+        raise ConfigError(f"{path}: no such file; a task is given as path/to/file.py, or path/to/file.py:Class")
     if str(path) == str(Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()):
         return sys.modules["__main__"]
     _extend_search_path(path)

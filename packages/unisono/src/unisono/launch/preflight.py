@@ -12,6 +12,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_check
 from unisono.runtime import secrets
 from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, DataError, LostError
 from unisono.task import Task
 
@@ -63,6 +64,8 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     held_out = build_held_out(task, config, ProcessInfo(world_size=config.layout.world_size), split)
     rows = {**source_facts(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     facts = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
+    for warning in task.data_warnings():
+        say(f"unisono: WARNING: {warning}", error=True)
     return DataFacts(facts, secrets.hidden(source_files(source)), checkable_sources(source), plan.steps)
 
 

@@ -43,5 +43,10 @@ def compose_run(folder: Path, overrides: Sequence[str] = (), *, trust: bool = Fa
     run |= {"dir": str(named.parent), "name": named.name, "stop_after": None}
     if run.get("resume") == "never":
         run["resume"] = "auto"
-    composed = ComposedConfig({**values, "run": run}, {name: str(path) for name in values})
+    length = dict(values.get("train") or {})
+    given = {word.partition("=")[0] for word in overrides}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"train.{name}" in given and f"train.{other}" not in given:
+            length[other] = None  # a run has one of them, and the user has just named it
+    composed = ComposedConfig({**values, "run": run, "train": length}, {name: str(path) for name in values})
     return override_run(composed, overrides) if overrides else composed

@@ -40,8 +40,10 @@ def format_value(value: object) -> str:
     ('kind maze 30×30, puzzles 1000', 'a, b', '4')
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {format_value(inner)}" for name, inner in value.items())
-    return ", ".join(map(format_value, value)) if isinstance(value, list | tuple) else str(value)
+        return ", ".join(f"{name} {format_value(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value)) or "none"
+    return str(value)
 
 
 def find_stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
