@@ -54,7 +54,9 @@ def build_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) 
     """
     there = isinstance(config, Pretrained) and not (saved and not config.path.is_dir())
     model = _load_pretrained(config, vocab_size) if there else build_untrained(config, vocab_size, saved)
-    has_numbers = model.device.type != "meta"  # without memory it only has shapes, for `unisono check` and `describe`
+    has_numbers = not next(
+        model.parameters()
+    ).is_meta  # without memory it only has shapes, for `unisono check` and `describe`
     if has_numbers:
         _check_causal(model)
     if config.balance_weight or config.router_z_weight:

@@ -133,7 +133,7 @@ class Language(Task):
         from unisono_language import packed
 
         model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
-        if self._is_packed and model.device.type != "meta":  # where there are no numbers to look at
+        if self._is_packed and not next(model.parameters()).is_meta:  # where there are no numbers to look at
             packed.check_isolation(model, flash=self._kernels.attention == "flash")
         self._uses_chunks = models.head_is_linear(model)
         self._kernels.use(model)
