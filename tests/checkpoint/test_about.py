@@ -118,6 +118,8 @@ def test_variables_that_change_numbers_or_communication_are_looked_at_and_secret
         "RANK": "3",
     }
     assert list(environment.relevant_variables(variables)) == sorted(list(variables)[:5])
+    on_cpu = environment.relevant_variables(variables, "cpu")
+    assert list(on_cpu) == sorted(list(variables)[:4]), "`auto` sets the allocator of accelerators, a resume does not"
 
 
 def test_what_a_run_is_made_of_comes_back_from_json_as_it_was() -> None:

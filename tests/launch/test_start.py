@@ -25,6 +25,7 @@ from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.task import run_setup
 from unisono.task_config import read_run
+from unisono.training.loop import Result
 from unisono_microbiome.settings import ModelSettings, Simulated, Study
 from unisono_microbiome.task import Microbiome
 
@@ -306,7 +307,7 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_it_would_be_made_a
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
     monkeypatch.setattr(local_processes, "launch", lambda config, *_, **__: started.append(config.layout.world_size))
-    monkeypatch.setattr(train, "read_outcome", lambda path: None)
+    monkeypatch.setattr(train, "read_outcome", lambda path: Result(path, 3))
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
 

@@ -180,3 +180,23 @@ def test_a_lap_is_the_time_of_a_step_and_the_share_of_it_that_was_waited_for_dat
     assert watch.lap() == lap
     clock.now += 2.0
     assert watch.lap() == (2.0, 0.0), "a lap begins anew"
+
+
+def test_colours_that_are_forced_make_no_terminal_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI does, and the kernel of a notebook for what it starts
+    with Progress(1, 1, shown=True) as console:
+        console.step(1, 0.5, speed())
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_steps_that_a_notebook_shows_are_not_printed_beside_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(progress.FOLLOWED_VARIABLE, "1")
+    with Progress(1, 1, shown=True) as console:
+        console.say("a permanent line")
+        console.step(1, 0.5, speed())
+        console.evaluation(1, {"loss": 0.5}, 3, 0.1)
+    assert capsys.readouterr().out == "a permanent line\n"

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from unisono.engines.torch.losses.pairwise_distances import pairwise_distances
     from unisono.engines.torch.train_state import count_parameters
     from unisono.evaluation.moments import moments, summarise_moments
+    from unisono.launch.result import RunResult
     from unisono.launch.run import Run, load_model, load_weights, open_run, read_asset
-    from unisono.launch.train import train
+    from unisono.launch.train import resume, train
     from unisono.proof.prove import prove_task as prove
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
@@ -89,7 +90,8 @@ _HOMES = {
     "engines.torch.train_state": ["count_parameters"],
     "evaluation.moments": ["moments", "summarise_moments"],
     "launch.run": ["Run", "load_model", "load_weights", "open_run", "read_asset"],
-    "launch.train": ["train"],
+    "launch.result": ["RunResult"],
+    "launch.train": ["resume", "train"],
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],
     "protocols": [
@@ -135,12 +137,12 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
 __all__ = [
     "BadSamplesError", "Batch", "Callback", "ConfigError", "Context", "CrossSample", "Data", "DataError",
     "EarlyStopping", "Evaluate", "Generators", "GlobalBatch", "Illustrated", "Joined", "KernelError", "Loss", "Mapped",
-    "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo",
+    "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig", "RunError", "RunInfo", "RunResult",
     "SampleColumns", "SampleContext", "SampleContexts", "Save", "Scaling", "Settings", "Source", "Stop", "Subset",
     "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__", "choose_kernel", "compare",
     "compute_array_once", "compute_once", "count_parameters", "file_hash", "generator", "generators", "hold_out", "key",
     "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy", "moments", "open_run", "open_source",
-    "pairwise_distances", "prepare", "prove", "read_asset", "read_table", "sources", "summarise_moments", "train",
+    "pairwise_distances", "prepare", "prove", "read_asset", "read_table", "resume", "sources", "summarise_moments", "train",
     "write_table",
 ]  # fmt: skip
 

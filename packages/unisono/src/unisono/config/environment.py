@@ -27,6 +27,7 @@ _IGNORED = (
     "*_TRACE", "*_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_FR_*", "TORCH_NCCL_*", "TORCH_SHOW_*", "TORCH_WARN_*",
 )  # fmt: skip
+_OF_ACCELERATORS = ("PYTORCH_*ALLOC_CONF",)  # set by every start that may use one, and read by none on the CPU
 _ENGINE_PACKAGES = {"torch": ("torch", "peft", "flash_attn"), "jax": ("jax", "jaxlib", "optax", "equinox")}
 _DRIVER = Path("/sys/module/nvidia/version")
 
@@ -50,16 +51,21 @@ def driver_version() -> str | None:
         return None
 
 
-def relevant_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def relevant_variables(environment: Mapping[str, str] = os.environ, device: str = "auto") -> dict[str, str]:
     """Variables that change numbers or how processes talk to each other, without those that say where something is.
+
+    Args:
+        environment: of this process.
+        device: `layout.device`; nothing reads those of accelerators on the CPU.
 
     >>> relevant_variables({"OMP_NUM_THREADS": "2", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/root", "NCCL_SECRET": "x"})
     {'OMP_NUM_THREADS': '2'}
     """
+    ignored = (*_IGNORED, *(_OF_ACCELERATORS if device == "cpu" else ()))
     return {
         name: secrets.mask(value)
         for name, value in sorted(environment.items())
-        if _matches_any(name, _RELEVANT) and not _matches_any(name, _IGNORED) and not secrets.names_secret(name.lower())
+        if _matches_any(name, _RELEVANT) and not _matches_any(name, ignored) and not secrets.names_secret(name.lower())
     }
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, own_runs, recipes, safe_yaml, validate
+from unisono.config import fingerprint, own_runs, recipes, references, safe_yaml, validate
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
@@ -125,7 +125,9 @@ def owner_name(number: int) -> str:
 
 def _reference_to(task: type[Task]) -> str:
     """The reference of a class that this process has imported already."""
-    place = inspect.getfile(task) if task.__module__ == "__main__" else task.__module__
+    place = task.__module__
+    if place == "__main__":
+        place = references.registered_file(task) or inspect.getfile(task)
     return f"{place}:{task.__qualname__}"
 
 

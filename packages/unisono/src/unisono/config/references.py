@@ -21,6 +21,7 @@ from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.source_files import is_user_file
 
 T = TypeVar("T")
+_MODULE_PREFIX = "unisono_task_"  # of the modules of files that lie in no package
 
 
 def names_code(reference: str) -> bool:
@@ -121,7 +122,7 @@ def _import_file(path: Path) -> types.ModuleType:
             found = importlib.import_module(packaged)
         if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
             return found
-    name = "unisono_task_" + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
+    name = _module_name(path)
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -136,6 +137,32 @@ def _import_file(path: Path) -> types.ModuleType:
         del sys.modules[name]  # half a module must not be found by the next attempt
         raise
     return module
+
+
+def register_class(path: Path, kind: type) -> None:
+    """Let a file stand for a class that this process already has, from a cell that the file was written after.
+
+    Args:
+        path: of the file, absolute.
+        kind: the class; whoever imports it from the file, in this process, has this very object.
+    """
+    module = types.ModuleType(_module_name(path))
+    module.__file__ = str(path)
+    setattr(module, kind.__name__, kind)
+    sys.modules[module.__name__] = module
+
+
+def registered_file(kind: type) -> str | None:
+    """The file that stands for a class since `register_class`; None for any other class."""
+    if kind.__module__ != "__main__":
+        return None
+    prefix = _MODULE_PREFIX
+    named = (module for name, module in list(sys.modules.items()) if name.startswith(prefix))
+    return next((module.__file__ for module in named if getattr(module, kind.__name__, None) is kind), None)
+
+
+def _module_name(path: Path) -> str:
+    return _MODULE_PREFIX + "_".join(path.with_suffix("").parts[-2:]).replace("-", "_").replace("/", "")
 
 
 @contextmanager

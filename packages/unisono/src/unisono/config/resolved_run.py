@@ -131,7 +131,7 @@ class ResolvedRun:
 
     def with_changes(self, changes: Mapping[str, str | None]) -> str:
         """What to type to resume it with other values for some keys; None leaves a key out."""
-        return resume_command(self.command, str(self.config.run.name), changes)
+        return resume_command(self.command, self.directory, changes)
 
 
 def absolute_references(config: RunConfig) -> dict[str, Any]:
@@ -145,19 +145,18 @@ def absolute_references(config: RunConfig) -> dict[str, Any]:
     return {"recipe": references.absolute_reference(config.recipe), "callbacks": callbacks}
 
 
-def resume_command(command: tuple[str, ...], name: str, changes: Mapping[str, str | None] | None = None) -> str:
-    """What to type to resume a run: the words of its command, or the settings where it was started from Python.
+def resume_command(command: tuple[str, ...], folder: Path, changes: Mapping[str, str | None] | None = None) -> str:
+    """What to type to resume a run: the words of its command, or a call where it was started from Python.
 
     Args:
         command: of the run, if there was one.
-        name: of the run.
+        folder: of the run.
         changes: other values for some keys; None leaves a key out.
     """
     if command:
         return shlex.join(override_words(command, changes or {}))
-    named = {"run.name": name, **(changes or {})}
-    settings = ", ".join(f'"{key}": "{value}"' for key, value in named.items() if value is not None)
-    return f"unisono.train(…, {{{settings}}})"
+    settings = ", ".join(f'"{key}": "{value}"' for key, value in (changes or {}).items() if value is not None)
+    return f'unisono.resume("{folder}"{f", {{{settings}}}" if settings else ""})'
 
 
 def digest_values(values: Mapping[str, Any]) -> str:

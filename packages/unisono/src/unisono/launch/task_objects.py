@@ -18,17 +18,26 @@ from unisono.callback import Callback
 from unisono.config import recipes, references
 from unisono.config.compose import ComposedConfig, escape_interpolation
 from unisono.config.schema.run import RunConfig
+from unisono.launch.notebook import cell_source
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task, setup_attributes
 from unisono.task_config import composed_engine
 
 
-def reference_to(kind: type[Any] | Callable[..., Any]) -> str:
+def reference_to(kind: type[Any] | Callable[..., Any], runs: Path = Path("runs")) -> str:
     """Return `path/to/file.py:name` for a class or function, or `module:name` if only that makes its imports work.
+
+    Args:
+        kind: The class or function.
+        runs: Folder of the runs, where a class of a notebook's cells is written.
 
     Raises:
         ConfigError: For something that another process could not import.
     """
+    cell = cell_source.read_class(kind)
+    if cell is not None:
+        cell.refuse_missing(f"{cell.kind.__name__} is needed by other processes")
+        return cell.write(runs)
     name = getattr(kind, "__qualname__", type(kind).__name__)
     try:
         path = inspect.getfile(kind)

@@ -17,9 +17,12 @@ from unisono.data.loading.worker_process import WORKER_VARIABLE
 from unisono.launch import cluster, exit_advice, layout, preflight, resolve
 from unisono.launch.host import host_check, memory_allocators
 from unisono.launch.nodes import agreement, tcp_rendezvous
+from unisono.launch.notebook import cell_source, control
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.resolve import Request, StartCheck
+from unisono.launch.result import RunResult
+from unisono.launch.resume import compose_run
 from unisono.launch.task_objects import (
     callback_entry,
     format_override,
@@ -31,7 +34,7 @@ from unisono.launch.task_objects import (
 )
 from unisono.runtime.communicator import ProcessInfo
 from unisono.runtime.consensus import raise_everywhere, share_first
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, Interrupted
 from unisono.supervise import fault_hook, preemption
 from unisono.task import Task
 from unisono.task_config import build_task, composed_engine, validate_config
@@ -43,20 +46,19 @@ def train(
     config: RunConfig | Mapping[str, Any] | Sequence[str] = (),
     *,
     callbacks: Sequence[Callback | type[Callback] | str] = (),
-) -> Any:
+) -> RunResult:
     """Train a task, as `unisono train` does.
 
     Args:
         task: A `Task`, its class, or what the command line takes: a recipe's name or `path/to/file.py:Class`. With
             several processes the others import the class from its file, so it must be defined at the top level of one,
-            and build the object from its settings, so it must have no other state.
+            or in a cell of a notebook, and build the object from its settings, so it must have no other state.
         config: A `RunConfig`; or overrides, as `key=value` strings or as a dictionary of dotted keys.
         callbacks: Called after steps, evaluations and saves, and at the end, in addition to those of the configuration
             and the task. With several processes the others build them in the same way as the task.
 
     Returns:
-        The `unisono.training.loop.Result`; with several processes, one with only the directory, the step, the loss and
-        the evaluation.
+        How it ended, with its curves (`history`, `plot()`) and the trained `model`.
 
     Raises:
         UnisonoError: For anything the caller can fix.
@@ -64,31 +66,95 @@ def train(
     Example:
         result = unisono.train(MyTask(MyTask.Config(width=64)), {"train.steps": 100, "layout.world_size": 2})
     """
+    _refuse_inside_run()
+    instance = task if isinstance(task, Task) else None
+    kind = type(task) if isinstance(task, Task) else task
+    cell = cell_source.read_class(kind)
+    reference = kind if isinstance(kind, str) else cell.file if cell is not None else reference_to(kind)
+    settings = settings_of(instance) if instance is not None else {}
+    if isinstance(config, RunConfig):  # its task groups may be untyped, or differ from those of the task object
+        values = config.model_dump(mode="json", exclude_unset=True)
+        composed = ComposedConfig({**values, **merge_settings(settings, values), "recipe": reference}, {})
+    else:
+        composed = compose(reference, _format_overrides(config), settings=settings)
+    if not isinstance(kind, str):
+        composed = with_engine(composed, kind)
+    if cell is not None:
+        composed = cell.written_for(composed)
+    with _explain_early_interrupt(), start_fork_server(composed) as server:
+        run_config = validate_config(composed)
+        if instance is not None and settings_of(instance) != settings_of(run_config):
+            refuse_state(instance, "the configuration changes its settings, so a new object is built")
+            instance = None  # all processes build their own
+        allow = None if cell is None else cell.check_start
+        result = start_run(run_config, instance, allow, origins=composed.origins, callbacks=callbacks, server=server)
+    return RunResult.of(result, reference if isinstance(kind, str) else kind)
+
+
+def resume(
+    folder: Path | str,
+    config: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    callbacks: Sequence[Callback | type[Callback] | str] = (),
+    trust: bool = False,
+) -> RunResult:
+    """Resume a run from its newest checkpoint with its own configuration, as `unisono resume` does.
+
+    A run that was started with a task object or callbacks that have state of their own needs these: call `train` with
+    them and the run's name.
+
+    Args:
+        folder: Of the run.
+        config: Settings that change, as for `train`.
+        callbacks: As for `train`, in addition to those of the run's configuration.
+        trust: Whether a run that somebody else made may be resumed. That runs its author's code.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        UnisonoError: For anything the caller can fix.
+
+    Example:
+        result = unisono.resume("runs/one", {"train.steps": 2000})
+    """
+    _refuse_inside_run()
+    composed = compose_run(Path(folder), _format_overrides(config), trust=trust)
+    with _explain_early_interrupt(), start_fork_server(composed) as server:
+        run_config = validate_config(composed)
+        result = start_run(run_config, origins=composed.origins, callbacks=callbacks, server=server)
+    return RunResult.of(result, run_config.recipe)
+
+
+@contextmanager
+def _explain_early_interrupt() -> Iterator[None]:
+    """Say that nothing was begun; an interrupt of a run that has begun says what is saved.
+
+    Raises:
+        Interrupted: Instead of another KeyboardInterrupt.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as error:
+        raise Interrupted("interrupted before the run began, so nothing was changed") from error
+
+
+def _format_overrides(config: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Overrides as the command line has them."""
+    given = config.items() if isinstance(config, Mapping) else ()
+    return [f"{key}={format_override(value)}" for key, value in given] or list(config)
+
+
+def _refuse_inside_run() -> None:
+    """Refuse to start a run while a process of another one imports the file that starts it."""
     process = cluster.process_info()
     if (process is not None and process.launcher == "unisono") or WORKER_VARIABLE in os.environ:
         raise ConfigError(
             "unisono.train was called while a process of a run imported the task's file. Put the call under "
             "`if __name__ == '__main__':`"
         )
-    instance = task if isinstance(task, Task) else None
-    kind = type(task) if isinstance(task, Task) else task
-    reference = kind if isinstance(kind, str) else reference_to(kind)
-    settings = settings_of(instance) if instance is not None else {}
-    if isinstance(config, RunConfig):  # its task groups may be untyped, or differ from those of the task object
-        values = config.model_dump(mode="json", exclude_unset=True)
-        composed = ComposedConfig({**values, **merge_settings(settings, values), "recipe": reference}, {})
-    else:
-        given = config.items() if isinstance(config, Mapping) else ()
-        overrides = [f"{key}={format_override(value)}" for key, value in given] or list(config)
-        composed = compose(reference, overrides, settings=settings)
-    if not isinstance(kind, str):
-        composed = with_engine(composed, kind)
-    with start_fork_server(composed) as server:
-        run_config = validate_config(composed)
-        if instance is not None and settings_of(instance) != settings_of(run_config):
-            refuse_state(instance, "the configuration changes its settings, so a new object is built")
-            instance = None  # all processes build their own
-        return start_run(run_config, instance, origins=composed.origins, callbacks=callbacks, server=server)
 
 
 @contextmanager
@@ -180,7 +246,8 @@ def read_outcome(path: Path) -> Any:
     lines = events.read_events(path / "events.jsonl")
     steps = events.step_events(lines)
     last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
-    return Result(path, last["step"], last["loss"], events.last_evaluation(lines))
+    stopped = next((event["stopped"] for event in lines if "stopped" in event and event["step"] == last["step"]), "")
+    return Result(path, last["step"], last["loss"], events.last_evaluation(lines), stopped)
 
 
 def _run_as_launcher(
@@ -193,7 +260,7 @@ def _run_as_launcher(
     task = task or build_task(config)
     if config.launch.nodes > 1:
         return _run_as_node(request, task, server)
-    with resolve.resolve_run(request, task) as run, exit_advice.explain_exit(run):
+    with resolve.resolve_run(request, task) as run, exit_advice.explain_exit(run), control.control_run(run):
         local_processes.remove_old_faults(run.directory)
         if layout.is_single(config):
             return _run_as_single(run, task, callbacks)

@@ -102,8 +102,8 @@ def format_table(evaluations: Sequence[tuple[int, Mapping[str, float]]], width: 
         return []
     first = "eval after step"
     columns, room, left_out = list[str](), width - len(first), 0
-    for name in evaluations[-1][1]:
-        needed = 2 + max(len(name), *(len(_format_number(values, name)) for _, values in evaluations))
+    for name in table_columns(evaluations):
+        needed = 2 + max(len(name), *(len(format_number(values, name)) for _, values in evaluations))
         if needed > room:
             left_out += 1
             continue
@@ -111,20 +111,26 @@ def format_table(evaluations: Sequence[tuple[int, Mapping[str, float]]], width: 
         room -= needed
     more = f"  +{left_out}"
     widths = {
-        name: max(len(name), *(len(_format_number(values, name)) for _, values in evaluations)) for name in columns
+        name: max(len(name), *(len(format_number(values, name)) for _, values in evaluations)) for name in columns
     }
     header = first + "".join(f"  {name:>{widths[name]}}" for name in columns)
     header += more if left_out and len(more) <= room else ""
     return [
         header,
         *(
-            f"{step:>{len(first)}}" + "".join(f"  {_format_number(values, n):>{widths[n]}}" for n in columns)
+            f"{step:>{len(first)}}" + "".join(f"  {format_number(values, n):>{widths[n]}}" for n in columns)
             for step, values in evaluations
         ),
     ]
 
 
-def _format_number(values: Mapping[str, float], name: str) -> str:
+def table_columns(evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> list[str]:
+    """The names of what the newest evaluation has, in its order."""
+    return list(evaluations[-1][1])
+
+
+def format_number(values: Mapping[str, float], name: str) -> str:
+    """A value of an evaluation, or a dash where it has none of that name."""
     return f"{values[name]:.4f}" if name in values else "–"
 
 

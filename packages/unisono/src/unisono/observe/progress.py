@@ -1,7 +1,8 @@
-"""The console output of rank 0: a live display on a terminal (`live`), plain lines elsewhere."""
+"""The console output of rank 0: live on a terminal (`live`) or a notebook (`notebook_progress`), else plain lines."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +12,15 @@ from time import perf_counter
 from rich.console import Console
 
 from unisono.observe.live import PATIENCE, LiveDisplay, fold
+from unisono.observe.notebook_progress import NotebookProgress
+from unisono.runtime import notebook
 from unisono.runtime.console import clean, discard_output
 from unisono.runtime.text import format_count as format_count
 from unisono.runtime.work_progress import show_progress
+
+FOLLOWED_VARIABLE = (
+    "UNISONO_FOLLOWED"  # set for processes whose steps somebody else shows: the notebook that started them
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class Speed:
 class RunConsole(Console):
     """A console whose reader may go away; rich itself would end the process without a word."""
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether there is a terminal; FORCE_COLOR, which CI and notebooks set, makes none of a pipe."""
+        return super().is_terminal and self.file.isatty()
+
     def on_broken_pipe(self) -> None:
         """Discard what is printed from now on."""
         self.quiet = True
@@ -60,10 +72,13 @@ class Progress:
 
     def __init__(self, total: int, every: int, shown: bool, plain: bool = False) -> None:
         self._total, self._every, self._shown = total, every, shown
-        self._console = RunConsole(highlight=False, emoji=False, soft_wrap=True)
-        self._live: LiveDisplay | None = None
-        if shown and not plain and self._console.is_terminal and not self._console.is_dumb_terminal:
+        self._console = RunConsole(highlight=False, emoji=False, soft_wrap=True, force_jupyter=False)
+        self._live: LiveDisplay | NotebookProgress | None = None
+        if shown and not plain and notebook.in_notebook():
+            self._live = NotebookProgress(total)
+        elif shown and not plain and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = LiveDisplay(self._console, total)
+        self._is_followed = FOLLOWED_VARIABLE in os.environ and self._live is None
         self._smooth: float | None = None
 
     def __enter__(self) -> Progress:
@@ -79,7 +94,8 @@ class Progress:
         """Print a permanent line, on a live terminal folded between words."""
         if self._shown:
             text = clean(line)
-            self._console.print(text if self._live is None else fold(text, self._console.width), markup=False)
+            folded = fold(text, self._console.width) if isinstance(self._live, LiveDisplay) else text
+            self._console.print(folded, markup=False)
 
     def step(
         self,
@@ -98,10 +114,10 @@ class Progress:
             unsaved_since: The step of the last checkpoint if saves have failed since then.
             values: What else a live display shows: terms of the loss, metrics, the learning rate.
         """
-        if not self._shown:
+        if not self._shown or self._is_followed:
             return
         self._smooth = speed.seconds if self._smooth is None else 0.9 * self._smooth + 0.1 * speed.seconds
-        left = _format_duration((self._total - step) * self._smooth)
+        left = format_time_left((self._total - step) * self._smooth)
         rate = f"{format_count(speed.rate)} {speed.unit}/s"
         facts = [] if speed.mfu is None else [f"mfu {100 * speed.mfu:.1f} %"]
         facts.append(f"data wait {100 * speed.wait:.1f} %")
@@ -109,10 +125,10 @@ class Progress:
         unsaved = [] if unsaved_since is None else [f"unsaved since step {unsaved_since}"]
         if self._live is not None:
             numbers = [f"{name} {value:.4g}" for name, value in (values or {}).items()]
-            self._live.show_step(step, [f"loss {loss:.4f}", *numbers, rate, *facts, *unsaved], f"eta {left}")
+            self._live.show_step(step, [f"loss {loss:.4f}", *numbers, rate, *facts, *unsaved], left)
         elif step % self._every == 0 or step in (1, self._total):
             place = f"step {step:>{len(str(self._total))}}/{self._total}"
-            self.say("  ".join([place, f"loss {loss:.4f}", rate, *facts, f"eta {left}", *unsaved]))
+            self.say("  ".join([place, f"loss {loss:.4f}", rate, *facts, left, *unsaved]))
 
     def evaluating(self, step: int, done: int, total: int) -> None:
         """Show, live, how far an evaluation after `step` steps is, in rows."""
@@ -121,6 +137,8 @@ class Progress:
 
     def evaluation(self, step: int, values: Mapping[str, float], rows: int, seconds: float) -> None:
         """Show a finished evaluation after `step` steps, of so many rows."""
+        if self._is_followed:
+            return
         if self._live is not None:
             self._live.show_evaluation(step, values)
             return
@@ -175,7 +193,12 @@ class Stopwatch:
         return seconds, min(1.0, share)
 
 
-def _format_duration(seconds: float) -> str:
+def format_time_left(seconds: float) -> str:
+    """What a run still takes.
+
+    >>> format_time_left(75), format_time_left(3700)
+    ('eta 1:15', 'eta 1:01:40')
+    """
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    return f"eta {hours}:{minute:02d}:{second:02d}" if hours else f"eta {minute}:{second:02d}"

@@ -34,6 +34,10 @@ class UnisonoError(ValueError):
         super().__init__(text)
         self.fault = fault or self.fault
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return _render_for_notebook(self)
+
 
 class ConfigError(UnisonoError):
     """An invalid key, value or combination of values."""
@@ -176,6 +180,17 @@ class Preempted(UnisonoError):  # noqa: N818 - not an error, but what was asked 
 
 class Interrupted(KeyboardInterrupt):
     """A run that was ended by Ctrl-C, with what is saved and how to resume."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return _render_for_notebook(self)
+
+
+def _render_for_notebook(error: BaseException) -> list[str]:
+    """The text alone, as on the command line: a user can mend it where the text says, not in our frames."""
+    from unisono.runtime.console import clean  # which imports this module
+
+    return clean(f"{type(error).__name__}: {error}").splitlines()
 
 
 def error_class(name: str) -> type[UnisonoError]:

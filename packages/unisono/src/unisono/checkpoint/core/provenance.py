@@ -55,7 +55,7 @@ def describe_run(
         "code": code_digest.digest_sources(config.recipe, config.layout.engine),
         "versions": versions(resolve_engine(config)),
         "data": {name: data[name] for name in DATA_KEYS if name in data} if data is not None else None,
-        "environment": environment.relevant_variables() if place is not None else None,
+        "environment": environment.relevant_variables(device=config.layout.device) if place is not None else None,
         "machine": place and device_module(config.layout.engine).machine(config.layout, place),
     }
     kept: dict[str, Json] = json.loads(json.dumps(described))  # in the form in which it is read back from a file
@@ -259,7 +259,7 @@ def shared_inputs(config: RunConfig, own: Sequence[str] = ("run.name",)) -> dict
         "the configuration": {key: value for key, value in values.items() if key not in own},
         "the versions": versions(resolve_engine(config)),
         "the code": code_digest.digest_sources(config.recipe, config.layout.engine),
-        "the environment": environment.relevant_variables(),
+        "the environment": environment.relevant_variables(device=config.layout.device),
     }
 
 

@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import struct
+import sys
 import threading
 from multiprocessing import spawn
 from queue import SimpleQueue
@@ -78,6 +79,11 @@ def _import_task(place: str | None, file: str | None, again: dict[str, Any]) -> 
     """Import modules that the pickle needs but `import` would not find: the task's file and the main script."""
     if again:
         spawn.prepare(again)  # as multiprocessing does
+    elif place is None and file is not None:  # of a notebook, whose cells no process can run again
+        from unisono.config import references
+
+        written = references.load_module(file, file)
+        vars(sys.modules["__main__"]).update({n: v for n, v in vars(written).items() if not n.startswith("__")})
     if place is not None:
         try:
             importlib.import_module(place)

@@ -26,6 +26,7 @@ from multiprocessing import spawn
 from queue import SimpleQueue
 from typing import Any
 
+from unisono.config import references
 from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError
@@ -116,7 +117,8 @@ class ProcessWorkers:
         self._more: SimpleQueue[bool] = SimpleQueue()
         self._sender = threading.Thread(target=self._send, name=f"unisono-{name}", daemon=True)
         message = _pickle_builder(maker)
-        file = getattr(sys.modules.get(type(maker.task).__module__), "__file__", None)
+        file = references.registered_file(type(maker.task))
+        file = file or getattr(sys.modules.get(type(maker.task).__module__), "__file__", None)
         again: dict[str, Any] = {}
         if b"__main__" in message:
             known = spawn.get_preparation_data(name)

@@ -92,7 +92,7 @@ def launch(
     ):
         try:
             run_processes(
-                module, folder, count, threads, config.recipe, loopback, node, watch, INTERRUPT_SIGNALS,
+                module, folder, count, threads, config.recipe, loopback, node, watch, _signals_to_collect(),
                 arguments=arguments, server=server, started=started, authenticated=config.layout.engine == "jax",
             )  # fmt: skip
         except WorkerError as error:
@@ -205,6 +205,12 @@ def open_fork_server(
         return
     with ForkServer(modules, process_variables(threads, reference)) as server:
         yield server
+
+
+def _signals_to_collect() -> tuple[int, ...]:
+    """The signals that end all processes, but for one that a caller has a handler for, as a notebook has."""
+    default = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+    return tuple(number for number in INTERRUPT_SIGNALS if signal.getsignal(number) in default)
 
 
 def remove_old_faults(folder: Path) -> None:

@@ -1,0 +1,125 @@
+"""A run that is trained below a cell: an interrupt of the kernel saves and stops it, and several processes have a bar.
+
+The kernel asks for the stop as `unisono stop` does, so one process and several end alike: after a step, with a
+checkpoint. A second interrupt ends the run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+from unisono.config.resolved_run import ResolvedRun
+from unisono.observe import events
+from unisono.observe.notebook_progress import NotebookProgress
+from unisono.observe.progress import FOLLOWED_VARIABLE, format_time_left
+from unisono.runtime import notebook
+from unisono.runtime.console import say
+from unisono.runtime.text import format_count
+from unisono.supervise import run_facts, run_status
+from unisono.supervise.step_sync import STOP
+
+_POLL = 0.3  # seconds between looks at what the processes have recorded
+_HIDDEN = ("step", "loss", "seconds", "data_wait", "grad_norm", "clip_norm", "flops", "memory_gb")
+
+
+@contextmanager
+def control_run(run: ResolvedRun) -> Iterator[None]:
+    """Let a notebook's kernel interrupt a run, and show the run of several processes; elsewhere, do nothing."""
+    if not notebook.in_notebook():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_stop_on_interrupt(run))
+        if run.world_size > 1 and run.config.observe.progress is True:
+            stack.enter_context(_follow(run))
+        yield
+
+
+@contextmanager
+def _stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
+    """Turn the first interrupt after a step of this start into a request to save and stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked or _newest_step(run) <= (run.resume.step if run.resume else 0):
+            raise KeyboardInterrupt  # there is nothing to save
+        asked = True
+        (run.directory / STOP).touch()
+        say("interrupted: the run stops after this step, and saves; interrupt again to end it at once")
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _follow(run: ResolvedRun) -> Iterator[None]:
+    """Show the steps that other processes record; rank 0 is told not to print them."""
+    done = threading.Event()
+    thread = threading.Thread(target=_draw, args=(run, done), name="unisono-notebook-bar", daemon=True)
+    before = os.environ.get(FOLLOWED_VARIABLE)
+    os.environ[FOLLOWED_VARIABLE] = "1"
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if before is None:
+            del os.environ[FOLLOWED_VARIABLE]
+
+
+def _draw(run: ResolvedRun, done: threading.Event) -> None:
+    """Show new steps and evaluations until the run is done, and what it came to."""
+    first, shown, evaluated = run.resume.step if run.resume else 0, -1, -1
+    bar: NotebookProgress | None = None
+    while True:
+        is_last = done.wait(_POLL)
+        seen = [event for event in run_status.read_tail(run.directory)[0] if event["step"] >= first]
+        steps = events.step_events(seen)
+        total = run_facts.planned_steps(run.directory)
+        if total and bar is None:
+            bar = NotebookProgress(total)
+        if bar is not None:
+            for event in seen:
+                if event.get("eval") and event["step"] > evaluated:
+                    evaluated = event["step"]
+                    bar.show_evaluation(evaluated, events.last_evaluation([event]))
+            if steps and (newest := steps[-1])["step"] != shown and newest["step"] > first:
+                shown = newest["step"]
+                recent = [event["seconds"] for event in steps[-20:] if isinstance(event.get("seconds"), float)]
+                left = (total or shown) - shown
+                clock = format_time_left(left * sum(recent) / len(recent)) if recent else ""
+                bar.show_step(shown, _format_values(newest), clock)
+        if is_last:
+            if bar is not None:
+                bar.stop()
+            return
+
+
+def _format_values(event: Mapping[str, Any]) -> list[str]:
+    """What a recorded step came to, as rank 0 would show it."""
+    values = ["loss not finite" if event["loss"] is None else f"loss {event['loss']:.4f}"]
+    for name, value in event.items():
+        if not isinstance(value, int | float) or name in _HIDDEN:
+            continue
+        unit = name.removesuffix("_per_second")
+        values.append(f"{name} {value:.4g}" if unit == name else f"{format_count(value)} {unit}/s")
+    return values
+
+
+def _newest_step(run: ResolvedRun) -> int:
+    steps = events.step_events(run_status.read_tail(run.directory)[0])
+    return int(steps[-1]["step"]) if steps else 0
