@@ -16,8 +16,6 @@ from typing import Any
 
 from unisono.config.resolved_run import ResolvedRun
 from unisono.observe import events
-from unisono.observe.notebook_progress import NotebookProgress
-from unisono.observe.progress import FOLLOWED_VARIABLE, format_time_left
 from unisono.runtime import notebook
 from unisono.runtime.console import say
 from unisono.runtime.text import format_count
@@ -67,6 +65,8 @@ def _stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
 @contextmanager
 def _follow(run: ResolvedRun) -> Iterator[None]:
     """Show the steps that other processes record; rank 0 is told not to print them."""
+    from unisono.observe.progress import FOLLOWED_VARIABLE  # which imports rich
+
     done = threading.Event()
     thread = threading.Thread(target=_draw, args=(run, done), name="unisono-notebook-bar", daemon=True)
     before = os.environ.get(FOLLOWED_VARIABLE)
@@ -83,6 +83,9 @@ def _follow(run: ResolvedRun) -> Iterator[None]:
 
 def _draw(run: ResolvedRun, done: threading.Event) -> None:
     """Show new steps and evaluations until the run is done, and what it came to."""
+    from unisono.observe.notebook_progress import NotebookProgress
+    from unisono.observe.progress import format_time_left
+
     first, shown, evaluated = run.resume.step if run.resume else 0, -1, -1
     bar: NotebookProgress | None = None
     while True:
