@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
+from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
 from unisono.runtime.preparing import preparing
 from unisono.version import __version__
@@ -221,7 +222,8 @@ def _train(parsed: argparse.Namespace) -> int:
 
     fault_hook.arm(parsed.fault)
     with preemption.handle_signals(ends=_end_late):  # first, as the imports below take seconds
-        with preparing(f"starting {_subject(parsed)}", shown=_is_progress_live(parsed.overrides)):
+        shown = _is_progress_live(parsed.overrides)
+        with preparing(f"starting {_subject(parsed)}", shown=shown), paused_collector():
             from unisono.launch import cluster
             from unisono.launch.processes import rank_process
 
@@ -234,7 +236,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 def _start(parsed: argparse.Namespace) -> None:
     shown = _is_progress_live(parsed.overrides)
-    with preparing(f"starting {_subject(parsed)}", shown=shown):
+    with preparing(f"starting {_subject(parsed)}", shown=shown), paused_collector():
         from unisono.config import compose
         from unisono.launch import train
         from unisono.task_config import validate_config
@@ -254,7 +256,7 @@ def _start(parsed: argparse.Namespace) -> None:
         command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
         parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
     with train.start_fork_server(parsed.composed) as server:
-        with preparing(f"importing {_subject(parsed)}", shown=shown):
+        with preparing(f"importing {_subject(parsed)}", shown=shown), paused_collector():
             config, origins = validate_config(parsed.composed), parsed.composed.origins
         train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
 

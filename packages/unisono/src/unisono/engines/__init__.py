@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from unisono.runtime.collector import paused_collector
 from unisono.runtime.errors import KernelError
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ def create_engine(job: EngineJob) -> Engine:
     """The engine that the layout names; for `auto`, that of the task's framework."""
     configured = job.config.layout.engine
     name = job.task.engine if configured == "auto" else configured
-    engine: Engine = import_module(f"unisono.engines.{name}.engine").create(job)
+    with paused_collector():
+        module = import_module(f"unisono.engines.{name}.engine")
+    engine: Engine = module.create(job)
     return engine
 
 

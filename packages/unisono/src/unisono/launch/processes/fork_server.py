@@ -32,6 +32,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from unisono.runtime.collector import paused_collector
+
 # Imported by every rank; the loop and the engine import torch.
 PRELOADED_MODULES = (
     "unisono.launch.processes.rank_process",
@@ -190,9 +192,10 @@ def main(descriptor: int, modules: Sequence[str]) -> NoReturn:
 
 def _preload(channel: Connection, modules: Sequence[str]) -> None:
     """Import modules, and report whether this process can be forked."""
-    for module in modules:
-        with suppress(Exception):  # a rank that needs it will report the error
-            importlib.import_module(module)
+    with paused_collector():
+        for module in modules:
+            with suppress(Exception):  # a rank that needs it will report the error
+                importlib.import_module(module)
     ready = threading.active_count() == 1 and not _has_opened_a_device()
     _send_or_exit(channel, {"ready": ready})
     gc.collect()
