@@ -148,11 +148,18 @@ def test_list_shows_the_state_and_the_progress_of_every_run_the_newest_first(uni
     (tmp_path / "runs" / "no-run").mkdir()
     code, told, _ = unisono("list")
     lines = [line.split() for line in told.splitlines()]
-    assert (code, lines[0]) == (0, ["run", "state", "step", "loss", "age", "size", "where"])
+    assert (code, lines[0]) == (0, ["run", "state", "step", "loss", "age", "size"])
     assert [line[:3] for line in lines[1:]] == [["runs/done", "finished", "2/2"], ["runs/part", "stopped", "1/4"]]
     assert lines[2][4:6] == ["2", "h"]
     assert unisono("list", "runs/done")[1].splitlines()[1].startswith("runs/done  finished")
     assert unisono("list", "nowhere")[1] == "there are no runs in nowhere\n"
+
+
+def test_describe_takes_a_run_as_it_takes_its_task(unisono: Command) -> None:
+    code, said, errors = unisono("describe", started(unisono, "task.features=5"))
+    assert (code, errors) == (0, "")
+    assert said.splitlines()[0].split() == ["layer", "kind", "shapes", "parameters"]
+    assert said == unisono("describe", LINEAR, "task.features=5")[1]
 
 
 def test_a_run_that_trains_is_listed_with_its_host_and_process_and_one_that_failed_with_its_exit_code(unisono: Command):

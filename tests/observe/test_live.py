@@ -126,3 +126,19 @@ def test_a_long_evaluation_writes_nothing_into_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LONG_EVALUATION)
     done = jobs.finished([sys.executable, "script.py"], tmp_path)
     assert "evaluating" not in done.stdout + done.stderr and "done" in done.stdout
+
+
+def test_an_error_on_a_narrow_terminal_breaks_between_words_and_no_command(tmp_path: Path) -> None:
+    message = "one long sentence about what is wrong with a run. Resume with:\\n  unisono resume runs/a-name other=1"
+    code = f"from unisono.runtime.console import say; say('{message}', error=True)"
+    shown = show([sys.executable, "-c", code], tmp_path, width=30)
+    assert shown.screen.text.splitlines()[0] == "one long sentence about what"
+    assert shown.screen.wrapped == ["  unisono resume runs/a-name ot"[:30]], (
+        "the command alone, which the terminal joins"
+    )
+
+
+def test_the_first_words_fit_a_narrow_terminal(tmp_path: Path) -> None:
+    shown = show([sys.executable, "-m", "unisono"], tmp_path, width=60)
+    assert not shown.screen.wrapped
+    assert len(shown.screen.text.splitlines()) == 3

@@ -14,6 +14,7 @@ from unisono.launch import run_directory
 from unisono.launch.launcher import Ended, Job, Launcher, describe_job
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_bytes, one_line
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
@@ -37,7 +38,8 @@ def run_sweep(recipe: str, config_dir: Path | None, words: Sequence[str], *, dry
     sweep = Sweep(recipe, config_dir, *split_place(fixed, variants, recipe, settings.name))
     under_way = launcher.under_way(sweep.folder / record.CONSOLE)
     processes = launcher.processes()
-    planned = plan_runs(sweep, composer, trial=settings.trial, processes=processes, under_way=under_way)
+    with preparing(f"checking all runs of {recipe}"):
+        planned = plan_runs(sweep, composer, trial=settings.trial, processes=processes, under_way=under_way)
     launcher.check([build_job(sweep, run) for run in planned])
     if dry_run:
         say("\n".join(describe_plan(sweep, planned)))

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.runtime.collector import paused_collector
+from unisono.runtime.preparing import preparing
+
 if TYPE_CHECKING:
     from unisono.config.schema.run import RunConfig
 
@@ -36,11 +39,12 @@ def add_overrides(verb: argparse.ArgumentParser, text: str) -> None:
 
 def load_config(parsed: argparse.Namespace) -> RunConfig:
     """The typed configuration of a command line, kept with its origins for whatever error may follow."""
-    from unisono.config import compose
-    from unisono.task_config import validate_config
+    with preparing(f"importing {parsed.recipe}"), paused_collector():
+        from unisono.config import compose
+        from unisono.task_config import validate_config
 
-    parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    return validate_config(parsed.composed)
+        parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
+        return validate_config(parsed.composed)
 
 
 def recipe_words(parsed: argparse.Namespace) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
+from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_value
 
 if TYPE_CHECKING:
@@ -22,9 +25,11 @@ def check(parsed: argparse.Namespace) -> int:
 
     asked = arguments.load_config(parsed)
     task = build_task(asked)
-    run, data = resolve.check_run(asked, task)
+    with preparing("looking at the data"):
+        run, data = resolve.check_run(asked, task)
     config = run.config
-    model = check_model(task, config)
+    with preparing("checking the model"), paused_collector():
+        model = check_model(task, config)
     facts = {**task.kernels(config.layout.device, config.train.precision), **data.facts}
     layout = config.layout
     devices = layout.world_size * layout.devices if isinstance(layout.devices, int) else layout.world_size
@@ -46,13 +51,20 @@ def check(parsed: argparse.Namespace) -> int:
 
 
 def describe(parsed: argparse.Namespace) -> int:
-    """Print the layers of a model."""
+    """Print the layers of a model, or of a run's."""
     from unisono.launch import layout
     from unisono.launch.model.summary import describe_model
-    from unisono.task_config import build_task
+    from unisono.task_config import build_task, read_run
 
-    config = layout.resolve_layout(arguments.load_config(parsed), None)
-    for line in describe_model(build_task(config), config):
+    if (Path(parsed.recipe) / "config.yaml").is_file():  # a run is a task with settings
+        with preparing(f"opening {parsed.recipe}"), paused_collector():
+            asked = read_run(Path(parsed.recipe), overrides=parsed.overrides)
+    else:
+        asked = arguments.load_config(parsed)
+    config = layout.resolve_layout(asked, None)
+    with preparing("looking at the model"), paused_collector():
+        lines = describe_model(build_task(config), config)
+    for line in lines:
         say(line)
     return 0
 

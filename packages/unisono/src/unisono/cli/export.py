@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.runtime.console import say
+from unisono.runtime.preparing import preparing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +43,8 @@ def _export(parsed: argparse.Namespace) -> int:
         model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)
         return model
 
-    made = export(parsed.folder, words, build_merged)
+    with preparing(f"exporting {parsed.folder}"):
+        made = export(parsed.folder, words, build_merged)
     say(
         f"{made.folder}: {made.description}, step {made.step}; {made.tensors} tensors, {made.size / 1e6:.1f} MB in "
         f"{made.files} file{'s' * (made.files != 1)}"

@@ -101,8 +101,8 @@ def _first_words() -> str:
     train = f"unisono train {example}" if example else "pip install 'unisono[language]' && unisono train language"
     return (
         f"train an example       {train}\n"
-        "train your own task    unisono train my_task.py        (what a task is: docs/tutorial.md, docs/tasks.md)\n"
-        "every verb             unisono --help                  (what they do: docs/commands.md)"
+        "train your own task    unisono train my_task.py\n"
+        "how; every verb        docs/tutorial.md; unisono --help"
     )
 
 
@@ -148,7 +148,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
         (
             "describe",
             before_run.describe,
-            "print the layers of a model, their shapes and parameters, without building it",
+            "print the layers of a model, or a run's, with shapes and parameters; builds nothing",
         ),
         ("config", before_run.print_config, "print every setting and where it comes from"),
     ):
@@ -358,9 +358,10 @@ def _replay(parsed: argparse.Namespace) -> int:
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
-    from unisono.launch.run import evaluate
+    with preparing(f"evaluating {parsed.folder}"):
+        from unisono.launch.run import evaluate
 
-    values = evaluate(parsed.folder, parsed.overrides, task=parsed.task, trust=parsed.trust)
+        values = evaluate(parsed.folder, parsed.overrides, task=parsed.task, trust=parsed.trust)
     for name, value in values.items():
         say(f"{name}: {value}" if isinstance(value, int) else f"{name}: {value:.6f}")
     return 0

@@ -74,17 +74,19 @@ def format_table(statuses: Sequence[RunStatus]) -> list[str]:
     """Format runs as a table, a line each; names are not shortened, since they are typed."""
     from unisono.supervise.run_status import measure_size
 
-    rows = [("run", "state", "step", "loss", "age", "size", "where")]
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "age", "size", "where")]
     for status in statuses:
         loss = "–" if status.loss is None else f"{status.loss:.4f}"
         size = format_bytes(measure_size(status.folder))
         rows.append(
             (str(status.folder), status.outcome, status.progress, loss, _format_age(status.age), size, status.place)
         )
+    if not any(row[-1] for row in rows[1:]):  # nothing trains
+        rows = [row[:-1] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligned = "<<>>>><"
     return [
-        "  ".join(f"{text:{align}{width}}" for text, align, width in zip(row, aligned, widths, strict=True)).rstrip()
+        "  ".join(f"{text:{align}{width}}" for text, align, width in zip(row, aligned, widths, strict=False)).rstrip()
         for row in rows
     ]
 

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import arguments
+from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.preparing import preparing
 
 DEFAULTS = {"predict": ("unisono.launch.predict:predict", "write predictions of a trained model as a table")}
 _HELP = ("-h", "--help")
@@ -203,7 +205,11 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
     values = {name: _parse_value(function, name, parameters[name], text) for name, text in given.items()}
     if has_run and not Path(target).is_dir():
         raise ConfigError(f"{verb} needs the folder of a run: {_usage(verb, 'RUN', function)}")
-    return function(**({"run": open_run(target, overrides, task=reference)} if has_run else {}), **values)
+    if not has_run:
+        return function(**values)
+    with preparing(f"opening {target}"), paused_collector():
+        opened = open_run(target, overrides, task=reference)
+    return function(run=opened, **values)
 
 
 def _parse_value(function: Callable[..., Any], name: str, parameter: inspect.Parameter, text: str) -> Any:

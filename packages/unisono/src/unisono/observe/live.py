@@ -6,7 +6,6 @@ No line is wider than the terminal: values are folded between each other, and th
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
 from time import monotonic
@@ -149,21 +148,3 @@ def fold_values(values: Sequence[str], width: int) -> str:
         else:
             lines[-1] = joined
     return "\n".join(lines)
-
-
-def fold(text: str, width: int) -> str:
-    """A message for people folded between words, what follows indented; a long word (a path) stays whole.
-
-    >>> print(fold("one two three", 8))
-    one two
-      three
-    """
-    folded = []
-    for line in text.splitlines() or [""]:
-        indent = line[: len(line) - len(line.lstrip())]
-        lines = textwrap.wrap(
-            line.strip(), width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False,
-            break_on_hyphens=False,
-        )  # fmt: skip
-        folded += lines or [""]
-    return "\n".join(folded)

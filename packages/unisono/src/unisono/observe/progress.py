@@ -11,10 +11,11 @@ from time import perf_counter
 
 from rich.console import Console
 
-from unisono.observe.live import PATIENCE, LiveDisplay, fold
+from unisono.observe.live import PATIENCE, LiveDisplay
 from unisono.observe.notebook_progress import NotebookProgress
 from unisono.runtime import notebook
 from unisono.runtime.console import clean, discard_output
+from unisono.runtime.text import fold
 from unisono.runtime.text import format_count as format_count
 from unisono.runtime.work_progress import show_progress
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from unisono.runtime import secrets
-from unisono.runtime.text import escape_controls
+from unisono.runtime.text import escape_controls, fold
 
 
 def clean(text: object) -> str:
@@ -20,12 +21,22 @@ def clean(text: object) -> str:
 
 
 def say(text: object = "", *, error: bool = False, end: str = "\n") -> None:
-    """Print and flush a message: to stderr if `error` (errors and warnings), else to stdout; `end` follows it."""
+    """Print and flush a message, then `end`: to stderr if `error` (errors and warnings, folded on a terminal)."""
     stream = sys.stderr if error else sys.stdout
+    message = clean(text)
+    if error and stream.isatty():
+        message = fold(message, _width(stream) - 1)  # some terminals wrap a line that fills them
     try:
-        print(clean(text), file=stream, flush=True, end=end)
+        print(message, file=stream, flush=True, end=end)
     except BrokenPipeError:
         discard_output(stream)
+
+
+def _width(stream: TextIO) -> int:
+    """Of a terminal, in characters; that of none is 80."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
 def discard_output(stream: TextIO) -> None:

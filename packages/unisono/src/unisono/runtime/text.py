@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
+
+_COPIED = re.compile(r"  unisono[ .]|    \S")  # lines that are not folded
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_IN_LINES = re.compile(_CONTROLS.pattern.replace(r"\x00-\x1f", r"\x00-\x08\x0b-\x1f"))
@@ -93,3 +96,26 @@ def format_bytes(size: float) -> str:
         if size >= 0.9995 * limit:
             return f"{size / limit:.3g} {unit}"
     return f"{size:.0f} B"
+
+
+def fold(text: str, width: int) -> str:
+    """A message for people folded between words, what follows indented.
+
+    A long word (a path) stays whole, and so does what is copied: a command, or code in a traceback.
+
+    >>> print(fold("one two three", 8))
+    one two
+      three
+    """
+    folded = []
+    for line in text.splitlines() or [""]:
+        if _COPIED.match(line):
+            folded.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        lines = textwrap.wrap(
+            line.strip(), width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
+        folded += lines or [""]
+    return "\n".join(folded)
