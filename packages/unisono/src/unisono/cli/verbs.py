@@ -89,8 +89,9 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
             return 0
         raise ConfigError(f"unisono {verb} needs a run: unisono {verb} RUN")
     try:
-        reference = _reference(given[0], parsed.task, parsed.trust)
-        function = _find(verb, reference, core)
+        with preparing(f"opening {given[0]}"), paused_collector():
+            reference = _reference(given[0], parsed.task, parsed.trust)
+            function = _find(verb, reference, core)
     except ConfigError:
         _refuse_misspelt(verb, core)  # the likelier mistake, whatever the word after it is
         raise
