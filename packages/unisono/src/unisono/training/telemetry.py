@@ -60,7 +60,7 @@ class Telemetry:
             self.record.note(first, note)
         size = f"{format_count(facts.parameters + facts.frozen)} parameters"
         size += f" ({format_count(facts.parameters)} of them trained)" if facts.frozen else ""
-        say(f"{name}: {size}, {where}, {steps} steps, global batch {batch}")
+        say(f"{name}: {size}, {where}, {steps} step{'s' * (steps != 1)}, global batch {batch}")
         more = [f"{key}: {format_value(value)}" for key, value in {**facts.kernels, **self._data_facts}.items()]
         for line in [*facts.updates, *more, f"loading: {self._parts.loader.facts()}"]:
             log.info("%s", line)
