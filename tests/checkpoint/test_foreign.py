@@ -154,7 +154,7 @@ from unisono.checkpoint.exchange.pickle_process import leave_network, limit_reso
 if sys.argv[2] == "kernel":
     assert leave_network()
 if sys.argv[2] == "filter":
-    limit_resources(__file__ if "__file__" in globals() else sys.executable, 1 << 20)
+    limit_resources(__file__ if "__file__" in globals() else sys.executable, 1 << 20, 60)
 socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5)
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.exchange.export import read_adapter_settings
-from unisono.config import safe_yaml
+from unisono.config import foreign_run, safe_yaml
 from unisono.observe.trackers import show_figures
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.diagnose import diagnose_run
@@ -49,3 +49,15 @@ def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path
 def test_plain_values_and_what_is_no_yaml_are_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     safe_yaml.check_yaml(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [":".join(["1"] * 3000) + ".5", ":".join(["59"] * 3000), "0x" + "f" * 10_000, "9" * 5000, "2001-99-99"],
+    ids=["sexagesimal float", "sexagesimal", "hexadecimal", "digits", "date"],
+)  # fmt: skip
+def test_a_number_that_no_setting_has_is_a_sentence(tmp_path: Path, value: str) -> None:
+    """`1:1:1:…:1.5`, a float to the base of 60, was an OverflowError."""
+    (tmp_path / "config.yaml").write_text(f"recipe: language\ntrain: {{steps: {value}}}\n")
+    with pytest.raises(ConfigError):
+        foreign_run.read_values(tmp_path / "config.yaml")

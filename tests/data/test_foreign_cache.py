@@ -12,7 +12,7 @@ from unisono.data.compute_once import compute_array_once
 from unisono.data.sources import index
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import DataError
-from unisono.runtime.files import cache_dir
+from unisono.runtime.files import cache_dir, cache_entry, make_private
 
 ROWS = np.arange(4.0)
 
@@ -69,3 +69,24 @@ def test_an_index_that_others_can_write_is_refused(cache: Path, tmp_path: Path) 
     place.chmod(0o666)
     with pytest.raises(DataError, match="can be written by other users"):
         index.cached_array(file, "lines", lambda: ROWS)
+
+
+@pytest.mark.parametrize("level", range(5), ids=["cache", "kind", "folder", "entry", "file"])
+def test_the_entry_of_a_recipe_is_refused_where_others_can_write_at_any_level(cache: Path, level: int) -> None:
+    """Token shards and speech codes were believed, whoever had written them."""
+    entry = cache_entry("recipe", "folder", "entry")
+    assert entry == cache / "recipe" / "folder" / "entry"
+    assert entry.parent.is_dir() and not entry.exists()
+    (entry / "inner").mkdir(parents=True)
+    (entry / "inner" / "rows.npy").touch()
+    make_private(entry)
+    assert cache_entry("recipe", "folder", "entry") == entry
+    (cache, cache / "recipe", entry.parent, entry, entry / "inner" / "rows.npy")[level].chmod(0o777)
+    with pytest.raises(DataError, match=r"can be written by other users \(mode 777\)"):
+        cache_entry("recipe", "folder", "entry")
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"the cache .*file/recipe cannot be used.*set data\.cache or \$UNISONO_CACHE"):
+        cache_entry("recipe", "entry", cache=tmp_path / "file")

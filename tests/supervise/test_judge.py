@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from unisono.runtime.heartbeat import NEW_SHAPE, PHASES, HeartbeatRecord
@@ -193,7 +195,7 @@ def test_ranks_that_wait_for_the_same_blame_what_is_between_them():
         (-9, True, "out of memory"),
         (137, True, "out of memory"),
         (-11, True, "killed by signal 11 (SIGSEGV)"),
-        (-7, False, "killed by signal 7 (SIGBUS), e.g. for reading past the end of a truncated file"),
+        (-7, False, "killed by signal 7 (SIGBUS), for reading past the end of a file that was truncated meanwhile"),
         (0, False, "exit code 0 before the run was complete"),
         (3, False, "exit code 3"),
         (None, False, "see its launcher's output for the exit code"),
@@ -244,3 +246,10 @@ def test_a_rank_that_left_with_an_error_and_is_killed_is_told_with_both():
     one = seen(1, "left", detail="5 the sums", outer="wait")
     text = hang_detection.describe_lost(1, one.record, ranks(one), "host", -9).text
     assert "while leaving with exit code 5, in step 4, wait" in text
+
+
+def test_a_full_shared_memory_is_not_called_a_truncated_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 4096))
+    assert "most likely because /dev/shm is full (4 kB are free)" in hang_detection.describe_death(-7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 0, 1 << 30))
+    assert "a file that was truncated meanwhile, or because /dev/shm was full" in hang_detection.describe_death(-7)

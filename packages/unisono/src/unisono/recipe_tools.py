@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
-    from unisono.runtime.files import atomic_file, cache_dir, pickle_hint, write_whole
+    from unisono.runtime.files import atomic_file, cache_dir, cache_entry, make_private, pickle_hint, write_whole
     from unisono.runtime.hdf5 import check_hdf5
     from unisono.runtime.native_errors import wrap_native_errors
     from unisono.runtime.preparing import preparing
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 _HOME = {
     "atomic_file": "runtime.files",
     "cache_dir": "runtime.files",
+    "cache_entry": "runtime.files",
     "check_hdf5": "runtime.hdf5",
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
     "format_share": "runtime.errors",
     "hf_config": "checkpoint.exchange",
     "import_extra": "runtime.entry_points",
+    "make_private": "runtime.files",
     "nearest": "runtime.errors",
     "pickle_hint": "runtime.files",
     "preparing": "runtime.preparing",
@@ -44,12 +46,14 @@ _MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves
 __all__ = [
     "atomic_file",
     "cache_dir",
+    "cache_entry",
     "check_hdf5",
     "find_duplicates",
     "format_examples",
     "format_share",
     "hf_config",
     "import_extra",
+    "make_private",
     "nearest",
     "pickle_hint",
     "preparing",

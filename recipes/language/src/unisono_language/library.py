@@ -217,7 +217,7 @@ def preparations(
     return {
         name: (
             TokenisePreparation(corpus, tokenizer, chat),
-            tokens.cache_entry(corpus, tokenizer, config.cache, chat),
+            tokens.find_entry(corpus, tokenizer, config.cache, chat),
         )
         for name, corpus in found.items()
     }

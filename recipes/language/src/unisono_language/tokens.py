@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import DataError, prepare
-from unisono.recipe_tools import atomic_file, cache_dir, safe_paths, show_progress
+from unisono.recipe_tools import atomic_file, cache_entry, make_private, safe_paths, show_progress
 from unisono_language.chat import ChatTemplate
 from unisono_language.conversations import Conversations
 from unisono_language.texts import Texts, digest
@@ -254,18 +254,19 @@ def load_tokens(
     texts: Texts | Conversations, tokenizer: Tokenizer, cache: Path | None, chat: ChatTemplate | None = None
 ) -> TokenStore:
     """The tokenised corpus, from the cache or tokenised now; one process per host does it and the others wait."""
-    folder = cache_entry(texts, tokenizer, cache, chat)
+    folder = find_entry(texts, tokenizer, cache, chat)
     if not prepare.is_finished(folder):  # what is missing is made again
         records = "documents" if chat is None else "conversations"
         with show_progress("tokenising", len(texts), "tokens", records, patience=_PATIENCE) as progress:
             prepare.prepare(TokenisePreparation(texts, tokenizer, chat), folder, progress=progress)
+        make_private(folder)
     files = [{"name": file.name, "size": file.size, "stamp": file.stamp} for file in texts.found.files]
     return TokenStore(folder, files)
 
 
-def cache_entry(
+def find_entry(
     texts: Texts | Conversations, tokenizer: Tokenizer, cache: Path | None, chat: ChatTemplate | None = None
 ) -> Path:
     """The cache path of a corpus; its name contains everything that determines the content."""
     address = [texts.stamp, tokenizer.digest, *([] if chat is None else [chat.describe])]
-    return (cache or cache_dir()) / "language" / digest(address)[:24]
+    return cache_entry("language", digest(address)[:24], cache=cache)

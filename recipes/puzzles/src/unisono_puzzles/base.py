@@ -26,7 +26,7 @@ from unisono import (
     Task,
     read_asset,
 )
-from unisono.recipe_tools import cache_dir
+from unisono.recipe_tools import cache_entry
 from unisono_puzzles import settings
 from unisono_puzzles.data.arrays import StoredPuzzle
 from unisono_puzzles.data.formats import ARC_COLOURS, FormatJson, Puzzle, Puzzles, format_from_json, format_to_json
@@ -368,7 +368,7 @@ class PuzzlesBase(Task):
             for part, made in library.preparations().items():
                 digest = hashlib.sha256(json.dumps(made.inputs, sort_keys=True).encode()).hexdigest()[:16]
                 name = part if len(self.libraries) == 1 else f"{kind}/{part}"
-                found[name] = (made, cache_dir() / "puzzles" / digest / name)
+                found[name] = (made, cache_entry("puzzles", digest, *name.split("/")))
         return found
 
     def _levels_of(self, kind: str, ratings: NDArray[np.floating[Any]]) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import unisono_audio as audio
 from unisono import ConfigError, DataError, SampleContext, Subset, compute_once, generator, hold_out, key
-from unisono.recipe_tools import atomic_file, cache_dir, safe_paths
+from unisono.recipe_tools import atomic_file, cache_entry, make_private, safe_paths
 from unisono_speech import codec, folder, manifest, samples, voices
 from unisono_speech.codec import Codec, KMeansCodec
 from unisono_speech.samples import Clip, Conversation, Utterance
@@ -158,7 +158,7 @@ class CodeStore:
 
     def __init__(self, codec: Codec, cache: Path | None) -> None:
         self.codec = codec
-        self._folder = (cache or cache_dir()) / "speech-codes" / codec.digest
+        self._cache = cache
         self._recent: dict[str, Codes] = {}
 
     def __call__(self, clip: Clip) -> Codes:
@@ -175,7 +175,7 @@ class CodeStore:
     def _codes(self, clip: Clip) -> Codes:
         content = clip.read()
         digest = samples.digest(content)
-        file = self._folder / digest[:2] / f"{digest}.npy"
+        file = cache_entry("speech-codes", self.codec.digest, digest[:2], f"{digest}.npy", cache=self._cache)
         try:
             kept: Codes = safe_paths.load_array(file.parent, file.name).astype(np.int64)
             if kept.ndim == 2 and kept.shape[1] == self.codec.codebooks:
@@ -184,12 +184,12 @@ class CodeStore:
             pass
         made = self.codec.encode(sound(clip, content, self.codec.rate))
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(file) as temporary, temporary.open("wb") as opened:
                 np.save(opened, made.astype(np.int16))
+                make_private(temporary)
         except OSError as error:
             raise DataError(
-                f"the cache {self._folder} cannot be written ({error.strerror}); choose another by data.cache"
+                f"the cache {file.parent} cannot be written ({error.strerror}); choose another by data.cache"
             ) from error
         return made
 

@@ -75,6 +75,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from unisono.data.prepare.partitions import PLAN_FILE, Partition
     from unisono.data.prepare.preparation import prepare
     from unisono.protocols import find_preparations
+    from unisono.runtime.files import make_private
     from unisono.task_config import build_task
 
     own = arguments.parse_own_settings(parsed, Prepare)
@@ -89,6 +90,8 @@ def _prepare(parsed: argparse.Namespace) -> int:
                 preparation, folder, share=share, workers=workers, kind=own.worker_kind, shard_mb=own.shard_mb,
                 progress=progress,
             )  # fmt: skip
+        if not own.out:
+            make_private(folder)
         if made is not None:
             _print_shards(made)
         else:

@@ -13,6 +13,7 @@ from unisono.runtime.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 MAX_DEPTH = 64
+_MAX_DIGITS = 200  # of a number: 1:1:1 is one to the base of 60
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = safe_paths.read_text(path.parent, path.name, MAX_BYTES)
         _check_size(text, path)
         values = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
         if isinstance(error, ConfigError):
             raise
         why = getattr(error, "strerror", None) or error
@@ -82,6 +83,9 @@ def _count_values(node: yaml.Node, path: Path, known: dict[int, int], depth: int
         return known[id(node)]
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep")
+    if isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_DIGITS and not node.tag.endswith(":str"):
+        kind = node.tag.rpartition(":")[2]
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: a value of {len(node.value)} characters ({kind})")
     known[id(node)] = 0  # being counted
     parts: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):

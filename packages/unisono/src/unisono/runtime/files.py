@@ -216,6 +216,37 @@ def check_private(path: Path) -> None:
     )
 
 
+def cache_entry(*names: str, cache: Path | None = None) -> Path:
+    """Where an entry of a cache lies, whether it exists or not; all folders above it exist.
+
+    The cache, the entry and all in between must belong to this user (or root), and nobody else may write into them,
+    since what they hold is believed. Call `make_private` for an entry once it is made.
+
+    Args:
+        names: Of folders below the cache, and of the entry.
+        cache: None for `$UNISONO_CACHE` or `~/.cache/unisono`.
+
+    Raises:
+        DataError: If somebody else could have written it, or if the cache cannot be written.
+    """
+    path = cache or cache_dir()
+    check_private(path)
+    for name in names:
+        path = path / name
+        check_private(path)
+    if path.is_dir():
+        for part in path.rglob("*"):
+            check_private(part)
+    try:
+        make_cache_folder(path.parent)
+    except OSError as error:
+        raise DataError(
+            f"the cache {path.parent} cannot be used ({error.strerror or error}); set data.cache or $UNISONO_CACHE to "
+            "another folder"
+        ) from error
+    return path
+
+
 def make_private(path: Path) -> None:
     """Take from others the right to write into what this process has made, whatever its umask is."""
     for part in [path, *(path.rglob("*") if path.is_dir() else ())]:

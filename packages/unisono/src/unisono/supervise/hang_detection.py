@@ -13,6 +13,7 @@ from typing import Any
 
 from unisono.runtime.errors import LostError, StuckError, format_ranges
 from unisono.runtime.heartbeat import NEW_SHAPE, HeartbeatRecord
+from unisono.runtime.resource_limits import explain_sigbus
 from unisono.supervise.processes import STATES
 from unisono.supervise.stacks import Stack
 
@@ -220,7 +221,7 @@ def describe_death(code: int | None, memory: bool = False) -> str:
     if code >= 0:
         return f"exit code {code}" + " before the run was complete, e.g. by os._exit in the task's code" * (code == 0)
     names = {
-        -6: " (SIGABRT)", -7: " (SIGBUS), e.g. for reading past the end of a truncated file", -8: " (SIGFPE)",
+        -6: " (SIGABRT)", -7: f" (SIGBUS), {explain_sigbus()}", -8: " (SIGFPE)",
         -9: " (SIGKILL), possibly by the OOM killer", -11: " (SIGSEGV)", -15: " (SIGTERM)",
     }  # fmt: skip
     return f"killed by signal {-code}{names.get(code, '')}"

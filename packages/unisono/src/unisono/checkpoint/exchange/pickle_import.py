@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import atomic_file, atomic_folder, own_folder, remove_folder
 
 _MIN_BYTES_PER_SECOND = 4 << 20  # bytes per second, after a minute to start
+_PATIENCE = 10  # seconds that may pass for one of the processor's, on a host that is busy
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # it may start no others
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # of the environment
 _COPIED_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # of a folder, besides tensors
@@ -156,7 +158,7 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
             raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}") from error
         size = os.fstat(pickle.fileno()).st_size
         file = opened.enter_context(out.open("wb"))
-        done = _run(pickle, key, size, file, shown)
+        done = _run(pickle, key, 60 + size // _MIN_BYTES_PER_SECOND, file, shown)
     reply: dict[str, Any] = {}
     with suppress(ValueError, IndexError):
         reply = dict(safe_paths.parse_json(done.stdout.splitlines()[-1], _Reply))
@@ -178,10 +180,11 @@ class _Reply(TypedDict):
 
 
 def _run(
-    pickle: BufferedReader, key: str | None, size: int, file: BufferedWriter, shown: Path
+    pickle: BufferedReader, key: str | None, seconds: int, file: BufferedWriter, shown: Path
 ) -> subprocess.CompletedProcess[str]:
-    """The process that reads a pickle: two open files are all it is given."""
-    request = {"source": safe_paths.path_of(pickle), "key": key, "limit": 4 * size + (64 << 20)}
+    """The process that reads a pickle: two open files are all it is given, and so many seconds of the processor."""
+    limit = 4 * os.fstat(pickle.fileno()).st_size + (64 << 20)
+    request = {"source": safe_paths.path_of(pickle), "key": key, "limit": limit, "seconds": seconds}
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - a text in, a text out
     command = [sys.executable, "-P", "-m", "unisono.checkpoint.exchange.pickle_process"]
@@ -195,13 +198,13 @@ def _run(
             env={**kept, **_ONE_THREAD, "PYTHONPATH": path},
             pass_fds=(file.fileno(), pickle.fileno()),
             cwd="/",
-            timeout=60 + size / _MIN_BYTES_PER_SECOND,
+            timeout=_PATIENCE * seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise CheckpointError(
-            f"{shown}: reading it took longer than {60 + size / _MIN_BYTES_PER_SECOND:.0f} s; it was stopped and its "
-            "output removed"
+            f"{shown}: reading it took longer than {_PATIENCE * seconds} s; it was stopped and its output removed. If "
+            "this host is very busy, try again later"
         ) from None
 
 
@@ -216,6 +219,8 @@ def _explain_failure(done: subprocess.CompletedProcess[str], reply: dict[str, An
         )
     if "sentence" in reply:
         return _printable(reply["sentence"])
+    if done.returncode == -signal.SIGXCPU:
+        return "cannot be read: it took more of the processor's time than any honest file; its output was removed"
     if done.returncode < 0:
         return f"cannot be read: the reading process was killed by signal {-done.returncode}; its output was removed"
     last = _printable((done.stderr.strip().splitlines() or ["without a word"])[-1])

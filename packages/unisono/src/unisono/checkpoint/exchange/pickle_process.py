@@ -41,8 +41,8 @@ def leave_network() -> bool:
     return bool(library.unshare(_NEW_NETWORK) == 0 or library.unshare(_NEW_USER | _NEW_NETWORK) == 0)
 
 
-def limit_resources(source: str, limit: int) -> list[str]:
-    """Bound memory, the size of files, and processes, and give up files, sockets and other processes.
+def limit_resources(source: str, limit: int, seconds: int) -> list[str]:
+    """Bound memory, time, the size of files, and processes, and give up files, sockets and other processes.
 
     Returns:
         Protections that this host does not have, in words.
@@ -55,6 +55,7 @@ def limit_resources(source: str, limit: int) -> list[str]:
         (resource.RLIMIT_NPROC, 0),
     ):
         lower_limit(what, most)
+    lower_limit(resource.RLIMIT_CPU, seconds, 5)
     packages = [
         entry for entry in sys.path if entry.rstrip("/").endswith(("-packages", ".zip")) or "/lib/python" in entry
     ]
@@ -177,7 +178,7 @@ def main() -> None:
     """Entry point of the process."""
     leave_network()
     request = json.loads(sys.stdin.read())
-    missing = limit_resources(request["source"], request["limit"])  # before torch, whose import starts threads
+    missing = limit_resources(request["source"], request["limit"], request["seconds"])  # before torch, which has threads
     cast(dict[str, Any], sys.modules)["dill"] = None  # torch would import it, which opens devices for writing
     answer = extract_tensors(request["source"], request["key"], request["limit"], int(sys.argv[1]))
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")

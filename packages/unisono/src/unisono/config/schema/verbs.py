@@ -66,6 +66,7 @@ class Import(Settings):
     out: Path = Field(description="NAME.safetensors for one file, else a folder to create")
     key: str | None = Field(None, description="where in a .pt file the weights are, e.g. state_dict, or a/b for a in b")
     shard_mb: Positive = Field(5000.0, description="MB per file of a folder")
+    timeout: Positive | None = Field(None, description="s to read a pickle; null: 600, and 1 for each 4 MB")
 
 
 class FindLr(Settings):

@@ -30,6 +30,7 @@ from unisono.config import references
 from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.resource_limits import explain_sigbus
 
 _MAX_PENDING = 2  # requests per process: one in progress, and the next one
 _EXIT_TIMEOUT = 5.0  # seconds to wait for a process to exit
@@ -295,7 +296,7 @@ class _WorkerHandle:
         else:
             where = "before its first sample" if not self._ready else "between two micro-batches"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        more = {-9: "; out of memory?", -7: "; was a file truncated while it was read?"}.get(code, "")
+        more = {-9: "; out of memory?", -7: f"; {explain_sigbus()}"}.get(code, "")
         return f"a worker process died {where} ({how}{more}). Its standard error may say more"
 
 

@@ -51,11 +51,22 @@ class _Manifest(TypedDict):
     shards: list[_Shard]
 
 
-class ShardNote(_Shard):
+class ShardNote(TypedDict):
     """What is written beside a finished shard, until all are."""
 
     range: list[Count]
     of: Object
+    column: str
+    dtype: str
+    rows: Count
+    units: Count
+    left_out: Count
+    bytes: Count
+    sha256: str
+    content: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+    shortest: Count
+    longest: Count
+    mean: Number
 
 
 class Plan(TypedDict):
