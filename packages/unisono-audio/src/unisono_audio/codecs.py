@@ -116,6 +116,23 @@ def decode(data: memoryview, window: Window, duration: float | None) -> tuple[Sa
     return check_finite(np.concatenate(parts), start), header.rate, start
 
 
+def mono_share(data: memoryview) -> float:
+    """The energy of a recording mixed to mono, as a share of its channels' mean energy: 0 for opposite phases.
+
+    Raises:
+        BadRecording: as `decode`.
+        NeedsFFmpeg: as `decode`.
+    """
+    mixed = channels = 0.0
+    with _open_stream(data) as stream:
+        count = 0
+        while count < MOST_FRAMES and len(part := stream.read(_CHUNK)):
+            mixed += float(np.square(mono(part), dtype=np.float64).sum())
+            channels += float(np.square(part, dtype=np.float64).sum()) / part.shape[1]
+            count += len(part)
+    return mixed / channels if channels else 1.0
+
+
 def check_finite(samples: Samples, start: int = 0) -> Samples:
     """The samples, after checking that all are finite."""
     good = np.isfinite(samples)

@@ -54,6 +54,13 @@ def _scan(parsed: argparse.Namespace) -> int:
         say(f"row {row}: {reason}")
     if len(found.bad) > 10:
         say(f"… and {len(found.bad) - 10} more")
+    if found.cancelled:
+        shown = ", ".join(map(str, found.cancelled[:10])) + (", …" if len(found.cancelled) > 10 else "")
+        say(
+            f"unisono: WARNING: rows {shown}: the channels cancel each other, so the mix to mono is next to silence "
+            f"({len(found.cancelled)} of {found.rows} recordings). Invert one channel, or keep only one",
+            error=True,
+        )
     if found.bad:
         say(
             f"{found.rows} recordings, {len(found.bad)} cannot be decoded; they are listed in {found.path}, "

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import soundfile
 
 import unisono_audio as audio
 from unisono.cli.main import main
@@ -204,3 +205,29 @@ def test_the_verbs_scan_and_cache(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = [f"out={tmp_path / 'cache'}", "rate=16000", "duration=0.25", "num_mel_bins=20", f"leave_out={bad}"]
     assert main(["data", "audio-cache", data, *words]) == 0
     assert "20 rows of 23 × 20 float32, 0 left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [1.0, 0.95])
+def test_channels_in_opposite_phase_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    """They became silence without a word; quiet, mono and one-sided recordings are right as they are."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    tone = (0.05 * np.sin(np.arange(32_000) / 7)).astype(np.float32)
+    kinds = {
+        "a": np.stack([tone, -share * tone], 1), "b": np.stack([tone, tone], 1), "c": np.stack([tone, 0 * tone], 1),
+        "d": tone[:, None] / 100, "e": np.zeros((32_000, 2), np.float32),
+    }  # fmt: skip
+    for name, frames in kinds.items():
+        soundfile.write(folder / f"{name}.wav", frames, 16_000)
+    source, out = open_recordings(folder), tmp_path / "bad.jsonl"
+    found = scan(source, out, workers=1)
+    assert (found.bad, found.cancelled) == ({}, [0])
+    assert scan(source, out, workers=2) == found, "kept where the scan is finished"
+    assert main(["data", "scan", str(folder), f"out={tmp_path / 'again.jsonl'}"]) == 0
+    assert (
+        "rows 0: the channels cancel each other, so the mix to mono is next to silence (1 of 5"
+        in capsys.readouterr().err
+    )
+    assert len(open_recordings(folder, leave_out=out)) == 5, "a warning leaves nothing out"
