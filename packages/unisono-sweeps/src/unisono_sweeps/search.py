@@ -6,6 +6,7 @@ is the same run when the search starts again: it resumes from its checkpoint, an
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,12 @@ from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema import Settings
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.task_objects import format_override
+from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.files import write_whole
+from unisono.runtime.native_errors import wrap_native_errors
+from unisono.runtime.shapes import misfit
 from unisono.runtime.text import one_line
 from unisono.supervise import identity
 from unisono.supervise.run_facts import read_run_facts
@@ -100,7 +104,7 @@ class _Search:
         optuna = import_optuna()
         for frozen in self.study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             owner = frozen.user_attrs.get(_OWNER)
-            if owner is not None and identity.is_alive(owner) is not False:
+            if misfit(owner, identity.Identity) is None and identity.is_alive(owner) is not False:
                 continue  # another process runs it
             if (job := self._prepare(optuna.trial.Trial(self.study, frozen._trial_id))) is not None:
                 yield job
@@ -218,15 +222,18 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     fixed, _, folder = split_place(space.fixed, [swept], recipe, settings.name)
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
-    study = optuna.create_study(
-        storage=optuna.storages.JournalStorage(backend),
-        study_name="search",
-        directions=settings.directions,
-        sampler=optuna.samplers.TPESampler(seed=settings.seed, multivariate=False),
-        pruner=optuna.pruners.MedianPruner() if settings.prune else optuna.pruners.NopPruner(),
-        load_if_exists=True,
-    )
+    if os.path.lexists(folder / STUDY) and not safe_paths.is_inside(folder, STUDY):
+        raise ConfigError(f"{folder / STUDY} is not a file in that folder; remove it, or choose another name=")
+    with wrap_native_errors(f"{folder / STUDY} cannot be read", ConfigError, "remove it, or choose another name="):
+        backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
+        study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            study_name="search",
+            directions=settings.directions,
+            sampler=optuna.samplers.TPESampler(seed=settings.seed, multivariate=False),
+            pruner=optuna.pruners.MedianPruner() if settings.prune else optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
     asked = [direction.name.lower() for direction in study.directions]
     if asked != settings.directions:
         raise ConfigError(f"{folder} holds a search with other directions ({', '.join(asked)}); choose another name=")

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from unisono.config import fingerprint, foreign_run
 from unisono.runtime.errors import RunError
+from unisono.runtime.text import one_line
 from unisono.supervise import run_status
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps.axes import SEED
@@ -60,7 +61,10 @@ def compare_runs(runs: Sequence[RunFacts]) -> pa.Table:
     """
     keys = different_keys(runs)
     flat = [fingerprint.flatten(dict(run.config)) for run in runs]
-    columns: dict[str, list[Any]] = {"run": [str(run.folder.name) for run in runs], "state": [r.state for r in runs]}
+    columns: dict[str, list[Any]] = {
+        "run": [one_line(run.folder.name) for run in runs],
+        "state": [r.state for r in runs],
+    }
     if len(set(columns["run"])) < len(runs):
         columns["run"] = [str(run.folder) for run in runs]
     columns |= {key: _column([values.get(key) for values in flat]) for key in keys}

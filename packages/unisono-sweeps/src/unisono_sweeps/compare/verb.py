@@ -14,6 +14,7 @@ from pydantic import Field
 from unisono.config.schema import Settings
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw, fit_power_law
@@ -52,7 +53,7 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
     for run in runs:
         if run.state != "finished":
             why = f": {one_line(run.why)}" if run.why else ""
-            say(f"{run.folder.name}: {run.state} after step {run.steps_done}{why}")
+            say(f"{one_line(run.folder.name)}: {run.state} after step {run.steps_done}{why}")
     law = _fit(table, settings.fit, metric) if settings.fit else None
     if law is not None:
         say(f"\n{metric} over {settings.fit}: {law.format()}")
@@ -62,7 +63,8 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
     from unisono_sweeps.compare.figures import draw_figures
 
     fit = (settings.fit, law) if settings.fit and law is not None else None
-    drawn = draw_figures(out, runs, table, keys, metric, mode=settings.mode, fit=fit)
+    with wrap_native_errors("the pictures cannot be drawn"):  # numbers that no axis holds
+        drawn = draw_figures(out, runs, table, keys, metric, mode=settings.mode, fit=fit)
     say(f"\n{out / 'runs.parquet'}, {', '.join(path.name for path in drawn)}")
 
 

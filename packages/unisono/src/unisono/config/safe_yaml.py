@@ -9,6 +9,7 @@ import yaml
 
 from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.text import one_line
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
@@ -33,6 +34,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a configuration: {why}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a configuration: it holds a {type(values).__name__}, not keys and values")
+    pending: list[Any] = [values]
+    while pending:
+        at = pending.pop()
+        if isinstance(at, dict) and (odd := next((key for key in at if not isinstance(key, str)), None)) is not None:
+            raise ConfigError(f"{path} is not a configuration: its key {one_line(odd)} is a {type(odd).__name__}")
+        pending += at.values() if isinstance(at, dict) else at if isinstance(at, list) else ()
     return values
 
 

@@ -92,7 +92,7 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     """
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml)")
-    files = sorted((folder / ledger.FOLDER).glob("rank-*.jsonl"))
+    files = ledger.find_files(folder)
     if not files:
         raise RunError(f"{folder} has no ledger (no {ledger.FOLDER}/rank-00000.jsonl), so there is nothing to audit")
     config = read_run(folder, task, trust=trust)
@@ -101,15 +101,20 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
     plan = build_plan(run_task, source, config, world_size=1)  # the order is the same for any number of processes
     report = AuditReport(folder)
     starts = collect_starts(files, report)
-    saved = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/manifest.json")]
+    saved = [_step_of(path.parent.name) for path in folder.glob("checkpoints/step-*/manifest.json")]
     counted = check_starts(starts, plan, max(saved, default=0), report)
     rebuild_steps(counted, plan, run_task, source, remake, report)
     return report
 
 
+def _step_of(name: str) -> int:
+    number = name.removeprefix("step-")
+    return int(number) if number.isdecimal() and len(number) <= 18 else 0
+
+
 def collect_starts(files: Sequence[Path], report: AuditReport) -> list[RunStart]:
     """The starts of a run, in order, with the lines of all its processes."""
-    read = {int(path.stem.removeprefix("rank-")): ledger.read_ledger(path) for path in files}
+    read = {ledger.rank_of(path): ledger.read_ledger(path) for path in files}
     for _, faults in read.values():
         report.faults += faults
     if 0 not in read:

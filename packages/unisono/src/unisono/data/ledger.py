@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _BYTES = 8  # of a digest
 _CHAIN = ',"chain":"'
 _MAX_HELD = 256  # lines buffered at most
 _TAIL_BYTES = 1 << 20  # bytes at the end of a file that are searched for its last line
+_RANK = re.compile(r"rank-[0-9]{1,9}\.jsonl")
 _LARGEST = 2 << 30  # bytes of a file
 _MAX_REASON = 300  # characters kept of a reason
 
@@ -244,9 +246,19 @@ class RunStart:
     lines: dict[int, list[LedgerLine]] = field(default_factory=dict)
 
 
+def find_files(run: Path) -> list[Path]:
+    """The files of a run's ledger, one of each process, by rank; what has another name is no part of it."""
+    return sorted((path for path in (run / FOLDER).glob("rank-*.jsonl") if _RANK.fullmatch(path.name)), key=rank_of)
+
+
+def rank_of(path: Path) -> int:
+    """The rank of the process that wrote a file."""
+    return int(path.stem.removeprefix("rank-"))
+
+
 def read_ledger(path: Path) -> tuple[list[RunStart], list[str]]:
     """The starts in a process's file, and the faults found in it. A truncated last line is not a fault."""
-    rank = int(path.stem.removeprefix("rank-"))
+    rank = rank_of(path)
     starts: list[RunStart] = []
     faults: list[str] = []
     chain = ""

@@ -8,21 +8,23 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from unisono.runtime import safe_paths, secrets
 from unisono.runtime.files import wrap_record_errors, write_whole
-from unisono.runtime.shapes import Integer, Number, misfit
+from unisono.runtime.shapes import Number, misfit
 
 NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
 
 _LARGEST = 1 << 30  # bytes of a file of events
+_MOST = 1 << 53  # of an integer, above which a float does not tell it from the next
 
 
 class _Numbered(TypedDict):
-    step: Integer
+    step: Annotated[int, Field(ge=0, lt=_MOST)]
 
 
 class _Step(_Numbered):
@@ -108,7 +110,8 @@ def _read_lines(path: Path) -> list[str]:
 def _parse_line(line: str) -> dict[str, Any] | None:
     """The event of a line; None for one that is damaged."""
     with suppress(ValueError):
-        return dict(safe_paths.parse_json(line, _Numbered))
+        event = dict(safe_paths.parse_json(line, _Numbered))
+        return None if any(isinstance(value, int) and abs(value) >= _MOST for value in event.values()) else event
     return None
 
 

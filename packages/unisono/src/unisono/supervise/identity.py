@@ -12,13 +12,24 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from unisono.supervise import processes
 
 _PROC = Path("/proc")
+
+
+class Identity(TypedDict):
+    """A process, as `own_identity` describes it."""
+
+    host: str
+    machine: str
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    born: str
 
 
 def machine_id() -> str:

@@ -22,10 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
-from typing_extensions import TypedDict
+from typing import Any
 
 from unisono.runtime import safe_paths
 from unisono.runtime.console import say
@@ -43,13 +40,9 @@ _TOKENS_KEPT = 4  # older tokens that are kept
 _MAX_DIGITS = 18  # of a token in a file's name
 
 
-class Owner(TypedDict):
+class Owner(identity.Identity):
     """Who holds a lock, or held it."""
 
-    host: str
-    machine: str
-    pid: Annotated[int, Field(gt=0, lt=2**31)]
-    born: str
     released: bool
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,7 +93,8 @@ class Matrix:
         return None, safe_paths.load_array(path.parent, path.name)
 
     def _npz(self) -> IdsAndDistances:
-        with safe_paths.open_regular(self.path) as file, np.load(file, allow_pickle=False) as arrays:
+        with safe_paths.open_regular(self.path) as file:
+            arrays = safe_paths.load_arrays(file)
             ids = next((arrays[name] for name in _ID_NAMES if name in arrays), None)
             name = self._select_array({name: arrays[name].ndim for name in arrays if name not in _ID_NAMES})
             return _strings(ids), arrays[name]
@@ -114,7 +114,7 @@ class Matrix:
             return self._parse_lines(file)
 
     def _qza(self) -> IdsAndDistances:
-        with safe_paths.open_regular(self.path) as opened, zipfile.ZipFile(opened) as archive:
+        with safe_paths.open_regular(self.path) as opened, safe_paths.open_archive(opened) as archive:
             inside = [name for name in archive.namelist() if name.endswith("/data/distance-matrix.tsv")]
             if len(inside) != 1:
                 raise DataError(f"{self} is not a QIIME 2 DistanceMatrix: it has no data/distance-matrix.tsv")

@@ -120,8 +120,8 @@ class PreparedPuzzles:
         with (
             wrap_native_errors(f"{folder / _NUMBERS} cannot be read", advice="prepare the folder again"),
             safe_paths.open_inside(folder, _NUMBERS) as file,
-            np.load(file, allow_pickle=False) as numbers,
         ):
+            numbers = safe_paths.load_arrays(file)
             self._first: Numbers = numbers["first"]
             self._identifiers: NDArray[np.int32] = numbers["identifiers"]
             self.ratings: NDArray[np.float32] = numbers["ratings"]
