@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -86,3 +88,10 @@ def test_a_journal_of_somebody_else_s_is_a_sentence(
     with pytest.raises(ConfigError, match=r"study\.journal"):
         search.run_search("language", None, words)
     assert journal != b"link" or (tmp_path / "private").read_text() == "mine"
+
+
+def test_a_parquet_footer_whose_size_statistics_lie_ends_no_process() -> None:
+    """Arrow throws from a constructor that Python's binding takes for one that cannot: the process aborted."""
+    command = [sys.executable, "-m", "tests.security.fuzz", "--count", "1", "--first", "827", "Parquet"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, "1 mutations, 0 wrong" in done.stdout) == (0, True), done.stdout + done.stderr

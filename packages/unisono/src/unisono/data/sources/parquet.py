@@ -105,24 +105,16 @@ class ParquetReader:
         if number in self._checked:
             return
         footer: Any = self._footer
-        group, names = footer.row_group(number), tuple(self._names)
-        size, texts, most = 0, [], 0
-        for place in range(group.num_columns):
-            column = group.column(place)
-            if not column.path_in_schema.startswith(names):
-                continue
-            count = column.num_values * rows // max(1, group.num_rows)
-            size += column.total_uncompressed_size
-            if column.physical_type == "BYTE_ARRAY":
-                texts.append((column.path_in_schema, count))
-                most += count * column.total_uncompressed_size
-            else:
-                size += count * max(8, footer.schema.column(place).length)
+        names, size = tuple(self._names), footer.row_group(number).total_byte_size
+        columns = [footer.schema.column(place) for place in range(footer.num_columns)]
+        wanted = [column for column in columns if column.path.startswith(names)]
+        texts = [column.path for column in wanted if column.physical_type == "BYTE_ARRAY"]
         self._file.check_unpacked(size, f"row group {number}")
-        if most > _FREE_TEXT:
-            longest = self._longest_texts(number, [path for path, _ in texts])
-            size += sum(count * longest.get(path, 0) for path, count in texts)
-            self._file.check_unpacked(size, f"row group {number}")
+        fixed = rows * sum(max(8, column.length) for column in wanted if column.physical_type != "BYTE_ARRAY")
+        self._file.check_unpacked(fixed, f"row group {number}")
+        if texts and rows * size > _FREE_TEXT:
+            longest = self._longest_texts(number, texts)
+            self._file.check_unpacked(fixed + rows * sum(longest.values()), f"row group {number}")
         self._checked.add(number)
 
     def _longest_texts(self, number: int, paths: list[str]) -> dict[str, int]:
@@ -143,6 +135,8 @@ class ParquetReader:
         footer: Any = self._footer
         for steps in self._wanted.without_nulls:
             for number in range(footer.num_row_groups):
+                with self._open_file(pre_buffer=False) as parquet:  # raises where `group.column` ends the process
+                    next(iter(parquet.iter_batches(batch_size=1, row_groups=[number], use_threads=False)), None)
                 group = footer.row_group(number)
                 for place in range(group.num_columns):
                     column = group.column(place)
