@@ -135,7 +135,7 @@ def test_a_script_that_fails_on_one_process_compares_nothing_and_says_its_own_er
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "arguments", "fault"), FAULTY, ids=[f"{n} {a[-1]}" for n, a, _ in FAULTY])
+@pytest.mark.parametrize(("name", "arguments", "fault"), FAULTY, ids=[f"{n} {' '.join(a[-1:])}" for n, a, _ in FAULTY])
 def test_a_faulty_script_fails_by_name(name: str, arguments: list[str], fault: str) -> None:
     report = prove(name, arguments)
     assert (report.mark, report.exit_code) == ("FAIL", 1), report.lines

@@ -149,7 +149,7 @@ def digest_rows(inputs: Any) -> tuple[list[str], str]:
     padded = [real is not None and a.shape[:2] == real.shape for a in arrays]
 
     def read_row(row: int) -> bytes:
-        kept = slice(None) if real is None else real[row]
+        kept: Any = slice(None) if real is None else real[row]
         return b"".join((a[row][kept] if p else a[row]).tobytes() for a, p in zip(plain, padded, strict=True))
 
     shape = " ".join(
@@ -167,7 +167,7 @@ def _find_real(inputs: Any) -> NDArray[np.bool_] | None:
             return found.astype(bool) if ((found == 0) | (found == 1)).all() else None
         inputs = list(inputs.values())
     parts = inputs if isinstance(inputs, list | tuple) else []
-    return next((found for one in parts if (found := _find_real(one)) is not None), None)
+    return next((real for one in parts if (real := _find_real(one)) is not None), None)
 
 
 def _made_by_parameters(tensor: Tensor) -> bool:

@@ -98,6 +98,7 @@ class ScriptRuns:
         ended: the errors of the others.
         changes: of what the runs have in common, by case.
         left: by case, why one process could not be given the rows of its ranks.
+        own_numbers: cases whose ranks number the rows of data sets of their own.
     """
 
     run: ScriptRun
@@ -108,6 +109,7 @@ class ScriptRuns:
     ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    own_numbers: set[str] = field(default_factory=set)
 
     @cached_property
     def cases(self) -> list[Case]:

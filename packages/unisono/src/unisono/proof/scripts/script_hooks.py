@@ -30,6 +30,7 @@ from unisono.proof.scripts.replay.replayed_run import ReplayedRun
 from unisono.proof.scripts.replay.row_exchange import RowExchange, RowKeeper
 from unisono.proof.scripts.rows_seen import FetchedRows, digest_rows
 from unisono.proof.scripts.script_recorder import Records, World
+from unisono.proof.scripts.start.seeds import Seeds
 from unisono.runtime.errors import ConfigError
 
 _RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it in a pipeline
@@ -111,11 +112,12 @@ class ScriptWatch:
         self._updates = 0  # optimizers that are in `step`, since one may call another
         self._fetched = FetchedRows()
         self._rows: list[int] = []  # that the update is made of
-        self._exchange: RowExchange | None = replayed and replayed.exchange
+        self._exchange: RowExchange | None = None if replayed is None else replayed.exchange
         if world.size > 1:
             self._exchange = RowKeeper(world.folder, world.rank, world.size)
         self._loss_inputs = LossInputs()
         self._has_batches = False  # of a `DataLoader`
+        self._seeds = Seeds(world.rank)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -138,6 +140,7 @@ class ScriptWatch:
                 setattr(home, name, _wrap(getattr(home, name), watch))
             _watches.append(self)
             stack.callback(_watches.remove, self)
+            stack.enter_context(self._seeds.installed())
             stack.enter_context(self._loss_inputs)
             yield
 
@@ -146,8 +149,13 @@ class ScriptWatch:
         self._loss_inputs.is_closed = True
         if self._exchange is not None:
             self._exchange.close()
-        note = ReadingFacts(self._has_batches, self._loss_inputs.numbers, getattr(self._exchange, "reason", ""))
-        write_reading(self._world.folder, self._world.rank, note, self._fetched.list_epochs())
+        facts = ReadingFacts(
+            self._has_batches,
+            self._loss_inputs.numbers,
+            getattr(self._exchange, "reason", ""),
+            self._seeds.find_unseeded(),
+        )
+        write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 
     # what a callback says -------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from unisono.proof.scripts import script_rows, self_check
 from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.answers import answer_by_replay, describe_answers
+from unisono.proof.scripts.replay.reading import read_reading
 from unisono.proof.scripts.replay.replay_runs import Group, record_on_their_rows
 from unisono.proof.scripts.script_arguments import fill_arguments
 from unisono.proof.scripts.script_comparison import (
@@ -37,6 +38,7 @@ from unisono.proof.scripts.script_comparison import (
     name_local_statistics,
 )
 from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.start.seeds import describe_unseeded
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
@@ -158,7 +160,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         [verdict for one in judged for verdict in one.verdicts],
         [verdict for one in judged for verdict in one.alone] + alone,
         unseen=[
-            *_describe_unseen(runs.traces[groups[0].one.name], runs.run.steps),
+            *_describe_unseen(runs.traces[groups[0].one.name], reference, runs.run.steps),
             *dict.fromkeys(line for one in judged for line in one.unseen),
         ],
         answers=[line for one in judged for line in one.answers],
@@ -171,11 +173,6 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
     traces = {case.name: runs.traces[case.name] for case in cases if case.name in runs.traces}
     reference, plain = traces[one.name], runs.traces[runs.cases[0].name]
     pieces = drop_pieces([trace for name, trace in traces.items() if name != one.name], reference)
-    own: set[str] = set()
-    if group.plan is None:
-        for trace in traces.values():
-            script_rows.count_shared_rows_once(trace, reference)
-        own = {name for name, trace in traces.items() if script_rows.drop_own_numbers(trace, reference)}
     checks = {name: self_check.check_run(trace) for name, trace in traces.items()}
     _fill_losses(traces, checks, one.name)
     adaptive = reference.facts.optimizer != "SGD"
@@ -188,7 +185,7 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             _complete(judged, check, trace, reference, stray)
             note_reduction(judged, check, checks[one.name])
             judged.invariants += [describe_pieces(pieces)] if pieces else []
-            judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in own)
+            judged.notes += [script_rows.OWN_NUMBERS] * (judged.case in runs.own_numbers)
             if judged.first and (other := find_other_buffers(trace, reference)):
                 judged.notes.append(f"buffers begin with other values than on one process: {join_names(other)}")
             if group.plan is not None:
@@ -296,11 +293,11 @@ def note_reduction(judged: Verdict, check: self_check.SelfCheck, alone: self_che
     judged.notes.append(note)
 
 
-def _describe_unseen(trace: ScriptTrace, steps: int) -> list[str]:
-    """What the hooks have not seen."""
+def _describe_unseen(trace: ScriptTrace, plain: ScriptTrace, steps: int) -> list[str]:
+    """What the hooks have not seen of a run on one process; its rows, where it reads its own."""
     made = len(trace.facts.steps)
     missing = {
-        "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in trace.facts.steps),
+        "sample ids (no DataLoader with numbered rows)": not any(step.rows for step in plain.facts.steps),
         "losses (which function is minimised)": all(step.loss is None for step in trace.facts.steps),
         "clipping (torch.nn.utils.clip_grad_norm_ was not called, or changed nothing)": not trace.tensors(
             "clipped gradients", 0
@@ -313,6 +310,8 @@ def _describe_unseen(trace: ScriptTrace, steps: int) -> list[str]:
         "states outside of the trained model (moving averages, teachers, buffers of a loss)": True,
     }
     result = [f"not seen: {', '.join(name for name, absent in missing.items() if absent)}"]
+    reading = read_reading(trace.folder, 0)
+    result += filter(None, [describe_unseeded(reading.unseeded) if reading else ""])
     if made < steps:
         result.append(f"the script ended after {made} of {steps} steps (steps={steps})")
     return result

@@ -6,10 +6,11 @@ import dataclasses
 
 from unisono.proof import comparison, diagnosis
 from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import NUMBERS, reads_numbers
 from unisono.proof.scripts.replay.replay_runs import Group
-from unisono.proof.scripts.replay.rows_read import PER_DEVICE, ROWS, describe_rates, judge_reading
+from unisono.proof.scripts.replay.rows_read import PER_DEVICE, ROWS, describe_rates, describe_size, judge_reading
 from unisono.proof.verdict import Verdict
 
 _RATE = "learning rate"
@@ -34,7 +35,7 @@ def answer_by_replay(
         ]
         judged.diagnosis = judged.diagnosis if judged.first else None
     rows, likely = judge_reading(mine, plain, group.reason)
-    rates = _compare_rates(mine, plain, rows)
+    rates = _compare_rates(mine, plain)
     judged.compared = [rates if one.quantity == _RATE else one for one in judged.compared]
     judged.invariants.append(rows)
     if likely is not None and (judged.first is rows or judged.diagnosis is None):
@@ -43,16 +44,17 @@ def answer_by_replay(
         judged.diagnosis = diagnosis.diagnose(mine, plain, [rates], len(mine.ranks[0]))
 
 
-def _compare_rates(mine: ScriptTrace, plain: ScriptTrace, rows: ComparedQuantity) -> ComparedQuantity:
+def _compare_rates(mine: ScriptTrace, plain: ScriptTrace) -> ComparedQuantity:
     """Hold the learning rates against those of one process as it is."""
     (rates,) = (c for c in comparison.compare_traces(mine, plain, _EXACT, adaptive=False) if c.quantity == _RATE)
-    if rates.mark == "FAIL" and (PER_DEVICE in rows.why or plain.facts.rate_by_loss):
-        why = f"{PER_DEVICE}: {describe_rates(mine, plain)}" if PER_DEVICE in rows.why else "it follows the losses"
+    size = describe_size(mine, plain)
+    why = f"{PER_DEVICE}: {describe_rates(mine, plain)}" if size else "it follows the losses"
+    if rates.mark == "FAIL" and (size or plain.facts.rate_by_loss):
         return dataclasses.replace(rates, mark="ABSTAIN", why=why)
     return rates
 
 
-_EXACT = dict.fromkeys(comparison.QUANTITIES, 0.0)
+_EXACT = dict.fromkeys(QUANTITIES, 0.0)
 
 
 def describe_answers(judged: Verdict, group: Group, left: str = "") -> list[str]:

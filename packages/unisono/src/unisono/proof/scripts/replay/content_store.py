@@ -72,10 +72,10 @@ class ContentStore:
         if not (is_array or isinstance(value, Tensor)):
             return value
         with torch._C.DisableTorchFunction():
-            plain = torch.from_numpy(np.ascontiguousarray(value)) if is_array else value.detach()
+            plain: Tensor = torch.from_numpy(np.ascontiguousarray(value)) if is_array else value.detach()
             if plain.layout != torch.strided or plain.is_nested or plain.is_meta:
                 raise NotKeptError(f"a tensor of layout {plain.layout} cannot be kept")
-            data = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
         digest = xxhash.xxh3_128_hexdigest(data)
         file = self._folder / digest
         if not file.exists():

@@ -118,8 +118,9 @@ class LossInputs(TorchFunctionMode):
         self.draws |= draws
         if graph:
             self.drawn |= drawn
-            for number in old if self.exchange is not None else ():
-                self.exchange.keep_beside(self.window, number, self._old[number])
+            if self.exchange is not None:
+                for number in old:
+                    self.exchange.keep_beside(self.window, number, self._old[number])
         elif given and name in _NUMBERS and not drawn:
             self.numbers = True
         if self._given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,13 @@ class ReadingFacts:
         has_batches: whether by a `DataLoader`.
         numbers: whether the script has read numbers of tensors that may be counts of rows.
         reason: why rows could not be kept, or given; empty if all were.
+        unseeded: generators that were drawn from without a seed of the script's own.
     """
 
     has_batches: bool
     numbers: bool
     reason: str
+    unseeded: list[str] = field(default_factory=list)
 
 
 def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.scripts import script_rows
-from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
 from unisono.proof.scripts.script_comparison import ScriptRuns, find_local_statistics
 
@@ -45,7 +44,10 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     if case.name not in runs.traces:
         return None
     trace, reference = runs.traces[case.name], runs.traces[one.name]
-    reason = _explain_rows(trace, reference)
+    script_rows.count_shared_rows_once(trace, reference)
+    if script_rows.drop_own_numbers(trace, reference):
+        runs.own_numbers.add(case.name)
+    reason, _ = script_rows.explain_other_rows(trace, reference)
     if not reason:
         return None
     plan = plan_replay(trace, reference)
@@ -67,10 +69,3 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     runs.record(again)
     trace.facts.per_process = find_local_statistics(trace, replayed)
     return Group(on_theirs, again, [replace(case, reference=name)], plan, reason)
-
-
-def _explain_rows(trace: ScriptTrace, reference: ScriptTrace) -> str:
-    """Why the rows of a run are others than those of one process; empty if they are the same, or that is a fault."""
-    script_rows.count_shared_rows_once(trace, reference)
-    script_rows.drop_own_numbers(trace, reference)
-    return script_rows.explain_other_rows(trace, reference)[0]

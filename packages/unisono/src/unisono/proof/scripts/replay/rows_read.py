@@ -41,7 +41,7 @@ def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tup
         if likely is not None:
             return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said)), likely
         told = told or said
-    size = _describe_size(mine, reference)
+    size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     if _changes_rows(mine, reference):
         size = told = ""
@@ -120,7 +120,7 @@ def describe_rates(mine: ScriptTrace, reference: ScriptTrace) -> str:
     return f"the schedule is another: {ours:.4g} in step {step}, and {theirs:.4g} on one process"
 
 
-def _describe_size(mine: ScriptTrace, reference: ScriptTrace) -> str:
+def describe_size(mine: ScriptTrace, reference: ScriptTrace) -> str:
     """That an update has as many times the rows of one process as there are ranks; empty if it has not."""
     counts = []
     for seen, step, one, theirs in zip(
