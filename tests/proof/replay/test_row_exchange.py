@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unisono.engines.torch.numerics.precision import PromoteToDouble
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.row_exchange import RowExchange, RowKeeper, RowReplay
 
@@ -125,3 +126,15 @@ def test_numbers_that_are_read_of_tensors_which_are_not_drawn_are_noted() -> Non
         assert not inputs.numbers
         (column(1, 2) > 0).sum().item()
         assert inputs.numbers
+
+
+def test_optimizers_and_scalers_keep_their_own_precision_while_everything_is_watched() -> None:
+    """They are known by who has called torch, which what is watched must not hide."""
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with PromoteToDouble(), LossInputs():
+        scaler.scale(model(torch.ones(1, 2, dtype=torch.float64)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert optimizer.state[model.weight]["step"].dtype == torch.float32

@@ -9,19 +9,25 @@ would run a script.
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from unisono.runtime.console import say
+from unisono.runtime.errors import ConfigError
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def is_proof_of_script(words: Sequence[str]) -> bool:
-    """Whether a command proves a script; `prove` refuses a file of which that is unclear."""
-    if words[:1] != ["prove"] or len(words) < 2 or not words[1].endswith(".py"):
+    """Whether a command proves a script, or the module after `-m`; `prove` refuses a file of which that is unclear."""
+    if words[:1] != ["prove"] or len(words) < 2:
         return False
+    if words[1] == "-m":
+        return True
+    if not words[1].endswith(".py"):
+        return os.sep in words[1] and Path(words[1]).is_file()  # a command, as a package installs it
     try:
         tree = _parse(Path(words[1]))
     except (OSError, SyntaxError, ValueError):
@@ -38,13 +44,12 @@ def prove(words: Sequence[str]) -> int:
     """Prove a script; return the exit code.
 
     Args:
-        words: The script, settings as `key=value`, and after `--` the arguments of the script.
+        words: The script, or `-m` and a module; settings as `key=value`; and after `--` the arguments of the script.
 
     Raises:
         ConfigError: If the file has tasks, and also computes when it is run, so that either could be meant.
     """
     from unisono.proof.scripts.script_proof import parse_settings, prove_script
-    from unisono.runtime.errors import ConfigError
 
     names: list[str] = []
     with suppress(OSError, SyntaxError, ValueError):
@@ -57,8 +62,11 @@ def prove(words: Sequence[str]) -> int:
             f"  unisono prove {words[0]} worlds=[1,2] --"
         )
     end = words.index("--") if "--" in words else len(words)
-    settings = parse_settings(words[1:end])
-    report = prove_script(Path(words[0]), words[end + 1 :], settings)
+    begin = 2 if words[0] == "-m" else 1
+    if end < begin:
+        raise ConfigError("-m stands without a module: unisono prove -m package.train worlds=[1,2] -- its arguments")
+    target = " ".join(words[:2]) if words[0] == "-m" else Path(words[0])
+    report = prove_script(target, words[end + 1 :], parse_settings(words[begin:end]))
     say("\n".join(report.lines))
     return report.exit_code
 

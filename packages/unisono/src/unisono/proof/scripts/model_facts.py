@@ -127,8 +127,8 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def generator_digests(host: bool) -> list[int]:
     """Digests of the states of torch's generators, and of Python's and NumPy's."""
     states = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        states.append(torch.get_device_module(torch.accelerator.current_accelerator()).get_rng_state())
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        states.append(getattr(torch, device.type).get_rng_state())  # `get_device_module` may be redirected to the CPU
     return [*(replicas.digest(state) for state in states), *(host_generators() if host else [])]
 
 

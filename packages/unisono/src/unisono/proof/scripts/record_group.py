@@ -24,8 +24,9 @@ def build_group(world: World) -> Communicator:
     joined = dist.get_world_size() if dist.is_initialized() else 1
     if joined != world.size:
         raise ConfigError(
-            f"the script was started on {world.size} processes, but world.records() finds a group of {joined}: call "
-            "torch.distributed.init_process_group(), or make an Accelerator or a Fabric of all processes, before it"
+            f"the script was started on {world.size} processes, but the recorder finds a group of {joined}: each "
+            "trains alone. Call torch.distributed.init_process_group(), or make an Accelerator or a Fabric of all "
+            "processes, before the first forward pass"
         )
     if world.size == 1:
         return SingleProcess()

@@ -29,6 +29,8 @@ from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_en
 from unisono.proof.scripts.replay.rows_read import ROWS
 from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
+from unisono.proof.scripts.start.gpu_need import name_kernels
+from unisono.proof.scripts.start.launch_variables import launch_variables
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
@@ -141,7 +143,9 @@ class ScriptRuns:
             RunError: always, with the error of the run on one process.
         """
         error = self.ended[self.cases[0].name]
-        raise RunError(f"the script fails on one process, so nothing was compared:\n{error}")
+        kernels = name_kernels(error)
+        why = f" ({kernels})" if kernels else ""
+        raise RunError(f"the script fails on one process, so nothing was compared{why}:\n{error}")
 
     def explain_stray(self, adaptive: bool, pair: Sequence[Case] = ()) -> str:
         """Why the script is not the same when it is run twice on one process; empty if it is."""
@@ -208,7 +212,8 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
         module, world = "unisono.proof.scripts.script_process", case.world_size
-        local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
+        with launch_variables(world):
+            local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:
         raise _interpret_error(error, run, trace, world) from None
     return ScriptTrace(trace, case.precision)

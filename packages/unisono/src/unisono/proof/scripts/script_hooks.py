@@ -154,6 +154,7 @@ class ScriptWatch:
             self._loss_inputs.numbers,
             getattr(self._exchange, "reason", ""),
             self._seeds.find_unseeded(),
+            self.records.find_lower() if self.records is not None else [],
         )
         write_reading(self._world.folder, self._world.rank, facts, self._fetched.list_epochs())
 

@@ -26,10 +26,12 @@ from unisono.proof.scripts.dropout_off import without_dropout
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
 from unisono.proof.scripts.replay.row_exchange import How
 from unisono.proof.scripts.script_recorder import Records, World
+from unisono.proof.scripts.start.cuda_on_cpu import cuda_on_cpu
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
 from unisono.supervise.preemption import TooEarly
 
+MODULE = "-m "  # how the reference of a module begins that is run as a script
 GONE = re.compile("Connection (closed|reset) by peer")  # says gloo of a process that has ended or died
 _CASTS: dict[Any, Any] = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16}
 
@@ -56,6 +58,7 @@ class ScriptRun:
         ranks: that the other run had.
         how: their batches are put together.
         dropout: `off` where the script computes without.
+        cuda: `cpu` where the CPU stands in place of a GPU.
     """
 
     reference: str
@@ -69,6 +72,7 @@ class ScriptRun:
     ranks: int = 0
     how: How = "side by side"
     dropout: Literal["on", "off"] = "on"
+    cuda: Literal["auto", "cpu"] = "auto"
 
 
 class LowerPrecisions(precision.PromoteToDouble):
@@ -97,11 +101,12 @@ def main(folder: Path) -> NoReturn:
     world = World(place.rank, place.world_size, place.local_rank, folder / run.trace, run.timeout, run.perturbed)
 
     def work() -> None:
-        torch.set_default_dtype(precision.MASTER[run.precision])
         files = precision.loaded_as_double() if run.precision == "fp64" else nullcontext()
+        default = precision.double_by_default() if run.precision == "fp64" else precision.default_dtype(run.precision)
         mode = LowerPrecisions() if run.precision == "fp64" else nullcontext()
         dropout = without_dropout() if run.dropout == "off" else nullcontext()
-        with HangWatch(folder, place.rank).limit(run.timeout), files, dropout, mode as seen:
+        devices = cuda_on_cpu() if run.cuda == "cpu" else nullcontext()
+        with HangWatch(folder, place.rank).limit(run.timeout), files, default, dropout, devices, mode as seen:
             train = _load_watched(run, folder) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)
@@ -121,9 +126,13 @@ def _load_function(reference: str) -> Callable[..., Any]:
 
 
 def _load_watched(run: ScriptRun, folder: Path) -> Callable[[World], Any]:
-    if run.reference.endswith(".py"):
+    if run.reference.startswith(MODULE):
+        name = run.reference.removeprefix(MODULE)
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+        train: Callable[[], Any] = partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    elif Path(run.reference).is_file():
         sys.path.insert(0, str(Path(run.reference).parent))  # as `python path` does
-        train: Callable[[], Any] = partial(runpy.run_path, run.reference, run_name="__main__")
+        train = partial(runpy.run_path, run.reference, run_name="__main__")
         name = Path(run.reference).name
     else:
         train = _load_function(run.reference)

@@ -37,12 +37,13 @@ from unisono.proof.scripts.script_comparison import (
     find_other_buffers,
     name_local_statistics,
 )
-from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.script_process import MODULE, ScriptRun
+from unisono.proof.scripts.start import gpu_need
 from unisono.proof.scripts.start.seeds import describe_unseeded
 from unisono.proof.trace_room import trace_room
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 
@@ -76,6 +77,10 @@ class ScriptSettings(Settings):
         "on", description="off: without dropout, which every process draws for itself; all else is compared then"
     )
 
+    cuda: Literal["auto", "cpu"] = Field(
+        "auto", description="cpu: a CPU in place of a GPU; auto: where the script asks for a GPU and the host has none"
+    )
+
     @field_validator("dropout", mode="before")
     @classmethod
     def _read_switch(cls, value: Any) -> Any:
@@ -99,12 +104,16 @@ def parse_settings(words: Sequence[str]) -> ScriptSettings:
 
 
 def prove_script(
-    script: Path | Callable[[], object], arguments: Sequence[str], settings: ScriptSettings, *, quiet: bool = False
+    script: Path | str | Callable[[], object],
+    arguments: Sequence[str],
+    settings: ScriptSettings,
+    *,
+    quiet: bool = False,
 ) -> Report:
     """Run a script on one process and on many, and compare all that can be seen.
 
     Args:
-        script: the file, as it is; or a function at the top level of a file, without parameters.
+        script: the file, as it is; `-m package.module`; or a function at the top level of a file, without parameters.
         arguments: its own; `{16/world}` is computed for every number of processes.
         settings: of the proof.
         quiet: print no progress.
@@ -115,25 +124,37 @@ def prove_script(
     """
     if isinstance(script, Path) and not script.is_file():
         raise ConfigError(f"{script}: no such file; a script is given as path/to/train.py")
-    reference = str(script.resolve()) if isinstance(script, Path) else reference_to(script)
+    reference = script if isinstance(script, str) else _refer_to(script)
     worlds = [world for world in dict.fromkeys(settings.worlds) if world > 1]
     if not worlds:
         raise ConfigError(f"worlds={settings.worlds}: one process is compared with 2 or more, e.g. worlds=[1,2]")
-    name = str(script) if isinstance(script, Path) else sys.argv[0]
+    name = str(script).removeprefix(MODULE) if isinstance(script, Path | str) else sys.argv[0]
     words = {world: [name, *fill_arguments(arguments, world)] for world in (1, *worlds)}
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
-    for precision in ladder:
+    cuda, report = settings.cuda, None
+    while report is None:
         with trace_room() as root:
-            run = ScriptRun(reference, precision, settings.timeout, steps=settings.steps, dropout=settings.dropout)
-            runs = ScriptRuns(run, words, root, quiet)
-            report = _prove(runs, lower=precision != ladder[-1])
-        if report is not None:
-            break
-        if not quiet:
-            why = next(str(error).strip().splitlines()[0] for error in runs.ended.values() if _may_be_of_fp64(error))
-            say(f"an error in fp64 ({why}); trying fp32", error=True)
-    assert report is not None
+            run = ScriptRun(reference, ladder[0], settings.timeout, steps=settings.steps, dropout=settings.dropout)
+            runs = ScriptRuns(dataclasses.replace(run, cuda=cuda), words, root, quiet)
+            try:
+                report = _prove(runs, lower=len(ladder) > 1)
+            except RunError:
+                if not (cuda == "auto" and gpu_need.asks_for_gpu(runs.ended.values())):
+                    raise
+            said = "" if report is not None or len(ladder) == 1 else f"{_explain_fp32(runs)}; trying fp32"
+        if cuda == "auto" and gpu_need.asks_for_gpu(runs.ended.values()):
+            cuda, report, said = "cpu", None, "it asks for a GPU, and this host has none; trying a CPU in place of it"
+        elif report is None:
+            ladder = ladder[1:]
+        if report is None and not quiet:
+            say(said, error=True)
+    if cuda == "cpu":
+        report.unseen.append(gpu_need.REPLACED)
     return report
+
+
+def _refer_to(script: Path | Callable[[], object]) -> str:
+    return str(script.resolve()) if isinstance(script, Path) else reference_to(script)
 
 
 def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
@@ -152,6 +173,12 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
         groups += replayed
     if lower and any(map(_may_be_of_fp64, runs.ended.values())):
         return None
+    if runs.run.precision == "fp64" and (names := _find_lower(runs)):
+        if lower:
+            return None
+        raise RunError(
+            f"in fp64, {join_names(names, 3)} are of a lower precision all the same; prove with precision=fp32"
+        )
     if reference is None:
         runs.refuse_unrunnable()
     judged = [_judge_group(runs, group) for group in groups]
@@ -199,6 +226,20 @@ def _judge_group(runs: ScriptRuns, group: Group) -> Report:
             line for judged in verdicts for line in describe_answers(judged, group, runs.left.get(judged.case, ""))
         ],
     )
+
+
+def _find_lower(runs: ScriptRuns) -> list[str]:
+    """Parameters that are of a lower precision in a run in fp64, by which it has to be judged."""
+    readings = [read_reading(trace.folder, 0) for trace in runs.traces.values()]
+    return sorted({name for reading in readings if reading for name in reading.lower})
+
+
+def _explain_fp32(runs: ScriptRuns) -> str:
+    if names := _find_lower(runs):
+        return f"{join_names(names, 3)} are of a lower precision in fp64 too"
+    errors = (str(error).strip().splitlines()[0] for error in runs.ended.values() if _may_be_of_fp64(error))
+    why = next(errors, "which is not known")
+    return f"an error in fp64 ({why})"
 
 
 def _may_be_of_fp64(error: WorkerError) -> bool:

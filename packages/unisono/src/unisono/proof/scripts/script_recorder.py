@@ -261,6 +261,11 @@ class Records:
         """Updates that are recorded, which is also the number of the one under way, from 0."""
         return len(self._facts.steps)
 
+    def find_lower(self) -> list[str]:
+        """The parameters of a lower precision than float64."""
+        real = {n: p for n, p in self._parameters().items() if p.is_floating_point()}
+        return [name for name, parameter in real.items() if parameter.dtype != torch.float64]
+
     def _parameters(self) -> dict[str, Tensor]:
         return by_plain_name(self._model.named_parameters())
 

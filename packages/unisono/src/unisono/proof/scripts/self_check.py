@@ -256,7 +256,7 @@ def _follow_gradients(steps: Sequence[_Step], parted: bool) -> tuple[dict[str, _
             elif step.number and not parted and (apart := _find_apart(step.seen)):
                 told = f"ranks differ in {join_names(apart, 3)} when the update begins"
                 failures.setdefault(APART, _fail(APART, step.number, told))
-        elif step.tensors("clipped gradients") and all(rank.clipped == step.seen[0].clipped for rank in step.seen):
+        elif _is_united_by_clipping(step):
             told = f"when they were clipped, {_describe_unequal(step)}"
             failures.setdefault(CLIPPED, _fail(CLIPPED, step.number, told))
         elif not replicas:  # nor the optimizer's state
@@ -268,6 +268,13 @@ def _follow_gradients(steps: Sequence[_Step], parted: bool) -> tuple[dict[str, _
         elif EQUAL not in failures:
             failures[EQUAL] = _explain_unequal(step)
     return failures, inside
+
+
+def _is_united_by_clipping(step: _Step) -> bool:
+    """Whether ranks have other gradients before they are clipped and the same after; an overflow has none."""
+    if not step.tensors("clipped gradients") or {*step.unequal} <= find_infinite(step.reduced):
+        return False
+    return all(rank.clipped == step.seen[0].clipped for rank in step.seen)
 
 
 def _is_undone(step: _Step, before: bool) -> bool:

@@ -132,6 +132,26 @@ def loaded_as_double() -> Iterator[None]:
 
 
 @contextmanager
+def double_by_default() -> Iterator[None]:
+    """Float64 as torch's default dtype, also where a library sets another one, as transformers does to build a model.
+
+    It changes torch for all threads, as `loaded_as_double` does.
+    """
+    original, before = torch.set_default_dtype, torch.get_default_dtype()
+
+    def set_promoted(dtype: torch.dtype, /) -> None:
+        original(_PROMOTED.get(dtype, dtype))
+
+    torch.set_default_dtype = set_promoted
+    original(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype = original
+        original(before)
+
+
+@contextmanager
 def default_dtype(precision: str) -> Iterator[None]:
     """Torch's default dtype while a run of this precision computes."""
     before = torch.get_default_dtype()

@@ -109,7 +109,9 @@ class LossInputs(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self.is_open:
-            return self._follow_between(func, name, given, args, kwargs)
+            result = func(*args, **kwargs)  # called here, since a mode below looks for who has called
+            self._follow_between(name, given, result)
+            return result
         origins = [self._find_origin(tensor) for tensor in given]
         graph = any(origin.graph for origin in origins)
         old = frozenset[int]().union(*(origin.old for origin in origins))
@@ -129,18 +131,14 @@ class LossInputs(TorchFunctionMode):
         self._set_origin(result, _Origin(graph, old, drawn))
         return result
 
-    def _follow_between(
-        self, func: Callable[..., Any], name: str, given: Sequence[Tensor], args: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _follow_between(self, name: str, given: Sequence[Tensor], result: Any) -> None:
         """Between passes batches are made: whole numbers that are read then, and not drawn, may be counts of rows."""
-        result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             drawn = name in _DRAWS or any(origin.drawn for one in given if (origin := self._origins.get(one)))
             counts = bool(given) and not (given[0].is_floating_point() or given[0].requires_grad)
         if drawn:
             self._set_origin(result, _Origin(drawn=True))
         self.numbers |= name in _NUMBERS and counts and not drawn
-        return result
 
     def _find_origin(self, tensor: Tensor) -> _Origin:
         with torch._C.DisableTorchFunction():

@@ -20,12 +20,14 @@ class ReadingFacts:
         numbers: whether the script has read numbers of tensors that may be counts of rows.
         reason: why rows could not be kept, or given; empty if all were.
         unseeded: generators that were drawn from without a seed of the script's own.
+        lower: parameters of a lower precision than float64.
     """
 
     has_batches: bool
     numbers: bool
     reason: str
     unseeded: list[str] = field(default_factory=list)
+    lower: list[str] = field(default_factory=list)
 
 
 def write_reading(folder: Path, rank: int, facts: ReadingFacts, epochs: Sequence[NDArray[np.int64]]) -> None:

@@ -1,0 +1,115 @@
+"""Scripts are started as their users start them: as modules, by click and Hydra, by a command, for a missing GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono.cli import script
+from unisono.proof.scripts.script_comparison import Report
+from unisono.proof.scripts.script_proof import parse_settings, prove_script
+from unisono.runtime.errors import ConfigError, RunError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = """
+def train(scale):
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in torch.randn(4, 8, 3).split(1):
+        optimizer.zero_grad()
+        (model(rows[0, rank::size]).square().mean() * scale).backward()
+        optimizer.step()
+"""
+HEAD = "import torch\nimport torch.distributed as dist\n"
+CLICK = f"""{HEAD}import click
+{TRAIN}
+@click.command()
+@click.option("--scale", type=float)
+def main(scale):
+    train(scale)
+
+if __name__ == "__main__":
+    main()
+"""
+HYDRA = f"""{HEAD}import hydra
+from omegaconf import OmegaConf
+{TRAIN}
+from hydra.core.config_store import ConfigStore
+ConfigStore.instance().store("config", {{"scale": 1.0, "hydra": {{"run": {{"dir": "."}}, "output_subdir": None}}}})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    train(config.scale)
+
+main()
+"""
+
+
+def prove(target: Path | str, arguments: list[str], *settings: str) -> Report:
+    return prove_script(target, arguments, parse_settings(["steps=2", *settings]), quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "mark"), [("1.0", "PASS"), ("{1.0*world}", "FAIL")])
+def test_a_module_with_click_is_started_as_python_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: str, mark: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "trained"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "run.py").write_text(CLICK)
+    report = prove("-m trained.run", ["--scale", scale], "precision=fp64")
+    assert report.mark == mark, report.lines
+
+
+@pytest.mark.slow
+def test_hydra_and_a_command_without_an_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train-it").write_text(f"#!/usr/bin/env python\n{HYDRA}")
+    report = prove(tmp_path / "train-it", ["scale=2.0"], "precision=fp64")
+    assert report.mark == "PASS", report.lines
+    assert script.is_proof_of_script(["prove", str(tmp_path / "train-it")])
+
+
+def test_a_module_is_a_script_and_needs_a_name() -> None:
+    assert script.is_proof_of_script(["prove", "-m", "package.train"])
+    with pytest.raises(ConfigError, match="-m stands without a module"):
+        script.prove(["-m"])
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in place of a GPU only where none is")
+
+
+@pytest.mark.slow
+@needs_no_gpu
+@pytest.mark.parametrize(("arguments", "mark"), [([], "PASS"), (["scaled"], "FAIL")])
+def test_a_script_for_gpus_alone_is_run_with_a_cpu_in_their_place(arguments: list[str], mark: str) -> None:
+    report = prove(SCRIPTS / "on_gpu.py", arguments)
+    assert report.mark == mark, report.lines
+    assert "a CPU stood in place of it" in report.lines[-2]
+    assert "raw gradients" in {c.quantity for c in report.verdicts[0].compared if c.mark == mark}
+    allowed = {c.allowed for c in report.verdicts[0].compared if c.quantity == "raw gradients"}
+    assert max(allowed) < 1e-9, "it was computed in fp64"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("raise ModuleNotFoundError(\"No module named 'triton'\")", "Triton"),
+        ("import flash_attn", "flash-attn"),
+        ("raise OSError('CUDA_HOME is not set')", "CUDA"),
+    ],
+)
+@pytest.mark.slow
+@needs_no_gpu
+def test_kernels_of_a_gpu_are_named_and_nothing_is_compared(tmp_path: Path, line: str, name: str) -> None:
+    (tmp_path / "train.py").write_text(f"{line}\n")
+    with pytest.raises(RunError, match=rf"nothing was compared \(the script .*{name}") as caught:
+        prove(tmp_path / "train.py", [], "precision=fp64")
+    assert caught.value.exit_code == 2
