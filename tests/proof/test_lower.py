@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.engines.torch.numerics.precision import double_by_default
 from unisono.proof.recording.lower_precision import LowerPrecision
 
 
@@ -73,3 +74,13 @@ def test_attention_by_a_fused_kernel_is_seen() -> None:
         with torch.nn.attention.sdpa_kernel(backend), observed(nn.Identity(), "fp64", 0, perturbing=False) as found:
             F.scaled_dot_product_attention(q, q, q)
         assert found.attention == expected
+
+
+def test_a_library_that_sets_a_default_dtype_does_not_leave_float64() -> None:
+    before = torch.get_default_dtype()
+    with double_by_default():
+        torch.set_default_dtype(torch.float32)
+        assert nn.Linear(1, 1).weight.dtype == torch.float64
+        torch.set_default_dtype(torch.float64)
+    assert torch.get_default_dtype() == before
+    torch.set_default_dtype(before)

@@ -204,6 +204,43 @@ def test_a_script_without_fp64_is_compared_in_fp32(tmp_path: Path, batch: str) -
     assert min(c.allowed for c in verdict.compared if c.quantity == "raw gradients") >= 1e-5
 
 
+SINGLE = """
+import numpy as np
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.from_numpy(np.ones(3, np.float32)))
+    def forward(self, x):
+        return x @ self.weight
+model = Own()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.from_numpy(np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32))
+for _ in range(9):
+    step(x[dist.get_rank()::dist.get_world_size()])
+"""
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_single_in_fp64_are_judged_in_single_precision(tmp_path: Path) -> None:
+    report = prove(tmp_path, SYNCHRONISED + SINGLE, precision=None)
+    assert report.mark == "PASS", report.lines
+    assert min(c.allowed for c in report.verdicts[0].compared if c.quantity == "raw gradients") >= 1e-5
+    with pytest.raises(RunError, match="in fp64, weight stays in a lower precision"):
+        prove(tmp_path, SYNCHRONISED + SINGLE)
+
+
+WARM_UP = (
+    "optimizer.param_groups[0]['lr'] = 0.0\nfor _ in range(9):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+)
+
+
+@pytest.mark.slow
+def test_a_rate_of_0_is_no_fault_of_training(tmp_path: Path) -> None:
+    report = prove(tmp_path, SYNCHRONISED + WARM_UP, steps=1)
+    assert report.mark == "PASS", report.lines
+    assert any("the learning rate is 0 in all of these steps" in line for line in report.lines)
+
+
 @pytest.mark.slow
 def test_an_unseeded_script_is_still_checked_against_itself(tmp_path: Path) -> None:
     text = JOINED + STEP + "model.weight.data.normal_(generator=torch.Generator().manual_seed(torch.seed() % 97))\n"

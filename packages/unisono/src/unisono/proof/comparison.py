@@ -468,6 +468,9 @@ def _check_movement(trace: Trace) -> Iterator[ComparedQuantity]:
     if (meant := [n for n in still if n in facts.untrained]) and meant == still:
         why = f"no optimizer changes {join_names(meant)}; if that is meant, they need no gradient (requires_grad=False)"
         yield ComparedQuantity("trained parameters moved", "ABSTAIN", why=why)
+    elif still and not any(rate for step in facts.steps for rates in step.lr for rate in rates):
+        why = "the learning rate is 0 in all of these steps (a warm-up?); give more of them (steps=…)"
+        yield ComparedQuantity("trained parameters moved", "ABSTAIN", why=why)
     else:
         yield _build_invariant("trained parameters moved", not still, f"did not: {join_names(still)}")
     thawed = [n for n in facts.frozen if n in moved]

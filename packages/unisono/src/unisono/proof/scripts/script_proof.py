@@ -176,9 +176,7 @@ def _prove(runs: ScriptRuns, *, lower: bool) -> Report | None:
     if runs.run.precision == "fp64" and (names := _find_lower(runs)):
         if lower:
             return None
-        raise RunError(
-            f"in fp64, {join_names(names, 3)} are of a lower precision all the same; prove with precision=fp32"
-        )
+        raise RunError(f"in fp64, {join_names(names, 3)} stays in a lower precision; prove with precision=fp32")
     if reference is None:
         runs.refuse_unrunnable()
     judged = [_judge_group(runs, group) for group in groups]
@@ -236,7 +234,7 @@ def _find_lower(runs: ScriptRuns) -> list[str]:
 
 def _explain_fp32(runs: ScriptRuns) -> str:
     if names := _find_lower(runs):
-        return f"{join_names(names, 3)} are of a lower precision in fp64 too"
+        return f"a lower precision in fp64 too: {join_names(names, 3)}"
     errors = (str(error).strip().splitlines()[0] for error in runs.ended.values() if _may_be_of_fp64(error))
     why = next(errors, "which is not known")
     return f"an error in fp64 ({why})"
