@@ -61,7 +61,10 @@ def test_another_order_of_the_same_epoch_is_no_fault(tmp_path: Path) -> None:
     mine, one = write_runs(tmp_path, ([[0], [1]], [3, 1]), ([["a"], ["b"]], ["d", "b"]), epochs=epochs)
     found, likely = judge_reading(mine, one, "other rows")
     assert (found.mark, likely) == ("PASS", None)
-    assert "another order of the same 4 rows" in found.why
+    assert "another order of the same 4 rows" in found.why and "no row was read by both" not in found.why
+    mine, one = write_runs(tmp_path / "b", ([[0], [1]], [3, 2]), ([["a"], ["b"]], ["d", "c"]), epochs=epochs)
+    found, _ = judge_reading(mine, one, "other rows")
+    assert (found.mark, "no row was read by both" in found.why) == ("PASS", True)
 
 
 def test_rows_of_the_same_numbers_that_are_other_inputs_are_left_open_whatever_the_order(tmp_path: Path) -> None:

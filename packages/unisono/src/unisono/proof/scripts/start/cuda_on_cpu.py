@@ -300,7 +300,7 @@ def _average(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **named)
         args = tuple(dist.ReduceOp.SUM if _is_average(one) else one for one in args)
         named = {key: dist.ReduceOp.SUM if _is_average(one) else one for key, one in named.items()}
-        output = named.get("tensor", named.get("output", args[0] if args else None))
+        output: Any = named.get("tensor", named.get("output", args[0] if args else None))
         done = _Averaged(original(*args, **named), output, dist.get_world_size(named.get("group")))
         if named.get("async_op"):
             return done
