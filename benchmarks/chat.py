@@ -1,4 +1,4 @@
-"""Conversations beside TRL: the same labels, token for token, and how long tokenising takes.
+"""Conversations and preferences beside TRL: the same labels, the same loss, and how long tokenising takes.
 
     pip install trl
     python -m benchmarks.chat [--conversations 2000] [--templates]
@@ -14,7 +14,8 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,22 @@ from typing import Any
 
 import numpy as np
 
-from recipes.language.tests.chats import CHATML, CONVERSATIONS, MARKED, PAIRS, assistant, chat_model, user, write_rows
+import unisono
+from recipes.language.tests.chats import (
+    CHATML,
+    CONVERSATIONS,
+    MARKED,
+    PAIRS,
+    PREFERENCES,
+    assistant,
+    change,
+    chat_model,
+    preference_task,
+    user,
+    write_rows,
+)
+from recipes.language.tests.kernels import distance
+from recipes.language.tests.test_packed import gradients
 from unisono_language.chat import ChatTemplate
 from unisono_language.conversations import Conversations, parse_conversation
 from unisono_language.settings import ConversationFiles
@@ -61,6 +77,40 @@ def trl_rows(
         [token if label != -100 else ~token for token, label in zip(row["input_ids"], row["labels"], strict=True)]
         for row in trainer.train_dataset
     ]
+
+
+def trl_preference_loss(
+    rows: Sequence[Row], model: Path, folder: Path, change: Callable[[Any], None], beta: float, exact: bool
+) -> tuple[float, dict[str, np.ndarray]]:
+    """TRL's loss of pairs in one batch, and its gradients, of a model in fp64 that has changed since its reference.
+
+    With `exact`, what TRL and the model compute in fp32 whatever the dtype is computed in fp64, too.
+    """
+    import torch
+    from datasets import Dataset, disable_progress_bars
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    disable_progress_bars()
+    trained, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64) for _ in range(2))
+    change(trained)
+    tools = any("tools" in row for row in rows)
+    data = [{**row, **({"tools": json.dumps(row.get("tools"))} if tools else {})} for row in rows]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = DPOConfig(
+            str(folder), use_cpu=True, report_to=[], max_length=None, bf16=False, beta=beta,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = DPOTrainer(
+            trained, reference, settings, train_dataset=Dataset.from_list(data),
+            processing_class=AutoTokenizer.from_pretrained(model),
+        )  # fmt: skip
+        batch = trainer.data_collator([trainer.train_dataset[number] for number in range(len(data))])
+        with unisono.PromoteToDouble() if exact else nullcontext():
+            loss = trainer.compute_loss(trainer.model, batch)
+            loss.backward()
+    return float(loss.detach()), {name: value.grad.numpy() for name, value in trainer.model.named_parameters()}
 
 
 def make_conversations(count: int, seed: int = 1) -> list[Row]:
@@ -114,6 +164,18 @@ def compare_templates(folder: Path, model: Path) -> None:
         print(f"  {name}: {what}")
 
 
+def compare_preferences(folder: Path, model: Path) -> None:
+    """The loss of pairs and its gradients, of a model that has changed since its reference."""
+    task = preference_task(write_rows(folder / "pairs.jsonl", PREFERENCES), model, reference_precision="fp64")
+    rows = [task.data()[row] for row in range(len(PREFERENCES))]
+    ours, total = gradients(task, [task.collate(rows)], change)
+    print("\n| DPO, 5 pairs | TRL's loss | difference | of gradients |\n|---|---|---|---|")
+    for exact, what in ((True, "fp64 throughout"), (False, "TRL as it is, model in fp64")):
+        loss, theirs = trl_preference_loss(PREFERENCES, model, folder / "dpo", change, 0.1, exact)
+        off = distance(ours, {name: len(rows) * gradient for name, gradient in theirs.items()})
+        print(f"| {what} | {loss:.12f} | {abs(total / len(rows) - loss):.1e} | {off:.1e} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=2000)
@@ -156,6 +218,7 @@ def main() -> None:
         began = perf_counter()
         trl_rows(made, marked, folder / "trl2", {"assistant_only_loss": True})
         print(f"| TRL, template with marks | {len(made) / (perf_counter() - began):,.0f} |")
+        compare_preferences(folder, chatml)
         if arguments.templates:
             print()
             compare_templates(folder, marked)

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.language.tests.corpora import GROUPED, QUIET
-from unisono_language.settings import Chat, LanguageConfig, Pretrained
+from unisono_language.settings import Chat, LanguageConfig, Preferences, Pretrained
 from unisono_language.task import Language
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -83,6 +83,24 @@ TEXT_PAIRS: list[dict[str, Any]] = [
 ]
 
 
+PREFERENCES: list[dict[str, Any]] = [
+    {"prompt": [user("who sleeps?")], "chosen": [assistant("the lazy dog")], "rejected": [assistant("a fox")]},
+    {
+        "prompt": [system("be brief"), user("a"), assistant("b"), user("c c")],
+        "chosen": [assistant("d")],
+        "rejected": [assistant("it is a long story, and it has no end")],
+    },
+    {
+        "prompt": [user("weather?")],
+        "chosen": [assistant("it rains")],
+        "rejected": [assistant("שלום é")],
+        "tools": [TOOL],
+    },
+    {"prompt": [user("who jumps?")], "chosen": [assistant("the fox")], "rejected": [assistant("the fox!")]},
+    {"prompt": [user("and then?")], "chosen": [assistant("it sleeps")], "rejected": [assistant("")]},
+]
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -119,8 +137,26 @@ def chat_model(folder: Path, template: str | None = CHATML, **config: Any) -> Pa
     return folder
 
 
+def preference_task(data: Path, model: Path, sequence: int = 256, **settings: Any) -> Language:
+    """The task that fine-tunes a model on preferences, nothing held out."""
+    values = {"kind": "preferences", "path": str(data), "held_out": 0.0, "cache": model / "cache", **settings}
+    group = Preferences.model_validate(values)
+    rows = LanguageConfig(sequence=sequence, pad_to_multiple=4)
+    return Language(rows, model=Pretrained(kind="pretrained", path=model), data=group)
+
+
 def chat_task(data: Path, model: Path, sequence: int = 256, **settings: Any) -> Language:
     """The task that fine-tunes a model on conversations, nothing held out."""
     group = Chat(**{"kind": "chat", "path": str(data), "held_out": 0.0, "cache": model / "cache", **settings})
     rows = LanguageConfig(sequence=sequence, pad_to_multiple=4)
     return Language(rows, model=Pretrained(kind="pretrained", path=model), data=group)
+
+
+def change(model: Any) -> None:
+    """What training might do to a model; the same in every call."""
+    draws = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=draws, dtype=torch.float64).to(parameter.dtype)
+            )

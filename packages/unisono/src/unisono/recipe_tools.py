@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.checkpoint.exchange import hf_config
+    from unisono.engines.torch.numerics.precision import PromoteToDouble
     from unisono.runtime import safe_paths
     from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from unisono.runtime.work_progress import show_progress
 
 _HOME = {
+    "PromoteToDouble": "engines.torch.numerics.precision",
     "atomic_file": "runtime.files",
     "cache_dir": "runtime.files",
     "cache_entry": "runtime.files",
@@ -44,6 +46,7 @@ _HOME = {
 _MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves
 
 __all__ = [
+    "PromoteToDouble",
     "atomic_file",
     "cache_dir",
     "cache_entry",

@@ -1,7 +1,7 @@
 """The conversations of a data set by number: JSONL, Parquet, Arrow and saved data sets, in one fixed order.
 
 A row has `messages`, or `prompt` and `completion` (both messages, or both texts), and optionally `tools` and
-`chat_template_kwargs`: what TRL reads, too.
+`chat_template_kwargs`: what TRL reads, too. A row of preferences has `prompt`, `chosen` and `rejected`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from unisono_language.texts import digest
 _FORMATS = ("jsonl", "parquet", "arrow")
 _CACHE_MB = 64.0  # of blocks that were read last
 _REMEDY = "a row needs messages, or prompt and completion"
+_PAIR = "a row needs chosen and rejected, and prompt unless both are whole conversations"
+_TOOLS_OF_TEXT = "its prompt is a text, which no chat template reads, but it has tools or settings for one"
 
 
 @dataclass(frozen=True)
@@ -30,28 +32,30 @@ class Conversations:
 
     Attributes:
         found: the files.
+        in_pairs: whether a row is two of them, of which the first was chosen.
     """
 
     found: sources.Found
+    in_pairs: bool = False
 
     @classmethod
-    def from_files(cls, files: ConversationFiles) -> Conversations:
+    def from_files(cls, files: ConversationFiles, in_pairs: bool = False) -> Conversations:
         """The conversations that the settings name."""
         paths = files.path if isinstance(files.path, list) else [files.path]
-        return cls(sources.find(paths, files.pattern, files.split, formats=_FORMATS))
+        return cls(sources.find(paths, files.pattern, files.split, formats=_FORMATS), in_pairs)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, first: int, last: int) -> Iterator[Conversation]:
-        """The conversations `first..last-1`, in order, read block by block.
+    def read(self, first: int, last: int) -> Iterator[tuple[Conversation, ...]]:
+        """The conversations of the rows `first..last-1`, in order, read block by block.
 
         Raises:
             DataError: naming file and row.
         """
         for number, record in enumerate(self.rows.read(first, last), first):
             try:
-                yield parse_conversation(record)
+                yield parse_pair(record) if self.in_pairs else (parse_conversation(record),)
             except DataError as error:
                 raise DataError(f"{self.where(number)}: {error}") from error
 
@@ -65,18 +69,29 @@ class Conversations:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the files' content, independent of their location."""
-        return digest([self.rows.fingerprint, "conversations"])
+        return digest([self.rows.fingerprint, *self._kind])
 
     @cached_property
     def stamp(self) -> str:
         """Changes whenever a file is rewritten; opens no file."""
-        return digest([self.found.stamp, "conversations"])
+        return digest([self.found.stamp, *self._kind])
+
+    @property
+    def _kind(self) -> list[str]:
+        return ["conversations", *(["in pairs"] if self.in_pairs else [])]
 
     @cached_property
     def rows(self) -> sources.Files:
         """The rows of the files."""
         files = sources.Files(self.found, sources.ColumnRequest(), cache_mb=_CACHE_MB)
         names = files.schema.names
+        if self.in_pairs:
+            if not {"chosen", "rejected"} <= set(names):
+                raise DataError(
+                    f"data.path: {files.shards[0].file.path} has the columns {', '.join(names)}; a row of preferences "
+                    "needs chosen and rejected"
+                )
+            return files
         if "messages" not in names and not {"prompt", "completion"} <= set(names):
             hint = ""
             if "conversations" in names:
@@ -93,7 +108,7 @@ def parse_conversation(record: Mapping[str, Any]) -> Conversation:
     Raises:
         DataError: for a row that is none, without naming it.
     """
-    tools, settings = _as_json(record, "tools", list), _as_json(record, "chat_template_kwargs", dict)
+    tools, settings = parse_template_columns(record)
     messages, prompt, completion = (record.get(name) for name in ("messages", "prompt", "completion"))
     if messages is not None and prompt is not None:
         raise DataError(f"it has messages and a prompt; {_REMEDY}")
@@ -103,10 +118,47 @@ def parse_conversation(record: Mapping[str, Any]) -> Conversation:
         raise DataError(_REMEDY)
     if isinstance(prompt, str) and isinstance(completion, str):
         if tools or settings:
-            raise DataError("its prompt is a text, which no chat template reads, but it has tools or settings for one")
+            raise DataError(_TOOLS_OF_TEXT)
         return Conversation(completion, prompt)
     before, after = parse_messages(prompt, "prompt"), parse_messages(completion, "completion")
     return Conversation([*before, *after], len(before), tools, settings)
+
+
+def parse_pair(record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    """A row of preferences as its chosen and its rejected conversation.
+
+    Raises:
+        DataError: for a row that is no pair, without naming it.
+    """
+    tools, settings = parse_template_columns(record)
+    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    if chosen is None or rejected is None:
+        raise DataError(_PAIR)
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str):
+        if tools or settings:
+            raise DataError(_TOOLS_OF_TEXT)
+        return Conversation(chosen, prompt), Conversation(rejected, prompt)
+    answers = [parse_messages(one, name) for one, name in ((chosen, "chosen"), (rejected, "rejected"))]
+    if prompt is None:
+        first, second = answers
+        both = enumerate(zip(first, second, strict=False))
+        common = next((number for number, (one, other) in both if one != other), 0)
+        if not common:
+            raise DataError(f"chosen and rejected have no common beginning with answers after it; {_PAIR}")
+        before, answers = first[:common], [first[common:], second[common:]]
+    else:
+        before = parse_messages(prompt, "prompt")
+    one, other = (Conversation([*before, *answer], len(before), tools, settings) for answer in answers)
+    return one, other
+
+
+def parse_template_columns(record: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """A row's tools, and what else its template reads; empty where it has none.
+
+    Raises:
+        DataError: for something else, without naming the row.
+    """
+    return _as_json(record, "tools", list), _as_json(record, "chat_template_kwargs", dict)
 
 
 def parse_messages(value: Any, name: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
 from unisono_language import tokens
 from unisono_language.chat import ChatTemplate, check_template
 from unisono_language.conversations import Conversations
-from unisono_language.settings import Chat, Corpus, Documents, PreparedDocuments
+from unisono_language.settings import Chat, Corpus, Documents, Preferences, PreparedDocuments
 from unisono_language.texts import Texts, digest
 from unisono_language.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from unisono_language.tokens import TokenisePreparation, TokenStore
@@ -101,14 +101,21 @@ class Library:
         corpus = next(iter(self.corpora.values()))
         return corpus.chat if isinstance(corpus, TokenStore) else None
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether rows are pairs of conversations, of which one was chosen."""
+        corpus = next(iter(self.corpora.values()))
+        return isinstance(corpus, TokenStore) and corpus.in_pairs
+
     @cached_property
     def split(self) -> dict[str, tuple[Tokens, Tokens]]:
         """Documents to train on and documents held out, by source."""
         parts = {}
         for name, corpus in self.corpora.items():
-            rows = self.rows.get(name, np.arange(len(corpus)))
-            what, hint = ("document", _HINT) if self.chat is None else ("conversation", "")
-            held_out = hold_out(len(corpus), self.fraction, what=what, hint=hint)[rows]
+            count = len(corpus) // 2 if self.in_pairs else len(corpus)
+            rows = self.rows.get(name, np.arange(count))
+            what, hint = ("document", _HINT) if self.chat is None else ("pair" if self.in_pairs else "conversation", "")
+            held_out = hold_out(count, self.fraction, what=what, hint=hint)[rows]
             parts[name] = rows[~held_out], rows[held_out]
         return parts
 
@@ -192,10 +199,12 @@ def open_library(
         else:
             _check_tokenizers(stores)
         _check_templates(stores)
+        if any(store.in_pairs for store in stores.values()):
+            raise ConfigError("data=prepared: preferences are not prepared in advance; use data=preferences")
     room = sequence if config.packing is None else min(sequence, config.packing.length or sequence)
     fitting = {name: store.fit(room, config.too_long) for name, store in stores.items()}
     kept = {name: store for name, (store, _) in fitting.items()}
-    rows = {name: numbers for name, (store, numbers) in fitting.items() if len(numbers) < len(store)}
+    rows = {name: numbers for name, (_, numbers) in fitting.items()}
     return Library(kept, config.held_out, sequence, config.verify, rows)
 
 
@@ -209,6 +218,11 @@ def preparations(
     """
     if isinstance(config, PreparedDocuments):
         raise ConfigError("data=prepared is already prepared; give the documents, e.g. data=corpus data.path=DIR")
+    if isinstance(config, Preferences):
+        raise ConfigError(
+            "data=preferences is not prepared in advance: what the reference model says of the answers belongs to it; "
+            "`unisono check` computes both once, into the cache"
+        )
     found: Mapping[str, Texts | Conversations]
     if isinstance(config, Chat):
         found, tokenizer, chat = _conversations(config, of_model)
@@ -256,7 +270,8 @@ def _conversations(
     config: Chat, of_model: Path | None, of_run: Tokenizer | None = None, chat_of_run: ChatTemplate | None = None
 ) -> tuple[dict[str, Conversations], Tokenizer, ChatTemplate]:
     """The conversations by source, their tokenizer and their template."""
-    rows = {name: Conversations.from_files(files) for name, files in config.files.items()}
+    in_pairs = isinstance(config, Preferences)
+    rows = {name: Conversations.from_files(files, in_pairs) for name, files in config.files.items()}
     if of_run is not None:
         if chat_of_run is None:
             raise ConfigError("the run was not trained on conversations, so it has no chat template to read these with")

@@ -198,6 +198,24 @@ class Chat(AllDocuments):
         return {"": ConversationFiles(path=self.path, pattern=self.pattern, split=self.split)}
 
 
+class Preferences(Chat):
+    """Pairs of answers, of which one was chosen: rows with `prompt`, `chosen` and `rejected`."""
+
+    kind: Literal["preferences"]  # type: ignore[assignment]
+    loss_on: Literal["completion"] = Field(
+        "completion", description="tokens whose log-probabilities count: the answer's"
+    )
+    beta: Annotated[float, Field(gt=0.0)] = Field(
+        0.1, description="how strongly the model is held to the one that it began with"
+    )
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
+        0.0, description="probability that a choice was a mistake (conservative DPO)"
+    )
+    reference_precision: Literal["fp32", "fp64"] = Field(
+        "fp32", description="precision in which the model that the run began with is asked, once"
+    )
+
+
 class PreparedFolder(Settings):
     """The folder of prepared documents."""
 
@@ -223,4 +241,6 @@ class PreparedDocuments(AllDocuments):
         return {"": self.path}
 
 
-LanguageData = Annotated[EmbeddedDocuments | Corpus | Chat | PreparedDocuments, Field(discriminator="kind")]
+LanguageData = Annotated[
+    EmbeddedDocuments | Corpus | Chat | Preferences | PreparedDocuments, Field(discriminator="kind")
+]

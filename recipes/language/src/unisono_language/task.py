@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import safe_paths, write_whole
-from unisono_language import chat, library, settings
+from unisono_language import chat, library, preferences, settings
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
+from unisono_language.preferences import Pair
 from unisono_language.tokenizer import FILE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -53,20 +54,22 @@ class Language(Task):
 
     def data(self) -> Source | Mapping[str, Source]:
         """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
-        rows: dict[str, Source] = self.library.training(whole=self._is_packed)
+        rows: Mapping[str, Source] = (
+            self._pairs(0) if self.library.in_pairs else self.library.training(whole=self._is_packed)
+        )
         return rows.get(library.SINGLE_SOURCE, rows)
 
     def held_out(self) -> Source | None:
         """Rows of the held-out documents, one corpus after the other."""
-        parts = self.library.held_out()
+        parts = self._pairs(1) if self.library.in_pairs else self.library.held_out()
         return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
 
-    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64]:
-        """The tokens of a row; tokenises it if documents are tokenised on the fly."""
+    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64] | Pair:
+        """The tokens of a row, or of both answers of a pair; documents are tokenised on the fly if asked for."""
         if isinstance(record, library.Document):
             assert isinstance(self.data_config, settings.Documents)
             return library.tokenise_document(record, self.library, self.data_config.too_long)
-        return np.asarray(record)
+        return record if isinstance(record, Pair) else np.asarray(record)
 
     def preparation(self) -> dict[str, tuple[TokenisePreparation, Path]]:
         """The corpora to tokenise ahead."""
@@ -91,13 +94,16 @@ class Language(Task):
 
         return packed.pack_row(samples)
 
-    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow]) -> Batch:
+    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow | Pair]) -> Batch:
         """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
 
         Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own. Rows
-        of conversations have `real`, which is false in padding only; ignored targets are context there, too.
+        of conversations have `real`, which is false in padding only; ignored targets are context there, too. Pairs have
+        two rows each, (pairs, 2, length), and `reference`.
         """
-        rows = [self.pack([sample]) if isinstance(sample, np.ndarray) else sample for sample in samples]
+        if isinstance(samples[0], Pair):
+            return preferences.collate([one for one in samples if isinstance(one, Pair)], self.config.pad_to_multiple)
+        rows: list[Any] = [self.pack([one]) if isinstance(one, np.ndarray) else one for one in samples]
         multiple = self.config.pad_to_multiple
         length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
         inputs = np.zeros((len(rows), length), dtype=np.int64)
@@ -113,14 +119,16 @@ class Language(Task):
         return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Targets of the loss; of routers, the tokens that are not padding."""
+        """Targets of the loss, or pairs; of routers, the tokens that are not padding."""
+        if "reference" in batch:
+            return {"preference": float(len(batch["reference"]))}
         routed = dict.fromkeys(self._router_weights, float(_real_tokens(batch).sum()))
         return {"next_token": float((batch["targets"] != IGNORED).sum()), **routed}
 
     def work(self, batch: Batch) -> dict[str, float]:
         """Tokens, and the FLOPs of a forward and backward pass over them; padding is no work."""
         real = _real_tokens(batch)
-        positions = batch.get("positions", np.arange(real.shape[1])[None])
+        positions = batch.get("positions", np.arange(real.shape[-1]))
         constant, per_length = self._flops
         squares = (real * (2 * positions + 1)).sum()  # 1 + 3 + 5 + … is the square of a document's length
         return {"tokens": float(real.sum()), "flops": float(constant * real.sum() + per_length * squares)}
@@ -142,13 +150,15 @@ class Language(Task):
     def outputs(self, model: Any, batch: Batch, context: Context) -> dict[str, Any]:
         """Hidden states (rows, length, width) and the head; or logits, from models that do more than multiply.
 
+        Of pairs, rows are the chosen and the rejected answer of each, one after the other.
+
         Rows are padded at their ends and attention is causal, so no real token sees padding and no mask is needed.
         Positions keep the documents of a packed row apart.
         """
         head = model.get_output_embeddings()
         # A head with an adapter is more than one matrix product, too.
         whole = not self._uses_chunks or hasattr(head, "base_layer")
-        inputs = {"input_ids": batch["inputs"], "use_cache": False}
+        inputs = {"input_ids": batch["inputs"].reshape(-1, batch["inputs"].shape[-1]), "use_cache": False}
         if "positions" in batch:
             from unisono_language import packed
 
@@ -170,7 +180,11 @@ class Language(Task):
         return {"hidden": made.last_hidden_state, "weight": head.weight, "bias": head.bias, **router}
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
-        """Summed cross-entropy; in evaluation also the share of correctly predicted tokens."""
+        """Summed cross-entropy; in evaluation also the share of correct predictions. Of pairs, the loss of DPO."""
+        if "reference" in batch:
+            assert isinstance(self.data_config, settings.Preferences)
+            beta, smoothing = self.data_config.beta, self.data_config.label_smoothing
+            return preferences.loss(self._log_probabilities(outputs, batch), batch["reference"], beta, smoothing)
         targets = batch["targets"].reshape(-1)
         total, right = self._sum_cross_entropy(outputs, targets)
         if not context.training:
@@ -180,9 +194,14 @@ class Language(Task):
         return self._add_router_losses(total, outputs["router"], _real_tokens(batch), context)
 
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
-        """For each row: number of targets, nats per target, and accuracy."""
+        """For each row: number of targets, nats per target, and accuracy; for each pair, its log-probabilities."""
         import torch
 
+        if "reference" in batch:
+            found = self._log_probabilities(outputs, batch)
+            margins = found - torch.as_tensor(batch["reference"], device=found.device)
+            columns = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins[:, 0] - margins[:, 1]}
+            return {name: values.tolist() for name, values in columns.items()}
         columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
         made = next(name for name in ("hidden", "logits") if name in outputs)
         for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
@@ -192,6 +211,16 @@ class Language(Task):
             columns["nats_per_target"].append(float(total) / max(1, count))
             columns["accuracy"].append(float(right) / max(1, count))
         return columns
+
+    def _log_probabilities(self, outputs: dict[str, Any], batch: Batch) -> Tensor:
+        """The log-probability of both answers of each pair, (pairs, 2)."""
+        import torch
+
+        made = next(name for name in ("hidden", "logits") if name in outputs)
+        targets = torch.as_tensor(batch["targets"], device=outputs[made].device)
+        rows = zip(outputs[made], targets.reshape(-1, targets.shape[-1]), strict=True)
+        sums = [self._sum_cross_entropy({**outputs, made: row[None]}, wanted)[0] for row, wanted in rows]
+        return -torch.stack(sums).view(-1, 2)
 
     def _sum_cross_entropy(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy in nats over targets (tokens,), and the number of correct predictions."""
@@ -231,6 +260,29 @@ class Language(Task):
         load = (experts.expert_load(counts) * tokens).sum(), tokens.sum()
         return Loss(sums, self._router_weights, metrics={"expert_load": load})
 
+    def _pairs(self, part: int) -> dict[str, Source]:
+        """Pairs to train on (0) or held out (1), by source."""
+        chosen = {name: rows[part] for name, rows in self.library.split.items() if len(rows[part])}
+        return {
+            name: preferences.PairRows(self.library.corpora[name], rows, self._reference[name])  # type: ignore[arg-type]
+            for name, rows in chosen.items()
+        }
+
+    @cached_property
+    def _reference(self) -> dict[str, NDArray[np.float64]]:
+        """What the model that the run begins with says of all answers, by source."""
+        data, model = self.data_config, self.model_config
+        assert isinstance(data, settings.Preferences)
+        if not isinstance(model, settings.Pretrained):
+            raise ConfigError(
+                "data=preferences compares answers with those of the model that the run begins with; fine-tune one "
+                "(model=pretrained model.path=DIR)"
+            )
+        return {
+            name: preferences.compute_reference(store, model, data.reference_precision, data.cache)  # type: ignore[arg-type]
+            for name, store in self.library.corpora.items()
+        }
+
     @property
     def _is_packed(self) -> bool:
         """Whether documents share rows in training."""
@@ -256,6 +308,9 @@ class Language(Task):
 
         models.check_model(self.model_config, self.tokenizer.size)
         self.library.check()
+        if self.library.in_pairs and (self._is_packed or self._router_weights):
+            given = "data.packing" if self._is_packed else "model.balance_weight and model.router_z_weight"
+            raise ConfigError(f"data=preferences trains on pairs of rows, for which there is no {given}; leave it out")
         if self._is_packed:
             packed.check_positions(self._skeleton)
             packing = self.data_config.packing
@@ -317,6 +372,8 @@ class Language(Task):
         if model is None:
             return None
         data = self.data_config
+        if isinstance(data, settings.Preferences):
+            return None  # a small model has no reference
         if isinstance(data, settings.Documents | settings.Chat):
             data = data.model_copy(update={"tokenizer": data.tokenizer or self._tokenizer_of_model})
         return Language(self.config, model=model, data=data)

@@ -60,7 +60,9 @@ class TokenisePreparation:
         """What decides the ids."""
         files, ignored = len(self.texts.found.files), list(self.texts.rows.ignored)
         source = {"fingerprint": self.texts.fingerprint, "files": files, "ignored": ignored}
-        chat = {} if self.chat is None else {"chat": self.chat.describe}
+        chat: dict[str, Any] = {} if self.chat is None else {"chat": self.chat.describe}
+        if isinstance(self.texts, Conversations) and self.texts.in_pairs:
+            chat["in_pairs"] = True
         return {"source": source, "tokenizer": self.tokenizer.describe, **chat}
 
     @property
@@ -90,14 +92,16 @@ class TokenisePreparation:
     def _make_conversations(self, first: int, last: int) -> Iterator[prepare.Made]:
         assert isinstance(self.texts, Conversations) and self.chat is not None
         rows: list[NDArray[np.int32]] = []
-        for number, conversation in enumerate(self.texts.read(first, last), first):
+        begun = first
+        for number, conversations in enumerate(self.texts.read(first, last), first):
             try:
-                rows.append(self.chat.encode(conversation, self.tokenizer))
+                rows += [self.chat.encode(conversation, self.tokenizer) for conversation in conversations]
             except DataError as error:
                 raise DataError(f"{self.texts.where(number)}: {error}") from error
-            if len(rows) == _BATCH or number + 1 == last:
-                yield prepare.Made(np.concatenate(rows), np.array([len(row) for row in rows]), len(rows))
-                rows = []
+            if len(rows) >= _BATCH or number + 1 == last:
+                lengths = np.array([len(row) for row in rows])
+                yield prepare.Made(np.concatenate(rows), lengths, number + 1 - begun)
+                rows, begun = [], number + 1
 
 
 class TokenStore:
@@ -154,30 +158,38 @@ class TokenStore:
         """
         return prepare.Windows(self, chosen, None if self.chat else sequence, overlap=1)
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether rows are a chosen and a rejected conversation after each other."""
+        return bool(self.manifest["of"].get("in_pairs"))
+
     def fit(self, sequence: int, too_long: str) -> tuple[TokenStore, NDArray[np.int64]]:
-        """The store and the numbers of its rows, of which conversations have up to `sequence` targets.
+        """The store and the numbers of its rows, or pairs, of which conversations have up to `sequence` targets.
 
         `too_long` is what happens to the others: `stop`, `cut` or `leave_out`.
 
         Raises:
             DataError: for a conversation that is too long, with `stop`, or if none is short enough.
         """
-        rows = np.arange(len(self))
-        long = np.flatnonzero(self.lengths > sequence + 1) if self.chat else rows[:0]
+        too_long_rows = (self.lengths > sequence + 1) & (self.chat is not None)
+        if self.in_pairs:
+            too_long_rows = too_long_rows.reshape(-1, 2).any(1)
+        rows, long = np.arange(len(too_long_rows)), np.flatnonzero(too_long_rows)
         if not len(long):
             return self, rows
         if too_long == "cut":
             fitting = copy(self)
             fitting.lengths = np.minimum(self.lengths, sequence + 1)
             return fitting, rows
-        found = f"{len(long)} of {len(self)} conversations have more targets than task.sequence={sequence}"
+        what = "pairs" if self.in_pairs else "conversations"
+        found = f"{len(long)} of {len(rows)} {what} have more targets than task.sequence={sequence}"
         if too_long == "stop":
             longest = int(self.lengths.max()) - 1
             raise DataError(
                 f"{found}, which would be cut apart: raise task.sequence (the longest has {longest}), train without "
                 "them (data.too_long=leave_out), or use their beginnings (data.too_long=cut)"
             )
-        if len(long) == len(self):
+        if len(long) == len(rows):
             raise DataError(f"{found}, so data.too_long=leave_out leaves none; raise task.sequence")
         return self, np.setdiff1d(rows, long)
 
@@ -234,7 +246,7 @@ class TokenStore:
 def unigram_counts(store: TokenStore, held: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each token is a target in the training documents and in those held out, (2, vocabulary)."""
     seen = np.zeros_like(store.unigram)
-    for document in held:
+    for document in held if not store.in_pairs else np.concatenate([2 * held, 2 * held + 1]):
         tokens = store.slice(int(document), 1, int(store.lengths[document]))
         seen += np.bincount(tokens[tokens >= 0], minlength=len(seen))
     return np.stack([store.unigram - seen, seen])
