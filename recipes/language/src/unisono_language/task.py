@@ -200,8 +200,8 @@ class Language(Task):
         if "reference" in batch:
             found = self._log_probabilities(outputs, batch)
             margins = found - torch.as_tensor(batch["reference"], device=found.device)
-            columns = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins[:, 0] - margins[:, 1]}
-            return {name: values.tolist() for name, values in columns.items()}
+            kinds = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins[:, 0] - margins[:, 1]}
+            return {name: values.tolist() for name, values in kinds.items()}
         columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
         made = next(name for name in ("hidden", "logits") if name in outputs)
         for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):

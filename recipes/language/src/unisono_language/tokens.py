@@ -171,10 +171,10 @@ class TokenStore:
         Raises:
             DataError: for a conversation that is too long, with `stop`, or if none is short enough.
         """
-        too_long_rows = (self.lengths > sequence + 1) & (self.chat is not None)
-        if self.in_pairs:
-            too_long_rows = too_long_rows.reshape(-1, 2).any(1)
-        rows, long = np.arange(len(too_long_rows)), np.flatnonzero(too_long_rows)
+        if self.chat is None:
+            return self, np.arange(len(self))
+        sides = (self.lengths > sequence + 1).reshape(-1, 2 if self.in_pairs else 1)
+        rows, long = np.arange(len(sides)), np.flatnonzero(sides.any(1))
         if not len(long):
             return self, rows
         if too_long == "cut":
