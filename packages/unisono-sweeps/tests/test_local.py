@@ -15,7 +15,8 @@ import pytest
 from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Job
 from unisono.runtime.errors import ConfigError, Preempted
-from unisono_sweeps.launchers.local import LocalLauncher, divide_host, last_sentence
+from unisono_sweeps.launchers.console import last_sentence
+from unisono_sweeps.launchers.local import LocalLauncher, divide_host
 
 SHOW = "import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ.get('CUDA_VISIBLE_DEVICES')]))"
 

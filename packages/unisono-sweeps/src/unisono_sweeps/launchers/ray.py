@@ -152,8 +152,8 @@ def _refuse_unreachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
     except OSError as error:
         raise ConfigError(
-            f"launcher=ray: no cluster at address={address}: {error}; start one (`ray start --head`), or name "
-            "its address"
+            f"launcher=ray: no cluster at address={address}: {error}; start one (`ray start --head`), or name its "
+            "address"
         ) from error
 
 
