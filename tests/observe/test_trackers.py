@@ -74,7 +74,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 
 
 def opened(folder: Path, timeout: float = 20.0, first_step: int = 0, **config: Any) -> trackers.Trackers:
-    return trackers.open_trackers(["wandb"], folder, "project", first_step, config, {"host": "here"}, timeout)
+    return trackers.open_trackers(["wandb"], folder, "project", first_step, config, {"host": "here"}, timeout, "sweep")
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -90,6 +90,7 @@ def test_a_tracker_is_told_in_a_thread_of_its_own_what_the_run_is_and_every_valu
     assert made.thread == "unisono-wandb"
     assert not any(thread.name == "unisono-wandb" for thread in threading.enumerate())
     assert (made.run.folder, made.run.name, made.run.project) == (tmp_path, tmp_path.name, "project")
+    assert made.run.group == "sweep"
     assert (dict(made.run.config), dict(made.run.facts)) == ({"width": 3}, {"host": "here"})
     assert made.calls[:49] == [(step, {"loss": 1.0 / step}) for step in range(1, 50)]
     assert made.calls[49:] == [(49, {"eval/loss": 2.0}), ("close", {"loss": 1 / 49, "eval/loss": 2.0}, failed)]

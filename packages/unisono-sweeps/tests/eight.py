@@ -40,5 +40,5 @@ def half_done(folder: Path, steps: int = STEPS) -> list[Path]:
 def measured_table(sweep: Path) -> pa.Table:
     """What the runs of a sweep reached, without what depends on the time and the host."""
     table = compare_runs(find_runs([sweep]))
-    kept = [name for name in table.column_names if not name.startswith(("seconds", "run.dir", "peak_memory"))]
+    kept = [name for name in table.column_names if not name.startswith(("seconds", "run.dir", "memory_gb"))]
     return table.select([name for name in kept if not name.endswith("_per_second")])

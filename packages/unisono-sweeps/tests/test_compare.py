@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from unisono.runtime.errors import UnisonoError
-from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs
+from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, count_parameters, different_keys, find_runs
 from unisono_sweeps.compare.verb import CompareSettings, compare
 
-from .written import write_fault, write_run
+from .written import TASK, write_fault, write_run
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -70,6 +71,37 @@ def test_the_command_writes_one_table_and_pictures(sweep: Path, command: Command
     assert table.num_rows == 6
     pictures = {path.name: path.read_bytes()[:4] for path in (sweep / "comparison").glob("*.png")}
     assert pictures == dict.fromkeys(["curves.png", "by_lr.png", "pareto.png"], b"\x89PNG")
+
+
+def test_memory_and_parameters_are_columns_and_several_keys_are_drawn_in_parallel(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = {"adamw": 12, "lion": 30, "muon": 90}
+    for number, name in enumerate(sizes):
+        lines = write_run(
+            tmp_path / "s" / name, [2.0, 1.0 / (number + 1)], train__global_batch=number + 1, optim__kind=name
+        )
+        events = [json.loads(line) | {"memory_gb": number + n / 10} for n, line in enumerate(read_lines(lines))]
+        (lines / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    monkeypatch.setattr("unisono_sweeps.compare.table.count_parameters", lambda folder: sizes[folder.name])
+    code, out, err = command("compare", tmp_path / "s")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split()[-3:] == ["flops", "memory_gb", "parameters"]
+    rows = parquet.read_table(tmp_path / "s/comparison/runs.parquet").to_pylist()
+    assert [(row["memory_gb"], row["parameters"]) for row in rows] == [(0.1, 12), (1.1, 30), (2.1, 90)]
+    assert {"parallel.png", "pareto_size.png"} <= {path.name for path in (tmp_path / "s/comparison").iterdir()}
+
+
+def read_lines(run: Path) -> list[str]:
+    return (run / "events.jsonl").read_text().splitlines()
+
+
+def test_parameters_are_those_of_the_newest_checkpoint(tmp_path: Path, command: Command) -> None:
+    words = ("train.steps=2", "train.global_batch=8", "layout.device=cpu", "run.name=a", "task.features=5")
+    assert command("train", TASK, "optim=adamw", *words)[0] == 0
+    assert count_parameters(Path("runs/a")) == 6
+    assert count_parameters(tmp_path) is None
 
 
 def test_a_fit_is_printed_and_drawn(tmp_path: Path, command: Command) -> None:

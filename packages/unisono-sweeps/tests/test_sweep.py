@@ -14,6 +14,7 @@ import pytest
 from unisono.launch import launcher
 from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
+from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import sweep as sweeps
 from unisono_sweeps.launchers.local import LocalLauncher
 
@@ -169,3 +170,12 @@ def test_a_scheduler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
         sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=1,2", "launcher=slurm", "time=4h"], dry_run=True)
     with pytest.raises(ConfigError, match=r"time: input should be a valid integer.* got 'soon'"):
         sweeps.run_sweep(TASK, None, [*BASE, "optim.lr=1,2", "launcher=slurm", "time=soon"], dry_run=True)
+
+
+def test_a_sweep_is_a_group_in_trackers(started: list[str], command: Command) -> None:
+    pytest.importorskip("tensorboard")
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1", "observe.trackers=[tensorboard]")
+    assert command(*words)[0] == 0
+    assert command(*words, "name=other", "observe.group=mine")[0] == 0
+    found = {name: read_run_facts(Path(f"runs/{name}/run")).config["observe"]["group"] for name in ("s", "other")}
+    assert found == {"s": "s", "other": "mine"}

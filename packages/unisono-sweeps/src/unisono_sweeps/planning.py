@@ -91,9 +91,11 @@ class Sweep:
     variants: tuple[Variant, ...]
     folder: Path
 
-    def words(self, variant: Variant) -> tuple[str, ...]:
-        """All overrides of a run."""
-        place = (f"run.dir={_quote(str(self.folder))}", f"run.name={_quote(variant.name)}")
+    def words(self, variant: Variant, config: RunConfig | None = None) -> tuple[str, ...]:
+        """All overrides of a run; of one whose configuration is known, also its group in trackers that it has."""
+        place = [f"run.dir={_quote(str(self.folder))}", f"run.name={_quote(variant.name)}"]
+        if config is not None and config.observe.trackers and config.observe.group is None:
+            place.append(f"observe.group={_quote(self.folder.name)}")
         return (*self.fixed, *variant.words, *place)
 
 
@@ -175,7 +177,7 @@ def plan_runs(
     planned = []
     ended = record.read_outcomes(sweep.folder)
     for variant, total in steps.items():
-        run = PlannedRun(variant, sweep.words(variant), configs[variant], total)
+        run = PlannedRun(variant, sweep.words(variant, configs[variant]), configs[variant], total)
         try:
             planned.append(
                 replace(run, state=_read_state(run, ended.get(variant.name), (under_way or {}).get(variant.name)))

@@ -47,6 +47,8 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=_report)
     verb.add_argument("folder", metavar="RUN|SWEEP", help="folder of a run, or of several")
     verb.add_argument("out", nargs="?", metavar="out=FILE", help="file to write (default: report.html in that folder)")
+    verb.add_argument("--serve", action="store_true", help="show it at an address of this host, and follow the runs")
+    verb.add_argument("--port", type=int, default=0, help="for --serve (default: any that is free)")
 
 
 def _sweep(parsed: argparse.Namespace) -> int:
@@ -84,6 +86,11 @@ def _report(parsed: argparse.Namespace) -> int:
     if key != "out" or not sign:
         raise ConfigError(f"unknown word '{parsed.out}'; write out=FILE")
     folder = Path(parsed.folder)
+    if parsed.serve:
+        from unisono_sweeps.report.serve import serve
+
+        serve(folder, parsed.port)
+        return 0
     page = describe(folder).render()
     path = Path(value) if value else folder / "report.html"
     write_whole(path, page)

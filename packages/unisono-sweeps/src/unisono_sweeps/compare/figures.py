@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from unisono_sweeps.extras import import_plots
 from unisono_sweeps.pareto import pareto_front
 
 _MOST_NAMED = 12  # curves with a legend
+_MOST_AXES = 8  # of parallel coordinates
 _POINTS = 2000  # of a curve: more than a picture has pixels
 _WIDE = 30.0  # ratio of the largest to the smallest number from which on an axis is logarithmic
 
@@ -50,8 +52,13 @@ def draw_figures(
     for key in keys:
         if key != SEED:
             drawn.append(_draw_metric(plot, folder / f"{_file_name(short[key])}.png", table, keys, key, metric))
-    cost = "flops" if "flops" in table.column_names else "seconds"
-    drawn.append(_draw_pareto(plot, folder / "pareto.png", table, cost, metric, mode))
+    costs = {"pareto.png": "flops" if "flops" in table.column_names else "seconds", "pareto_size.png": "parameters"}
+    for file, cost in costs.items():
+        if file == "pareto.png" or (cost in table.column_names and len(set(table.column(cost).to_pylist())) > 1):
+            drawn.append(_draw_pareto(plot, folder / file, table, cost, metric, mode))
+    swept = [key for key in keys if key != SEED][:_MOST_AXES]
+    if len(swept) > 1:
+        drawn.append(_draw_parallel(plot, folder / "parallel.png", table, swept, metric, mode))
     if fit is not None:
         drawn.append(_draw_fit(plot, folder / "power_law.png", table, *fit, metric))
     return drawn
@@ -106,9 +113,51 @@ def _draw_pareto(plot: Any, path: Path, table: pa.Table, cost: str, metric: str,
         axes.legend(fontsize="small")
         if _is_wide([x for x, _ in points]):
             axes.set_xscale("log")
-    axes.set_xlabel({"flops": "FLOPs of all steps", "seconds": "seconds of all steps"}[cost])
+    about = {"flops": "FLOPs of all steps", "seconds": "seconds of all steps", "parameters": "parameters"}
+    axes.set_xlabel(about[cost])
     axes.set_ylabel(metric)
     return _save(plot, figure, path)
+
+
+def _draw_parallel(plot: Any, path: Path, table: pa.Table, keys: Sequence[str], metric: str, mode: str) -> Path:
+    """A line for each run, across an axis for each swept key and one for the metric; the better, the darker."""
+    rows = [row for row in table.to_pylist() if row[metric] is not None]
+    columns = [*keys, metric]
+    figure, axes = plot.subplots(figsize=(2 + 1.6 * len(columns), 4.5), layout="constrained")
+    places = {name: _place([row[name] for row in rows]) for name in columns}
+    short = {**shorten_keys(list(keys)), metric: metric}
+    colours = plot.get_cmap("viridis")
+    for number in sorted(range(len(rows)), key=lambda n: places[metric][0][n], reverse=mode == "min"):
+        height = places[metric][0][number]
+        shade = colours(height if mode == "min" else 1 - height)
+        axes.plot(range(len(columns)), [places[name][0][number] for name in columns], color=shade, linewidth=1.2)
+    for place, name in enumerate(columns):
+        axes.axvline(place, color="tab:gray", linewidth=0.8)
+        labels = places[name][1]
+        for height, label in labels[:: max(1, len(labels) // _MOST_AXES)]:
+            axes.text(place + 0.03, height, label, fontsize="x-small", va="center")
+    axes.set_xticks(range(len(columns)), [short[name] for name in columns])
+    axes.set_xlim(-0.1, len(columns) - 0.6)
+    axes.set_yticks([])
+    axes.set_frame_on(False)
+    return _save(plot, figure, path)
+
+
+def _place(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Heights of values on an axis from 0 to 1, and its labels; logarithmic where numbers differ much.
+
+    >>> _place([1, 3, 2])[0], _place(["b", "a"])[1]
+    ([0.0, 1.0, 0.5], [(0.0, 'a'), (1.0, 'b')])
+    """
+    if all(isinstance(value, int | float) for value in values):
+        numbers = [float(value) for value in values]
+        scaled = [math.log(number) for number in numbers] if _is_wide(numbers) else numbers
+        low, spread = min(scaled), (max(scaled) - min(scaled)) or 1.0
+        heights = [(number - low) / spread for number in scaled]
+        return heights, sorted({(height, f"{value:.3g}") for height, value in zip(heights, numbers, strict=True)})
+    names = sorted({str(value) for value in values})
+    step = 1 / max(1, len(names) - 1)
+    return [names.index(str(value)) * step for value in values], [(n * step, name) for n, name in enumerate(names)]
 
 
 def _draw_fit(plot: Any, path: Path, table: pa.Table, column: str, law: PowerLaw, metric: str) -> Path:

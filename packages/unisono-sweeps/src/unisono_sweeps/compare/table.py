@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
 
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.manifest import read_manifest
 from unisono.config import fingerprint, foreign_run
-from unisono.runtime.errors import RunError
+from unisono.runtime.errors import RunError, UnisonoError
 from unisono.runtime.text import one_line
 from unisono.supervise import run_status
 from unisono.supervise.run_facts import RunFacts, read_run_facts
@@ -57,7 +60,8 @@ def compare_runs(runs: Sequence[RunFacts]) -> pa.Table:
     Returns:
         Columns: `run`, `state`, each key that differs, `steps`, `loss` (of the last step), `best_loss` (the smallest of
         an evaluation, else of a step), `eval/NAME` (of the last evaluation) with its `min` and `max`, `seconds` (of all
-        steps), and `flops` (of all steps, where the task counts them).
+        steps), `flops` (of all steps, where the task counts them), `memory_gb` (the most that a step needed), and
+        `parameters` (values of the model in the newest checkpoint).
     """
     keys = different_keys(runs)
     flat = [fingerprint.flatten(dict(run.config)) for run in runs]
@@ -89,7 +93,21 @@ def measure(run: RunFacts) -> dict[str, float | int | None]:
     found["seconds"] = _total(run.steps, "seconds")
     if any("flops" in step for step in run.steps):
         found["flops"] = _total(run.steps, "flops")
+    memory = [float(step["memory_gb"]) for step in run.steps if _is_number(step.get("memory_gb"))]
+    if memory:
+        found["memory_gb"] = max(memory)
+    if (parameters := count_parameters(run.folder)) is not None:
+        found["parameters"] = parameters
     return found
+
+
+def count_parameters(folder: Path) -> int | None:
+    """The values of a run's model, by its newest checkpoint; None if there is none that can be read."""
+    for path in reversed(commit.find_checkpoints(folder / "checkpoints")):
+        with suppress(OSError, UnisonoError):
+            arrays = read_manifest(path).arrays
+            return sum(math.prod(one["shape"]) for name, one in arrays.items() if name.startswith("model/"))
+    return None
 
 
 def metric_names(table: pa.Table, keys: Sequence[str]) -> list[str]:

@@ -70,7 +70,7 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
 
 def format_rows(table: pa.Table, keys: Sequence[str], metric: str, mode: str) -> list[str]:
     """The lines of a table for the terminal, the best run first."""
-    wanted = dict.fromkeys(["steps", "loss", "best_loss", metric, "seconds", "flops"])
+    wanted = dict.fromkeys(["steps", "loss", "best_loss", metric, "seconds", "flops", "memory_gb", "parameters"])
     columns = [name for name in wanted if name in table.column_names]
     rows = table.to_pylist()
     sign = 1.0 if mode == "min" else -1.0

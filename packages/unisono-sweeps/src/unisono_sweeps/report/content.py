@@ -135,9 +135,9 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
     for key in keys:
         if key != SEED and (points := _points(table.to_pylist(), key, metric)):
             charts.append(Chart(f"{metric} by {key}", [points], key, points=True, logx=_is_wide(points.x)))
-    cost = "flops" if "flops" in metrics else "seconds"
-    if points := _points(table.to_pylist(), cost, metric):
-        charts.append(Chart(f"{metric} by {cost}", [points], cost, points=True, logx=_is_wide(points.x)))
+    for cost in ("flops" if "flops" in metrics else "seconds", *(["parameters"] if "parameters" in metrics else [])):
+        if points := _points(table.to_pylist(), cost, metric):
+            charts.append(Chart(f"{metric} by {cost}", [points], cost, points=True, logx=_is_wide(points.x)))
     page.charts(charts)
     if problems := [[run.folder.name, run.state, run.why] for run in runs if run.state != "finished"]:
         page.heading("Runs that are not finished")

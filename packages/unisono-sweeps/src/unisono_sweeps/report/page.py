@@ -111,8 +111,8 @@ class Page:
             shown.append(f"<figure>{tag}<figcaption>{label}</figcaption></figure>")
         self._parts.append(f'<div class="media">{"".join(shown)}</div>')
 
-    def render(self) -> str:
-        """The whole file."""
+    def render(self, *, refresh: int | None = None) -> str:
+        """The whole file; with `refresh`, a browser asks for it again after so many seconds."""
         script = (_HERE / "page.js").read_text(encoding="utf-8")
         style = (_HERE / "page.css").read_text(encoding="utf-8")
         policy = (
@@ -123,7 +123,8 @@ class Page:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{style}</style></head>\n"
+            + (f'<meta http-equiv="refresh" content="{refresh}">' if refresh else "")
+            + f"<title>{escape(self.title)}</title><style>{style}</style></head>\n"
             f"<body><main><h1>{escape(self.title)}</h1>\n" + "\n".join(self._parts) + f"\n</main>"
             f"<script>{script}</script></body></html>\n"
         )

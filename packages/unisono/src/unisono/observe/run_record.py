@@ -45,7 +45,7 @@ class RunRecord:
         if mine and config.trackers:
             run, facts = ((about or {}).get(name, {}) for name in ("config", "facts"))
             self._trackers = trackers.open_trackers(
-                config.trackers, folder, config.project, first_step, run, facts, config.tracker_timeout
+                config.trackers, folder, config.project, first_step, run, facts, config.tracker_timeout, config.group
             )
         self._events = Events(folder / "events.jsonl", first_step) if mine else None
         self._masked = 0

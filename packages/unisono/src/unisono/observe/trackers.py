@@ -49,6 +49,7 @@ class TrackedRun:
         config: The whole configuration, nested; empty if the tracker already has it.
         facts: Versions, host, devices, and the task's facts about its data; empty if the tracker already has them.
         timeout: Seconds that a tracker may take to finish.
+        group: Of runs that belong together, as those of a sweep; None if the run is in none.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class TrackedRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
+    group: str | None = None
 
 
 class Tracker(Protocol):
@@ -203,7 +205,14 @@ class _TrackerThread:
 
 
 def open_trackers(
-    names: Sequence[str], folder: Path, project: str, first_step: int, config: Any, facts: Any, timeout: float
+    names: Sequence[str],
+    folder: Path,
+    project: str,
+    first_step: int,
+    config: Any,
+    facts: Any,
+    timeout: float,
+    group: str | None = None,
 ) -> Trackers:
     """Open the trackers of a run, on rank 0.
 
@@ -215,11 +224,14 @@ def open_trackers(
         config: Nested values; secrets are masked before trackers receive them.
         facts: Likewise.
         timeout: Seconds that they have to finish.
+        group: Of runs that belong together.
     """
     check_trackers(names)
     ids = _ensure_ids(folder, names)
     shown = secrets.hidden(config), secrets.hidden(facts)
-    runs = {name: TrackedRun(folder, folder.name, project, ids[name], first_step, *shown, timeout) for name in names}
+    runs = {
+        name: TrackedRun(folder, folder.name, project, ids[name], first_step, *shown, timeout, group) for name in names
+    }
     return Trackers(runs, timeout)
 
 
@@ -242,7 +254,8 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
     names = [name for name in observe["trackers"] if name in read_ids(folder)]
     if names and pictures:
         step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
-        opened = open_trackers(names, folder, observe["project"], step, {}, {}, observe["tracker_timeout"])
+        own = observe["project"], step, {}, {}, observe["tracker_timeout"], observe.get("group")
+        opened = open_trackers(names, folder, *own)
         for name, path in pictures.items():
             opened.publish(step, name, prepare_sample(folder, step, name, path))
         opened.close()

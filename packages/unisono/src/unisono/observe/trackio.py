@@ -18,6 +18,7 @@ class Tracker:
 
         self._run = trackio.init(
             project=run.project,
+            group=run.group,
             name=f"{run.name}-{run.id[:6]}",
             resume="allow",
             embed=False,

@@ -54,7 +54,7 @@ class Tracker:
             init_timeout=run.timeout, finish_timeout=run.timeout,  # also applies to wandb's exit handler
         )  # fmt: skip
         self._run = wandb.init(
-            project=run.project, id=run.id, name=run.name, dir=str(run.folder), resume="allow",
+            project=run.project, group=run.group, id=run.id, name=run.name, dir=str(run.folder), resume="allow",
             config={"config": dict(run.config), "facts": dict(run.facts)} if run.config else None,
             allow_val_change=True,  # a resumed run may have a different layout
             settings=settings,

@@ -239,6 +239,9 @@ class Observe(Settings):
         "name, e.g. unisono[wandb], or those of plug-ins",
     )
     project: str = Field("unisono", min_length=1, description="wandb and trackio: the project of the runs")
+    group: str | None = Field(
+        None, min_length=1, description="wandb and trackio: a group of runs; a sweep or a search sets it to its name"
+    )
     tracker_timeout: Positive = Field(
         60.0, description="seconds that trackers have at the end of a run to send their queue"
     )
