@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from unisono.supervise.run_facts import read_run_facts
 from unisono.task_config import build_task, validate_config
 from unisono_sweeps import record
 from unisono_sweeps.axes import Variant
+from unisono_sweeps.trial_process import Trials
 
 _UNRELATED_TO_DATA = ("optim", "schedules", "ema")  # groups on which the rows of a run and their number do not depend
 _UNRELATED_TO_MODEL = ("run", "optim", "schedules", "checkpoint", "observe", "eval", "callbacks", "launch")
@@ -149,6 +148,14 @@ def plan_runs(
     Raises:
         ConfigError: all that keeps any of the runs from starting.
     """
+    with ExitStack() as stack:
+        trials = stack.enter_context(Trials(sweep.recipe)) if trial else None
+        return _plan(sweep, composer, trials, processes, under_way or {})
+
+
+def _plan(
+    sweep: Sweep, composer: Composer, trials: Trials | None, processes: int | None, under_way: Mapping[str, str]
+) -> list[PlannedRun]:
     mistakes = _Mistakes(sweep)
     configs: dict[Variant, RunConfig] = {}
     for variant in sweep.variants:
@@ -179,13 +186,11 @@ def plan_runs(
     for variant, total in steps.items():
         run = PlannedRun(variant, sweep.words(variant, configs[variant]), configs[variant], total)
         try:
-            planned.append(
-                replace(run, state=_read_state(run, ended.get(variant.name), (under_way or {}).get(variant.name)))
-            )
+            planned.append(replace(run, state=_read_state(run, ended.get(variant.name), under_way.get(variant.name))))
         except UnisonoError as error:
             mistakes.add(str(error), [variant])
-    if trial:
-        planned = _try_models(sweep, planned, mistakes)
+    if trials is not None:
+        planned = _try_models(sweep, planned, mistakes, trials)
     mistakes.refuse()
     order = {variant: number for number, variant in enumerate(sweep.variants)}
     return sorted(planned, key=lambda run: order[run.variant])
@@ -226,7 +231,7 @@ def _newest_step(folder: Path) -> int:
     return parse_step(found[-1].name) if found else 0
 
 
-def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes) -> list[PlannedRun]:
+def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes, trials: Trials) -> list[PlannedRun]:
     """The same runs with estimates from trials, one for each model that is still to be trained."""
     waiting = {run.variant: run for run in planned if run.state != "finished"}
     groups = list(_group({variant: run.config for variant, run in waiting.items()}, _model_key).values())
@@ -240,38 +245,13 @@ def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes) ->
         for number, variants in enumerate(groups)
     ]
     estimates: dict[Variant, Estimate] = {}
-    for number, outcome in enumerate(_run_trials(asked)):
+    for number, outcome in enumerate(trials.run(asked)):
         if "error" in outcome:
             mistakes.add(outcome["error"], groups[number])
             continue
         for variant in groups[number]:
             estimates[variant] = _estimate(waiting[variant], outcome)
     return [replace(run, estimate=estimates.get(run.variant)) for run in planned]
-
-
-def _run_trials(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What came of each trial; one that ended its process is reported, and the others go on without it."""
-    outcomes: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="unisono-trials-") as folder:
-        requests, results = Path(folder, "requests.jsonl"), Path(folder, "results.jsonl")
-        while left := [one for one in asked if one["number"] not in outcomes]:
-            requests.write_text("".join(json.dumps(one) + "\n" for one in left), encoding="utf-8")
-            command = [sys.executable, "-m", "unisono_sweeps.trial", str(requests), str(results)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-            lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-            outcomes = {int(one["number"]): one for one in map(json.loads, lines)}
-            if ended.returncode:
-                text = (ended.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-                current = next((one["number"] for one in left if one["number"] not in outcomes), None)
-                if current is None:
-                    break
-                outcomes[current] = {
-                    "number": current,
-                    "error": f"the trial of this model ended with exit code {ended.returncode}: {text}",
-                }
-                with results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(outcomes[current]) + "\n")
-    return [outcomes[one["number"]] for one in asked]
 
 
 def _estimate(run: PlannedRun, measured: Mapping[str, float]) -> Estimate:

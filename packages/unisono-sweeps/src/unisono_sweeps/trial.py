@@ -2,10 +2,11 @@
 
 A process of its own does this, so that what a model leaves on a device is gone when the runs start:
 
-    python -m unisono_sweeps.trial REQUESTS RESULTS
+    python -m unisono_sweeps.trial RECIPE RESULTS
 
-Both are files of JSON lines. A shape that does not fit, a kernel that is missing or a sample that cannot be built is
-found here, and so are the parameters and the time of a step.
+It imports the recipe's libraries at once, while the sweep is still being checked, and then reads requests, one JSON
+object a line, until its input ends. RESULTS is a file of JSON lines. A shape that does not fit, a kernel that is
+missing or a sample that cannot be built is found here, and so are the parameters and the time of a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import suppress
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +28,7 @@ from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
 from unisono.launch import layout
-from unisono.launch.processes import rank_process
+from unisono.launch.processes import preloading, rank_process
 from unisono.optim import schedules
 from unisono.proof.user_errors import format_user_error
 from unisono.runtime.communicator import ProcessInfo
@@ -33,6 +36,7 @@ from unisono.runtime.errors import UnisonoError
 from unisono.task_config import build_task, load_config
 
 _STEPS = 3  # of which the fastest counts
+_ENOUGH = 2.0  # seconds, after which two steps say enough
 _LARGEST = 8  # rows of a micro-batch that is not given
 
 
@@ -68,11 +72,13 @@ def try_run(config: RunConfig) -> dict[str, float]:
     try:
         batches = next(islice(loader.steps(), 1))
         facts = engine.setup(batches, scalars(0))
-        seconds = math.inf
-        for _ in range(_STEPS):
+        seconds, start = math.inf, perf_counter()
+        for number in range(_STEPS):
             began = perf_counter()
             result = engine.step(batches, 0, scalars(0))
             seconds = min(seconds, perf_counter() - began)
+            if number and perf_counter() - start > _ENOUGH:
+                break
     finally:
         loader.close()
         engine.close()
@@ -82,10 +88,13 @@ def try_run(config: RunConfig) -> dict[str, float]:
     return found
 
 
-def main(requests: Path, results: Path) -> None:
-    """Try the runs that a file lists, one JSON object a line, and write what came of each."""
+def main(recipe: str, results: Path) -> None:
+    """Try the runs that the standard input asks for, one JSON object a line, and write what came of each."""
+    for name in preloading.find_libraries(recipe):
+        with suppress(Exception):  # the trial that needs it reports it
+            import_module(name)
     with results.open("a", encoding="utf-8") as file:
-        for line in requests.read_text(encoding="utf-8").splitlines():
+        for line in sys.stdin:
             asked = json.loads(line)
             outcome: dict[str, Any]
             try:
@@ -100,4 +109,4 @@ def main(requests: Path, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]))

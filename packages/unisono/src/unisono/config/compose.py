@@ -95,6 +95,7 @@ class Composer:
         self._recipe = recipe
         self._primary, self._folders = _search_path(recipe, config_dir)
         self._groups: dict[tuple[str, ...], _Groups] = {}
+        self._overrides: dict[str, _Override] = {}  # as read: a sweep has the same few words in most of its runs
 
     def choices(self, group: str) -> list[str]:
         """The names that `group=…` may choose; empty if it is not a group."""
@@ -107,7 +108,10 @@ class Composer:
         for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
             if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
                 raise ConfigError(f"{_override_key(override)} is not an override: write key=value or group=choice")
-        read = [_parse_override(override, self._folders) for override in overrides]
+        for override in overrides:
+            if override not in self._overrides:
+                self._overrides[override] = _parse_override(override, self._folders)
+        read = [self._overrides[override] for override in overrides]
         chosen = {given.key for given in read if given.is_choice}
         kept = {group: dict(values) for group, values in (settings or {}).items() if group not in chosen}
         choices = tuple(given.text for given in read if given.is_choice)
