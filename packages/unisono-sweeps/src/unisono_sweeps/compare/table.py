@@ -106,7 +106,7 @@ def count_parameters(folder: Path) -> int | None:
     for path in reversed(commit.find_checkpoints(folder / "checkpoints")):
         with suppress(OSError, UnisonoError):
             arrays = read_manifest(path).arrays
-            return sum(math.prod(one["shape"]) for name, one in arrays.items() if name.startswith("model/"))
+            return sum(int(math.prod(one["shape"])) for name, one in arrays.items() if name.startswith("model/"))
     return None
 
 

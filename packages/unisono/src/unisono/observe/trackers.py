@@ -254,8 +254,8 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
     names = [name for name in observe["trackers"] if name in read_ids(folder)]
     if names and pictures:
         step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
-        own = observe["project"], step, {}, {}, observe["tracker_timeout"], observe.get("group")
-        opened = open_trackers(names, folder, *own)
+        timeout, group = observe["tracker_timeout"], observe.get("group")
+        opened = open_trackers(names, folder, observe["project"], step, {}, {}, timeout, group)
         for name, path in pictures.items():
             opened.publish(step, name, prepare_sample(folder, step, name, path))
         opened.close()
