@@ -67,13 +67,17 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
     write_run(tmp_path / "a", [3.0, 2.0])
     command = [sys.executable, "-m", "unisono", "report", str(tmp_path / "a"), "--serve"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    address = process.stdout.readline()
-    found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/\S{20,}/)\n", address)
-    assert found is not None, address
-    assert "ssh -L" in process.stdout.readline()
-    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
-    connection.request("GET", found[2])
-    assert b"finished after step 2" in connection.getresponse().read()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline()
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/\S{20,}/)\n", address)
+        assert found is not None, address
+        assert "ssh -L" in process.stdout.readline()
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
+        connection.request("GET", found[2])
+        assert b"finished after step 2" in connection.getresponse().read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -34,6 +35,13 @@ BASE = ("optim=adamw", "train.global_batch=8", "layout.device=cpu", "name=s", "t
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as environment:
         yield environment
+        subprocess.run(["scancel", "--user", getpass.getuser()], env={**os.environ, **environment}, check=False)
+        jobs.wait_for(lambda: not _list_all(environment), 60)  # a test that failed leaves none of its jobs behind
+
+
+def _list_all(environment: dict[str, str]) -> str:
+    command = ["squeue", "--noheader", "--states=running,completing"]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
