@@ -49,7 +49,7 @@ from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 PROCESSES, ROWS, PART = 2, 4, 8 << 20
 BEFORE, AFTER = 4, 2  # steps before a save, for comparison, and at least so many after

@@ -37,8 +37,8 @@ from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
-from unisono.runtime.collective_log import COMPARISON
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.collective_log import COMPARISON
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task
 
 CALLS, DEPTH, STEPS = 100, 15, 3

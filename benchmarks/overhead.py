@@ -106,7 +106,7 @@ def compare(rank: int, world: int, rounds: int, folder: Path) -> dict | None:
     from unisono.config.resolved_run import ResolvedRun
     from unisono.launch import layout, run_directory
     from unisono.launch.processes import rank_process
-    from unisono.runtime.communicator import ProcessInfo
+    from unisono.runtime.communication.communicator import ProcessInfo
     from unisono.task_config import build_task, load_config
     from unisono.training.loop import Training
 

@@ -39,7 +39,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import EngineJob
 from unisono.engines.torch.numerics.cross_sample import TorchCrossSampleLoss
 from unisono.engines.torch.numerics.random_state import RandomState
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, Task
 
 TEMPERATURE = 0.07

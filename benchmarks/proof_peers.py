@@ -42,7 +42,7 @@ from unisono.proof.judgement import FLOOR
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 TORCHTITAN = "0.3.0"  # the release whose rule this is
 

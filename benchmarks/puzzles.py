@@ -226,7 +226,7 @@ def of_engine(
     from unisono.engines import create_engine
     from unisono.engines.protocol import EngineJob
     from unisono.optim.schedules import ScheduledScalars
-    from unisono.runtime.communicator import ProcessInfo, SingleProcess
+    from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 
     groups = [{"match": "kinds.*.puzzles.weight", "rule": "sign_sgd", "weight_decay": 1.0}]
     config = configuration(

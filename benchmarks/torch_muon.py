@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import processes
 from unisono.optim.muon import Muon
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 SHAPES = ((64, 64), (256, 64), (64, 256), (63, 64), (65, 128), (1, 64))
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}

@@ -33,7 +33,7 @@ from unisono.checkpoint.remote.upload import Uploads
 from unisono.checkpoint.remote.upload_process import CheckpointUploader
 from unisono.config.schema.run import RunConfig
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 
 BUCKET = "checkpoints"
 SERVE = """

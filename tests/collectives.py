@@ -18,8 +18,9 @@ from tests.runs import configuration
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import process_group
 from unisono.launch.processes.rank_process import run_and_exit
-from unisono.runtime import collective_log, heartbeat
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime import heartbeat
+from unisono.runtime.communication import collective_log
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import UnisonoError
 from unisono.task import Context, Loss, Task
 

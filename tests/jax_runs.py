@@ -12,7 +12,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.engines.jax.engine import JaxEngine, create
 from unisono.engines.protocol import EngineJob
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 
 __all__ = ["Trace", "configuration", "trace"]

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 
 ROOT = Path(__file__).parents[1]
 _OTHERS = 1.0  # seconds that the other ranks have, after one has failed, to say how they fail

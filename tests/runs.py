@@ -32,7 +32,7 @@ from unisono.evaluation.held_out import HeldOut
 from unisono.observe import events
 from unisono.optim.schedules import ScheduledScalars
 from unisono.optim.sharded import gather_full
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.task import Task
 from unisono.training import loop
 from unisono.training.loop import Result

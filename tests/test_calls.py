@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.runtime import collective_log
-from unisono.runtime.collective_log import Call, Collective, CollectiveLog, GroupState
+from unisono.runtime.communication import collective_log
+from unisono.runtime.communication.collective_log import Call, Collective, CollectiveLog, GroupState
 
 SUM = Collective("0", "0-1", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", "task.py:12 loss")
 
@@ -127,7 +127,7 @@ def test_a_ring_outlives_its_process(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from unisono.runtime.collective_log import CollectiveLog, GroupState, Collective, encode_call
+from unisono.runtime.communication.collective_log import CollectiveLog, GroupState, Collective, encode_call
 log, members = CollectiveLog(0, Path({str(tmp_path)!r})), GroupState("0", range(2), 0)
 what = Collective("0", "0-1", "barrier")
 log.add(members, what.fingerprint, encode_call(what))

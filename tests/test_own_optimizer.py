@@ -16,7 +16,7 @@ from tests.jax_runs import trace as jax_trace
 from tests.jax_tasks import LinearTask as JaxLinearTask
 from tests.runs import Trace, configuration, distance, trace
 from tests.tasks import TransformerTask
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from tests.tasks import LinearTask, TransformerTask
 from unisono import Context, Data, Loss, SampleContext, Settings, Source, Task, recipe_tools
 from unisono.engines.torch.numerics import precision
 from unisono.protocols import resolve_features
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, RunError
 from unisono.task import run_setup
 from unisono.version import __version__

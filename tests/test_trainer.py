@@ -25,7 +25,7 @@ from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
 from unisono.observe.run_record import RunRecord
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, GuardError, RunError
 from unisono.task import Context, Loss, SampleContext, Task
 from unisono.training.loop import Result

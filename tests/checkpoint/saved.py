@@ -15,7 +15,7 @@ from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json")
 STATE = {"step": 4, "random": False, "micro_batch": 3, "nested": {"list": [1, 2.5, None], "text": "é"}}

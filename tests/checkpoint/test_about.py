@@ -11,7 +11,7 @@ from tests import processes
 from tests.runs import configuration
 from unisono.checkpoint.core import provenance
 from unisono.config import environment
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, RunError
 
 # between processes --------------------------------------------------------------------------------------------------

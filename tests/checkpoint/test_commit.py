@@ -16,7 +16,7 @@ from tests.checkpoint.saved import FILES, STATE, Threads, flip_bit, is_of, load,
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.retention import Retention
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import SaveError
 
 # what lies on the disk ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.checkpoint.saved import FILES, STATE, Threads, load, save
 from unisono.checkpoint.core import arrays, commit, manifest, verify
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError
 
 HELD = {"rank-00000.safetensors": "model/weight", "rank-00001.safetensors": "optimizer/weight/step"}

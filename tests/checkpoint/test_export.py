@@ -25,7 +25,7 @@ from unisono.checkpoint.exchange import export, hf_shards
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import CheckpointError, RunError
 
 

@@ -22,7 +22,7 @@ from tests.checkpoint.saved import STATE, Threads, is_of, load, save, shards, st
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError
 
 

@@ -20,7 +20,7 @@ from unisono.checkpoint.core.commit import Checkpoint
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.engine import TorchEngine
 from unisono.observe import events
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, FormatError, RunError
 from unisono.training import loop
 

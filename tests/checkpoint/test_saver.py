@@ -23,7 +23,7 @@ from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import NonFiniteError, SaveError, UnisonoError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -21,8 +21,8 @@ from tests.runs import configuration
 from unisono.checkpoint.remote import store_lock, upload
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload import Uploads
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, UploadError
+from unisono.runtime.untrusted import safe_paths
 
 # beside a run -------------------------------------------------------------------------------------------------------
 

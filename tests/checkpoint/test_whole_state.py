@@ -24,7 +24,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.evaluation.best import Best
 from unisono.observe import events
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss
 
 STEPS = 6

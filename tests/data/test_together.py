@@ -19,7 +19,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.data.ledger import Ledger
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import build_plan, build_source
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import SampleContext
 

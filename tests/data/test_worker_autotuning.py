@@ -17,7 +17,7 @@ from unisono.data.loading.loader import Loader
 from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, lock_share
 from unisono.data.order.mixture import Joined
 from unisono.data.views import Subset
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.task import SampleContext
 
 SLOW = StageTimes(read=0.001, sample=0.05, rest=0.002, locked=0.1)

@@ -13,7 +13,7 @@ from tests import processes
 from tests.runs import configuration, layout, parameters, started
 from tests.tasks import TransformerTask
 from unisono.engines.observers import Observer, Observers, StepResult, StepVerdict
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError
 
 RESULT = StepResult(1.0, {}, {}, {}, 2.0)

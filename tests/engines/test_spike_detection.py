@@ -23,7 +23,7 @@ from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.observers import Observers, StepResult
 from unisono.engines.spike_detection import SpikeDetection, spike_limit
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import SpikeError
 
 # the limit ----------------------------------------------------------------------------------------------------------

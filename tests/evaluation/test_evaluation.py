@@ -19,7 +19,7 @@ from unisono.engines.observers import StepResult
 from unisono.engines.torch.engine import TorchEngine
 from unisono.engines.torch.numerics.precision import promotion
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import DataError
 from unisono.runtime.rng import generator
 from unisono.task import Context, Loss, SampleContext

@@ -16,7 +16,7 @@ from tests.tasks import LinearTask, TransformerTask
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import Engine, StepResult
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unisono.launch.cluster import RUN_ID_VARIABLE, meeting_point, process_info, set_rendezvous_variables
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 TORCHRUN = {

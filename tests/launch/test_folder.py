@@ -20,7 +20,7 @@ from unisono.config import fingerprint
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import RunError
 from unisono.task import Task
 from unisono.task_config import load_config, read_run

@@ -10,7 +10,7 @@ from tests import tasks
 from tests.configs import configured
 from unisono.config.schema.run import RunConfig
 from unisono.launch import layout as layouts
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 TASK = f"{tasks.__file__}:LinearTask"

@@ -16,7 +16,7 @@ import pytest
 from tests import tasks
 from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.processes import children, exit_report, local_processes
-from unisono.runtime.communicator import Node
+from unisono.runtime.communication.communicator import Node
 from unisono.task_config import load_config
 
 TASK = f"{tasks.__file__}:LinearTask"

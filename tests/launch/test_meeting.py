@@ -18,8 +18,8 @@ from tests.launch.node_threads import Node, connected, ends
 from tests.ports import free_port
 from unisono.launch.nodes import tcp_rendezvous
 from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
-from unisono.runtime.authenticated_line import AuthenticatedLine, TokenError
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.authenticated_line import AuthenticatedLine, TokenError
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError
 
 

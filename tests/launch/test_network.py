@@ -9,8 +9,8 @@ import pytest
 
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
-from unisono.runtime import listening
-from unisono.runtime.communicator import format_address
+from unisono.runtime.communication import listening
+from unisono.runtime.communication.communicator import format_address
 from unisono.runtime.errors import ConfigError
 
 FOUND = [

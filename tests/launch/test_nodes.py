@@ -21,7 +21,7 @@ import yaml
 from tests.launch import jobs, namespaces
 from tests.launch.namespaces import Host
 from unisono.launch.nodes import agreement
-from unisono.runtime.communicator import Node
+from unisono.runtime.communication.communicator import Node
 from unisono.runtime.errors import RunError
 
 Done = subprocess.CompletedProcess[str]

@@ -13,7 +13,7 @@ from unisono.engines.protocol import EngineJob
 from unisono.engines.torch import devices
 from unisono.launch import layout
 from unisono.launch.autobatch import probe
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 

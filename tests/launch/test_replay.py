@@ -16,7 +16,7 @@ from unisono.engines.state import ArrayShard
 from unisono.engines.torch import saved_tensors
 from unisono.launch import cluster
 from unisono.launch.replay import REPLAYS, replay
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 pytestmark = pytest.mark.slow  # real runs, started again and again

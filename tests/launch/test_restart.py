@@ -21,7 +21,7 @@ from unisono.launch.preflight import DataFacts
 from unisono.launch.processes import local_processes, restart
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.observe.events import Events
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.supervise import preemption
 from unisono.task_config import load_config, read_run

@@ -15,7 +15,7 @@ import pytest
 from unisono.launch import cluster
 from unisono.launch.processes import rank_process
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, SaveError
 
 

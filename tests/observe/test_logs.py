@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unisono.observe import logs
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 
 log = logging.getLogger("unisono.test")
 

@@ -15,7 +15,7 @@ from unisono.config.schema.run import Observe
 from unisono.engines.torch.profiler import TorchProfiler
 from unisono.observe import events
 from unisono.observe.profile import PARTS, breakdown, format_table, read_trace
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 OWN, GPU_OWN = "user_annotation", "gpu_user_annotation"
 

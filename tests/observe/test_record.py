@@ -14,7 +14,7 @@ from unisono.engines.observers import StepResult
 from unisono.observe import events, trackers
 from unisono.observe.progress import Speed
 from unisono.observe.run_record import RunRecord
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 SPEED = Speed("tokens", 2000.0, None, 0.25, 0.5)

@@ -25,7 +25,7 @@ from unisono.engines.torch.parallel.wrap import find_blocks
 from unisono.optim.groups import find_patterns
 from unisono.optim.muon import Muon, apply_distributed, lr_adjustment, orthogonalise
 from unisono.optim.optimizers import CombinedOptimizer, apply_schedule, build_optimizer, describe_updates
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

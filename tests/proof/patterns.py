@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.proof import diagnosis
 from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.diagnoses import diagnosis
+from unisono.proof.diagnoses.remedies import Diagnosis
 from unisono.proof.recording.trace import Part, RunFacts, StepFacts, Trace, write_facts, write_tensors
-from unisono.proof.remedies import Diagnosis
 
 
 def trace(folder: Path, counts: list[list[int]], gradient: Any = None, loss: float | None = 1.0, **facts: Any) -> Trace:

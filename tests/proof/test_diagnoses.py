@@ -10,8 +10,8 @@ import pytest
 
 import unisono
 from unisono.cli import main
-from unisono.proof import explain
-from unisono.proof.remedies import REMEDIES, build_diagnosis
+from unisono.proof.diagnoses import explain
+from unisono.proof.diagnoses.remedies import REMEDIES, build_diagnosis
 from unisono.runtime.errors import anchor as anchor_of
 from unisono.runtime.fault_names import FaultName
 
@@ -22,7 +22,7 @@ SECTIONS = re.findall(r"^### (.+)$", PAGE, re.MULTILINE)
 
 
 def test_every_fault_has_a_remedy_and_is_named_by_a_rule_or_an_error() -> None:
-    written = {"runtime/fault_names.py", "proof/remedies.py", "proof/scripts/script_remedies.py"}
+    written = {"runtime/fault_names.py", "proof/diagnoses/remedies.py", "proof/scripts/script_remedies.py"}
     files = [file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).as_posix() not in written]
     named = {name for file in files for name in re.findall(r"\bFaultName\.([A-Z_]+)", file.read_text(encoding="utf-8"))}
     assert named == {fault.name for fault in FaultName}

@@ -12,9 +12,9 @@ import pytest
 
 from tests.proof.patterns import EVEN, diagnose, failed, name, pair, passed, summed, told, trace
 from tests.tasks import LinearTask
-from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
-from unisono.proof.diagnosis import diagnose_error
+from unisono.proof.diagnoses import diagnosis, predictions
+from unisono.proof.diagnoses.diagnosis import diagnose_error
 from unisono.proof.probes.pass_probe import PassProbe
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace, write_tensors
 

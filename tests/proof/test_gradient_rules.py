@@ -25,8 +25,8 @@ from tests.proof.patterns import (
     told,
     trace,
 )
-from unisono.proof import predictions
-from unisono.proof.gradient_rules import find_extra_gradients
+from unisono.proof.diagnoses import predictions
+from unisono.proof.diagnoses.gradient_rules import find_extra_gradients
 from unisono.proof.recording.gradient_sample import norm_of
 from unisono.proof.recording.trace import Part, write_tensors
 

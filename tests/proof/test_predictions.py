@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from unisono.proof import predictions
-from unisono.proof.predictions import PartGradients
+from unisono.proof.diagnoses import predictions
+from unisono.proof.diagnoses.predictions import PartGradients
 from unisono.proof.recording.trace import Part
 
 # Four micro-batches on two ranks: their sums and counts are uneven on purpose.

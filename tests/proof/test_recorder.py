@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests import processes
-from unisono.proof import Records, World, comparison, diagnosis
+from unisono.proof import Records, World, comparison
+from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Trace
 from unisono.proof.scripts import script_hooks
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))

@@ -18,7 +18,7 @@ from tests.proofs.matrix import run_all
 from tests.proofs.test_cross_sample import LAYOUTS
 from tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task
 
 pytestmark = pytest.mark.slow

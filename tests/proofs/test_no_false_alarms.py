@@ -22,7 +22,7 @@ from unisono.proof.comparison import ComparedQuantity
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import QUANTITIES, Trace, trace_folder, write_tensors
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 

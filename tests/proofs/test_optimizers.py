@@ -22,7 +22,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.observe.events import NOTE_KEYS
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Task
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

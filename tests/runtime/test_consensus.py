@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from unisono.runtime.communicator import Channel, Json, SingleProcess
-from unisono.runtime.consensus import raise_everywhere, run_on_first, share_first
+from unisono.runtime.communication.communicator import Channel, Json, SingleProcess
+from unisono.runtime.communication.consensus import raise_everywhere, run_on_first, share_first
 from unisono.runtime.errors import ConfigError, DataError, KernelError, RunError, UnisonoError
 
 PATIENCE = 2.0  # twice as long as rank 0 lets the others wait for a word

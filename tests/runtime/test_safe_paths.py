@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, UnisonoError
-from unisono.runtime.safe_paths import UnsafePathError
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.safe_paths import UnsafePathError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.core.manifest import _Content
-from unisono.runtime.shapes import HashedFile, Integer, Number, misfit
+from unisono.runtime.untrusted.shapes import HashedFile, Integer, Number, misfit
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.runtime import hdf5
 from unisono.runtime.errors import DataError, UnisonoError
+from unisono.runtime.untrusted import hdf5
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ LEASE = {"host": "a", "machine": "m", "pid": 1, "born": "1", "released": False, 
 
 
 def _meeting() -> Reader:
-    from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError, TokenError
+    from unisono.runtime.communication.authenticated_line import AuthenticatedLine, GreetingError, TokenError
 
     who = {"node": 1, "nodes": 2, "host": "b"}
 

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.security.foreign_readers import READERS, fork
-from unisono.runtime import hdf5
 from unisono.runtime.errors import UnisonoError
+from unisono.runtime.untrusted import hdf5
 
 FIELDS = tuple(
     n.to_bytes(8, "little", signed=True) for n in (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63))

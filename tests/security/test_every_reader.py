@@ -19,7 +19,7 @@ KERNEL = ("/proc/", "/sys/")
 
 PRIVATE = {
     # code that runs anyway, or that is installed with this program
-    "cli.new": "the skeleton in this package", "proof.explain": "a page in this package",
+    "cli.new": "the skeleton in this package", "proof.diagnoses.explain": "a page in this package",
     "config.code_digest": "modules that run", "launch.processes.preloading":
     "modules that run", "runtime.entry_points": "which packages are installed",
     # files of the kernel
@@ -48,7 +48,7 @@ TOLD = {  # single functions
 }  # fmt: skip
 
 OWN_RECORDS = {  # who has written what they parse by themselves
-    "runtime.safe_paths": "the door",
+    "runtime.untrusted.safe_paths": "the door",
     # processes that this one has started, or that started it, over pipes, arguments and private folders
     "checkpoint.exchange.pickle_process": "", "checkpoint.remote.upload": "", "checkpoint.remote.upload_process": "",
     "engines.jax.devices": "", "engines.jax.profiler": "",
@@ -57,7 +57,7 @@ OWN_RECORDS = {  # who has written what they parse by themselves
     "proof.scripts.rank_progress": "", "proof.scripts.script_process": "", "supervise.monitor": "",
     "unisono_sweeps.trial": "",
     # ranks of this run
-    "engines.torch.parallel.process_group": "", "runtime.collective_log": "",
+    "engines.torch.parallel.process_group": "", "runtime.communication.collective_log": "",
     # rows of data and lists of samples, each of which is checked with a sentence of its own
     "data.sources.lines": "", "unisono_audio.sources.archives": "", "unisono_audio.sources.metadata": "",
     "unisono_speech.manifest": "",
@@ -122,7 +122,7 @@ def test_every_file_is_read_and_copied_through_one_door() -> None:
     for name, calls in _functions():
         reading = [call for call in calls if _is_read(call)]
         module = name.rpartition(".")[0]
-        if not reading or module == "runtime.safe_paths":
+        if not reading or module == "runtime.untrusted.safe_paths":
             continue
         if module in PRIVATE or name in TOLD:
             used.add(module if module in PRIVATE else name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from unisono.runtime.errors import DataError, UnisonoError
-from unisono.runtime.hdf5 import check_hdf5
+from unisono.runtime.untrusted.hdf5 import check_hdf5
 from unisono_microbiome.study import table
 from unisono_microbiome.study.matrices import Matrix
 

@@ -18,7 +18,7 @@ from tests.launch.node_threads import Node, connected, ends
 from tests.ports import free_port
 from unisono.launch.nodes import run_token, tcp_rendezvous
 from unisono.launch.nodes.tcp_rendezvous import TOKEN, NodeCommunicator
-from unisono.runtime.authenticated_line import AuthenticatedLine, GreetingError
+from unisono.runtime.communication.authenticated_line import AuthenticatedLine, GreetingError
 from unisono.runtime.errors import ConfigError, DeadlineError, RunError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from unisono.runtime.collective_log import Collective, CollectiveLog, GroupState, encode_call
-from unisono.supervise import collective_mismatch
+from unisono.runtime.communication.collective_log import Collective, CollectiveLog, GroupState, encode_call
+from unisono.supervise.hangs import collective_mismatch
 
 SUM = Collective("0", "0-2", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", "task.py:12 loss")
 OTHER = replace(SUM, operation="all_gather", reduce="", site="task.py:30")

@@ -13,7 +13,7 @@ from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.cli import main
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import SingleProcess
+from unisono.runtime.communication.communicator import SingleProcess
 from unisono.runtime.errors import RunError
 from unisono.supervise.diagnose import diagnose_run
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from unisono.runtime.heartbeat import NEW_SHAPE, PHASES, HeartbeatRecord
-from unisono.supervise import hang_detection, stacks
-from unisono.supervise.hang_detection import PhaseLimits, RankStatus
-from unisono.supervise.stacks import Stack
+from unisono.supervise.hangs import hang_detection, stacks
+from unisono.supervise.hangs.hang_detection import PhaseLimits, RankStatus
+from unisono.supervise.hangs.stacks import Stack
 
 LIMITS = PhaseLimits()
 

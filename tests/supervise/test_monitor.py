@@ -16,7 +16,8 @@ import pytest
 
 from tests.launch import jobs
 from unisono.runtime import heartbeat
-from unisono.supervise import monitor, processes, stacks
+from unisono.supervise import monitor, processes
+from unisono.supervise.hangs import stacks
 from unisono.supervise.monitor import Specification
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the monitor reads /proc")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import processes
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import preemption, step_sync
 from unisono.supervise.run_lock import RunLock

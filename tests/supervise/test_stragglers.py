@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unisono.runtime.heartbeat import PHASES, HeartbeatRecord
-from unisono.supervise.stragglers import Stragglers
+from unisono.supervise.hangs.stragglers import Stragglers
 
 
 def record(rank: int, made: int, **seconds: float) -> HeartbeatRecord:

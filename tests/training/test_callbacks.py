@@ -18,7 +18,7 @@ from unisono.checkpoint.core import commit
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
 from unisono.observe import events
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CallbackError, ConfigError
 from unisono.training.callbacks.build import build_callbacks
 from unisono.training.callbacks.early_stopping import EarlyStopping

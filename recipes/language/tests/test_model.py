@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes.language.tests.corpora import ARCHITECTURES, GROUPED, model, store_in, task
 from tests.runs import configuration, trace
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 from unisono.task_config import load_config as load

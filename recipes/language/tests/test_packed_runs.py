@@ -12,7 +12,7 @@ from tests import processes, runs
 from tests.runs import configuration
 from unisono.launch import train
 from unisono.observe import events
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Source
 from unisono_language.settings import LanguageConfig
 from unisono_language.task import Language

@@ -21,7 +21,7 @@ from recipes.language.tests.corpora import corpus, write_jsonl
 from tests.real_data import real
 from tests.runs import configuration, trace
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono_language.generate import generate
 from unisono_language.settings import Corpus, LanguageConfig, Pretrained
 from unisono_language.task import Language

@@ -16,7 +16,7 @@ from recipes.language.tests.corpora import corpus, model, overrides, sentences, 
 from tests.runs import configuration, trace
 from unisono.data.prepare import Windows
 from unisono.launch import train
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import DataError, KernelError
 from unisono_language import tokens
 from unisono_language.settings import Corpus, LanguageConfig, Pretrained

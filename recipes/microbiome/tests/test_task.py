@@ -12,7 +12,7 @@ import torch
 
 from recipes.microbiome.tests.made import ALL, task
 from tests.runs import ADAMW, configuration, trace
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, GlobalBatch, SampleContext
 from unisono_microbiome.task import Microbiome
 

@@ -14,7 +14,7 @@ from tests.runs import Trace, assert_same, distance
 from tests.runs import trace as torch_trace
 from unisono.config.recipes import resolve_reference
 from unisono.optim.schedules import ScheduledScalars
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import SampleContext
 from unisono.task_config import find_task
 from unisono_puzzles.model.shape import Kind

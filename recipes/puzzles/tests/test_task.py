@@ -17,7 +17,7 @@ from unisono import DataError, prepare
 from unisono.data.loading.batch_builder import BatchBuilder, Request
 from unisono.data.order.plan import SampleIndices
 from unisono.data.order.planning import checkable_sources
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
 from unisono_puzzles import settings
 from unisono_puzzles.base import fields_of, with_kind

@@ -11,7 +11,7 @@ from typing import Any
 from tests import processes
 from tests.runs import SGD, Trace, configuration
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Task
 
 BATCH = 48

@@ -15,7 +15,7 @@ import yaml
 from tests.engines.jax.test_processes import train
 from tests.jax_runs import configuration, layout
 from unisono.engines.jax.parallel import runtime
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 FLAG = "--xla_gpu_deterministic_ops=true"

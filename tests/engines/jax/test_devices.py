@@ -13,7 +13,7 @@ from tests.jax_runs import configuration, layout
 from unisono.config.schema.layout import Layout
 from unisono.engines.jax import devices
 from unisono.engines.jax.parallel import runtime
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 Host = Callable[[str, str, int], None]

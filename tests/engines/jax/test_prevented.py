@@ -13,8 +13,8 @@ from tests.jax_runs import configuration, layout, trace
 from tests.jax_tasks import LinearTask
 from unisono.engines.jax.engine import JaxEngine
 from unisono.engines.jax.parallel import mesh, runtime
+from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.errors import ConfigError, DeadlineError
-from unisono.runtime.listening import reserve_port
 from unisono.task import Context, Loss
 
 TRAIN = {"global_batch": 8, "steps": 2, "precision": "fp64"}

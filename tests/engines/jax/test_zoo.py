@@ -17,7 +17,7 @@ from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 pytestmark = pytest.mark.slow
 PROOF = ProofSettings(global_batch=ROWS, layouts=["ddp:2"], steps=3)

@@ -15,7 +15,7 @@ from tests import processes
 from tests.runs import FirstGradients, configuration, started
 from tests.tasks import TransformerTask
 from unisono.engines.torch.numerics import gradients
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),

@@ -17,7 +17,7 @@ from tests.runs import SGD, Trace, assert_same, configuration, layout, prepared,
 from tests.tasks import LinearTask
 from unisono.config.schema import Settings
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError, KernelError
 from unisono.task import Context, Loss, Task
 

@@ -22,7 +22,7 @@ from unisono.config.schema.run import Ema
 from unisono.engines.torch.guards import replicas
 from unisono.engines.torch.numerics.ema import MovingAverage
 from unisono.optim.sharded import local
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError
 from unisono.training import loop
 

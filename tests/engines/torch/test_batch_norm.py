@@ -19,7 +19,7 @@ from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order
 from unisono.data.order.plan import StreamPlan
 from unisono.engines.torch.numerics.batch_norm import BatchStatistics
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 FLOOR = 1e-12

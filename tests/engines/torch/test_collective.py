@@ -18,9 +18,9 @@ from tests import processes
 from tests.launch import jobs
 from tests.ports import free_port
 from unisono.engines.torch.parallel import process_group
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.listening import reserve_port
 
 CPU = torch.device("cpu")
 VALUES = [

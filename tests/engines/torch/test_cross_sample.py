@@ -19,7 +19,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.engines.torch.numerics.cross_sample import gather_rows
 from unisono.engines.torch.train_state import build_model
 from unisono.evaluation.held_out import HeldOut
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, NonFiniteError
 from unisono.runtime.rng import key
 from unisono.task import Context, GlobalBatch, Loss, Task

@@ -14,9 +14,9 @@ import pytest
 from tests import collectives, processes
 from tests.collectives import Outcome
 from tests.ports import free_port
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DesyncError
-from unisono.supervise import collective_mismatch
+from unisono.supervise.hangs import collective_mismatch
 
 SILENT = ("order", "reduce", "dtype", "shape", "line")  # to which gloo has nothing to say
 CASES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tests.tasks import LinearTask, TransformerTask
 from unisono.config.schema.layout import Layout
 from unisono.engines.torch import devices
 from unisono.engines.torch.numerics import determinism
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 

@@ -10,7 +10,7 @@ import torch
 
 from unisono.config.schema.layout import Layout
 from unisono.engines.torch import devices
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 Host = Callable[[str, int], None]

@@ -16,7 +16,7 @@ from tests.runs import configuration, distance, layout, logged, parameters, star
 from tests.tasks import LinearTask, TransformerTask
 from unisono.data.order.order import Order
 from unisono.engines.torch.numerics import precision
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
 from unisono.task import Context, Loss
 

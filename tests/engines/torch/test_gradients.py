@@ -15,7 +15,7 @@ from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import gradients
 from unisono.engines.torch.numerics.gradients import OrderedSum, tree_additions
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context
 
 WIDE = torch.float64

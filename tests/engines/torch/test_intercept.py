@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from tests import processes
 from unisono.engines.torch.guards import collective_hooks
 from unisono.engines.torch.guards.collective_hooks import CollectiveHooks, short_path
-from unisono.runtime import collective_log
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication import collective_log
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 HERE = "tests/engines/torch/test_intercept.py"
 

@@ -14,7 +14,7 @@ from tests import processes
 from tests.runs import configuration, layout, trace
 from tests.tasks import LinearTask
 from unisono.engines.torch.model_check import make_layoutable
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 

@@ -14,7 +14,7 @@ from tests.runs import configuration, logged, prepared
 from tests.tasks import TransformerTask
 from unisono.engines.observers import StepResult
 from unisono.engines.torch.guards.recompile_guard import RecompileGuard
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 
 pytestmark = pytest.mark.slow
 

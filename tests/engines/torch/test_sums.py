@@ -13,7 +13,7 @@ from tests import processes
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import StepResult
 from unisono.engines.torch.numerics.metric_reduction import MetricReduction
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Loss
 
 WIDE = torch.float64

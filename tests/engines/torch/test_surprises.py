@@ -15,7 +15,7 @@ from tests.engines.torch.test_engine import NanRow, outcome
 from tests.runs import configuration, distance, layout, started, trace, whole
 from tests.tasks import LinearTask
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss
 

@@ -16,7 +16,7 @@ from unisono.config.schema.layout import Layout
 from unisono.engines.state import ArrayShard
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.parallel import wrap
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError
 
 Arrays = dict[str, np.ndarray]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests import processes
 from unisono.engines.torch.guards.collective_comparison import CollectiveComparison
 from unisono.engines.torch.parallel import fsdp_communication
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DesyncError
 
 

@@ -13,7 +13,7 @@ from tests import processes
 from tests.runs import configuration, layout, parameters, started
 from tests.tasks import LinearTask, TransformerTask
 from unisono.engines.observers import Observer
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 KINDS = ("parameters", "gradients", "optimizer state", "EMA")
 TRAIN = {"steps": 2, "precision": "fp64"}

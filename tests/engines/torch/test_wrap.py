@@ -19,7 +19,7 @@ from unisono.config.schema.layout import Layout
 from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.parallel import wrap
 from unisono.optim.sharded import gather_full
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context
 

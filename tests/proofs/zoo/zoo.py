@@ -21,7 +21,7 @@ from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.recording import case_recorder
 from unisono.proof.recording.trace import Trace, trace_folder
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 
 PROOF = ProofSettings(global_batch=8, layouts=["ddp:2"])
 BEGIN, END = "<!-- zoo: written by python -m tests.proofs.zoo.zoo -->\n", "<!-- end -->"

@@ -72,7 +72,7 @@ def _scan(parsed: argparse.Namespace) -> int:
 
 
 def _audio_cache(parsed: argparse.Namespace) -> int:
-    from unisono.runtime.communicator import usable_cores
+    from unisono.runtime.communication.communicator import usable_cores
     from unisono.runtime.errors import BadSamplesError, DataError
     from unisono.runtime.work_progress import show_progress
     from unisono_audio import Fbank, Pipeline

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError, nearest
 from unisono_faults import scenarios
 from unisono_faults.matrix import SCENARIOS, Outcome, Scenario, open_sandbox

@@ -17,9 +17,9 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from unisono.runtime import safe_paths
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer, Number
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Integer, Number
 
 FILE = "sweep.json"
 OUTCOMES = "outcomes.jsonl"

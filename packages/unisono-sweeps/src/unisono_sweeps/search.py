@@ -23,13 +23,13 @@ from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema import Settings
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.task_objects import format_override
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.files import write_whole
 from unisono.runtime.native_errors import wrap_native_errors
-from unisono.runtime.shapes import misfit
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import misfit
 from unisono.supervise import identity
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record

@@ -31,7 +31,7 @@ from unisono.launch import layout
 from unisono.launch.processes import preloading, rank_process
 from unisono.optim import schedules
 from unisono.proof.user_errors import format_user_error
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import UnisonoError
 from unisono.task_config import build_task, load_config
 

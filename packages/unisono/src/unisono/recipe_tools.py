@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.checkpoint.exchange import hf_config
     from unisono.engines.torch.numerics.precision import PromoteToDouble
-    from unisono.runtime import safe_paths
     from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
     from unisono.runtime.files import atomic_file, cache_dir, cache_entry, make_private, pickle_hint, write_whole
-    from unisono.runtime.hdf5 import check_hdf5
     from unisono.runtime.native_errors import wrap_native_errors
     from unisono.runtime.preparing import preparing
+    from unisono.runtime.untrusted import safe_paths
+    from unisono.runtime.untrusted.hdf5 import check_hdf5
     from unisono.runtime.work_progress import show_progress
 
 _HOME = {
@@ -27,7 +27,7 @@ _HOME = {
     "atomic_file": "runtime.files",
     "cache_dir": "runtime.files",
     "cache_entry": "runtime.files",
-    "check_hdf5": "runtime.hdf5",
+    "check_hdf5": "runtime.untrusted.hdf5",
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
     "format_share": "runtime.errors",
@@ -37,7 +37,7 @@ _HOME = {
     "nearest": "runtime.errors",
     "pickle_hint": "runtime.files",
     "preparing": "runtime.preparing",
-    "safe_paths": "runtime",
+    "safe_paths": "runtime.untrusted",
     "say": "runtime.console",
     "show_progress": "runtime.work_progress",
     "wrap_native_errors": "runtime.native_errors",

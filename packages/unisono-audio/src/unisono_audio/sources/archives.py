@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote, remote_options, stream_remote
+from unisono.runtime.untrusted import safe_paths
 from unisono_audio.recordings import ByteRange, data_of
 from unisono_audio.sources.metadata import AUDIO_SUFFIXES, RecordingTable, file_status
 

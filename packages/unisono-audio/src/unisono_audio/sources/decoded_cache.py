@@ -18,10 +18,10 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from unisono.data.sources.storage import create_cache_folder
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Count, Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Object
 from unisono_audio import CENTRE, FIRST, Pipeline, Window
 from unisono_audio.sources.journal import RowNumber, chunks, read_journal
 from unisono_audio.sources.source import Recordings, hash_rows

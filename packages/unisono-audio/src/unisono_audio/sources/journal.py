@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
+from unisono.runtime.untrusted import safe_paths
 
 _CHUNK_ROWS = 64
 

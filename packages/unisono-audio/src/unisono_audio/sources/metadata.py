@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 _LONGEST = 4096  # limit of a path's length in characters
 PATH_COLUMNS = ("file", "file_name", "filename", "path", "audio", "audio_file", "audio_filepath", "audio_path", "wav")

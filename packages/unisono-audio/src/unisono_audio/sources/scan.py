@@ -19,10 +19,10 @@ import numpy as np
 from typing_extensions import TypedDict
 
 import unisono_audio as audio
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import BadSamplesError, DataError
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Count
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count
 from unisono_audio import codecs
 from unisono_audio.recordings import data_of
 from unisono_audio.sources.journal import RowNumber, chunks, read_journal

@@ -20,10 +20,10 @@ from typing_extensions import TypedDict
 from unisono.data.sources.column_schema import ColumnType, is_bytes, is_text, unwrap_type
 from unisono.data.sources.files import open_source
 from unisono.data.views import View, locate_row
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, nearest
 from unisono.runtime.remote import is_remote, remote_options
-from unisono.runtime.shapes import Count, Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Object
 from unisono_audio.recordings import ByteRange
 from unisono_audio.sources import archives, metadata
 from unisono_audio.sources.metadata import RecordingTable

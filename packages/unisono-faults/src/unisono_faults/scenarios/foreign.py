@@ -18,7 +18,7 @@ import yaml
 from unisono.checkpoint.core import manifest
 from unisono.data.sources import open_source
 from unisono.runtime.errors import UnisonoError
-from unisono.runtime.hdf5 import check_hdf5
+from unisono.runtime.untrusted.hdf5 import check_hdf5
 from unisono.supervise import fault_hook
 from unisono_faults import job
 from unisono_faults.matrix import REFUSED, AbstainError, Outcome, Sandbox, scenario

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from unisono.runtime import safe_paths
 from unisono.runtime.console import clean
 from unisono.runtime.errors import Preempted
+from unisono.runtime.untrusted import safe_paths
 
 _TAIL = 1 << 16  # bytes of a console that are searched for the last sentence
 

@@ -21,7 +21,7 @@ from unisono.config import schema
 from unisono.engines.torch import devices
 from unisono.launch.launcher import Ended, Job
 from unisono.launch.processes import fork_server
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
 

@@ -32,10 +32,10 @@ from typing_extensions import TypedDict
 from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Job
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, Preempted
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer, Number, Object, misfit
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Integer, Number, Object, misfit
 from unisono.supervise.run_facts import read_run_facts
 from unisono.supervise.step_sync import STOP
 from unisono_sweeps.extras import import_submitit

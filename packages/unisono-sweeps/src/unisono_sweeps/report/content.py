@@ -12,9 +12,9 @@ import yaml
 
 from unisono.checkpoint.core import commit
 from unisono.config.resolved_run import RESOLVED_FILE
-from unisono.runtime import safe_paths
-from unisono.runtime.shapes import Object
 from unisono.runtime.text import format_value
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import SEED

@@ -47,7 +47,7 @@ def answer(parser: argparse.ArgumentParser, verbs: Any) -> None:
         parser: Of the whole command.
         verbs: Its collection of verbs, to which those of recipes are added.
     """
-    from unisono.runtime.extras import import_extra
+    from unisono.runtime.entry_points import import_extra
 
     argcomplete = import_extra("argcomplete", "completion", "shell completion")
     _add_recipe_verbs(verbs)
@@ -97,7 +97,7 @@ def complete_run(prefix: str, **_: Any) -> list[str]:
 
 def complete_fault(prefix: str, **_: Any) -> list[str]:
     """What `unisono explain` knows."""
-    from unisono.proof.explain import list_faults
+    from unisono.proof.diagnoses.explain import list_faults
 
     return list_faults()
 

@@ -299,7 +299,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, report, user_errors, verdict
     from unisono.proof.cases import ProofSettings
-    from unisono.runtime import safe_paths
+    from unisono.runtime.untrusted import safe_paths
 
     proof = arguments.parse_own_settings(parsed, ProofSettings)
     with user_errors.raise_as_sentences():
@@ -336,7 +336,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _explain(parsed: argparse.Namespace) -> int:
-    from unisono.proof.explain import explain_fault, list_faults
+    from unisono.proof.diagnoses.explain import explain_fault, list_faults
 
     say(explain_fault(" ".join(parsed.name)) if parsed.name else "\n".join(list_faults()))
     return 0
@@ -368,8 +368,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _request(parsed: argparse.Namespace) -> int:
-    from unisono.runtime import safe_paths
     from unisono.runtime.errors import RunError
+    from unisono.runtime.untrusted import safe_paths
     from unisono.supervise import run_lock
 
     if run_lock.find_holder(parsed.folder) is None:

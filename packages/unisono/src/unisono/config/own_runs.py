@@ -23,10 +23,10 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from unisono.config import code_digest, recipes, references
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
+from unisono.runtime.untrusted import safe_paths
 
 MARK_FILE = "mark.json"
 CONFIG_FILE = "config.yaml"

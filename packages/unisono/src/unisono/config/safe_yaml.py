@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000

@@ -14,11 +14,11 @@ from socket import gethostname
 from filelock import FileLock, Timeout
 from typing_extensions import TypedDict
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer, Number
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Integer, Number
 
 log = logging.getLogger(__name__)
 _PATIENCE = 5.0  # seconds after which a wait is reported

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from unisono.data.cache_lock import lock_entry
 from unisono.data.sources.storage import create_cache_folder
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_folder, cache_dir, check_private, make_cache_folder, make_private
+from unisono.runtime.untrusted import safe_paths
 
 T = TypeVar("T")
 _LOCK_TIMEOUT = 24 * 3600.0  # seconds

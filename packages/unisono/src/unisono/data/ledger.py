@@ -25,10 +25,10 @@ from typing_extensions import TypedDict
 from unisono.data.loading.batch_builder import MicroBatch
 from unisono.data.order.order import mix_bits
 from unisono.data.order.plan import SampleIndices
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import RecordError, RunError
 from unisono.runtime.files import wrap_record_errors
-from unisono.runtime.shapes import Count
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count
 
 FOLDER = "ledger"
 _BYTES = 8  # of a digest

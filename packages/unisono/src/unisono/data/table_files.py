@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
 from unisono.runtime.files import atomic_file
 from unisono.runtime.text import escape_controls
+from unisono.runtime.untrusted import safe_paths
 
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r]")  # the last four as East Asian keyboards write them
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

@@ -23,7 +23,7 @@ from unisono.checkpoint.core import provenance
 from unisono.config import environment
 from unisono.launch.nodes import network
 from unisono.launch.nodes.network import Interface
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 
 GIB = 2**30
 _PACKAGES = (

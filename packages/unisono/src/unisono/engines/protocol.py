@@ -19,7 +19,7 @@ from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.protocols import TaskFeatures, resolve_features
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Task
 
 TRACE_PREFIX = "unisono/"  # of the region names in a trace

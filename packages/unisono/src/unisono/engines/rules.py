@@ -17,7 +17,7 @@ from unisono.config.batch_split import BatchSplit, divisors
 from unisono.data.loading.batch_builder import describe_error
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import StepResult
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import ConfigError, GuardError, KernelError, MemoryExhaustedError, NonFiniteError
 from unisono.runtime.fault_names import FaultName
 from unisono.task import EVERY_TERM, Batch, Context, Loss, Task, expand_counts

@@ -12,7 +12,7 @@ from unisono.data.loading.loader import Loader, MicroBatch, check_draws
 from unisono.data.order.grouped import plan_evaluation
 from unisono.engines.protocol import Engine
 from unisono.protocols import resolve_features
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import DataError
 from unisono.task import Source, Task
 

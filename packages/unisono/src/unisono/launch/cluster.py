@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 RUN_ID_VARIABLE = "UNISONO_RUN_ID"  # what our launcher gives the processes that it starts: its own run id

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.config.schema.run import RunConfig, refuse_other_engine
 from unisono.engines import device_module
-from unisono.runtime.communicator import ProcessInfo, usable_cores
+from unisono.runtime.communication.communicator import ProcessInfo, usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import find_task

@@ -28,7 +28,7 @@ from unisono.engines import rules
 from unisono.launch.class_columns import describe_classes
 from unisono.launch.run import Run
 from unisono.optim import schedules
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Batch, Context, Loss, Source, Task, expand_counts, run_setup
 

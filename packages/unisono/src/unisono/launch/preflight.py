@@ -11,7 +11,7 @@ from unisono.config.batch_split import resolve_split
 from unisono.config.schema.run import RunConfig
 from unisono.launch.host import host_check
 from unisono.runtime import secrets
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, DataError, LostError
 from unisono.task import Task

@@ -27,9 +27,9 @@ from unisono.data import ledger
 from unisono.launch import cluster, train
 from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
 from unisono.runtime.text import join_names
+from unisono.runtime.untrusted import safe_paths
 from unisono.task_config import read_run
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from unisono.config.resolved_run import (
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster, layout, preflight, run_directory
 from unisono.launch.preflight import DataFacts
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, MemoryExhaustedError, RunError
 from unisono.runtime.preparing import preparing
-from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 from unisono.supervise import disk_space
 from unisono.task import Task
 from unisono.task_config import validate_config

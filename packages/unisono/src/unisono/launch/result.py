@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.observe import events
 from unisono.runtime import notebook
-from unisono.runtime.extras import import_extra
+from unisono.runtime.entry_points import import_extra
 from unisono.task import Task
 
 if TYPE_CHECKING:

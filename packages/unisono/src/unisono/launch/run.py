@@ -12,9 +12,9 @@ from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.config import foreign_run, recipes
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import safe_paths
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
+from unisono.runtime.untrusted import safe_paths
 from unisono.task import Task
 from unisono.task_config import build_task, load_config, read_run
 

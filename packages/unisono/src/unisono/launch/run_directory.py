@@ -24,10 +24,10 @@ from unisono.config import environment, fingerprint, foreign_run, own_runs
 from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole, write_with_backup
-from unisono.runtime.shapes import Count, Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Object
 from unisono.supervise import run_lock
 from unisono.task import Task
 from unisono.task_config import resolve_engine

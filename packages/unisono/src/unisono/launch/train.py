@@ -32,8 +32,8 @@ from unisono.launch.task_objects import (
     settings_of,
     with_engine,
 )
-from unisono.runtime.communicator import ProcessInfo
-from unisono.runtime.consensus import raise_everywhere, share_first
+from unisono.runtime.communication.communicator import ProcessInfo
+from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import ConfigError, Interrupted
 from unisono.supervise import fault_hook, preemption
 from unisono.task import Task

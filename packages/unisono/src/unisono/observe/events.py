@@ -13,9 +13,10 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from unisono.runtime import safe_paths, secrets
+from unisono.runtime import secrets
 from unisono.runtime.files import wrap_record_errors, write_whole
-from unisono.runtime.shapes import Number, misfit
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Number, misfit
 
 NOTE_KEYS = frozenset({"changed", "fallback", "brought_again"})  # events about where and how a run resumed
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.engines.protocol import TRACE_PREFIX, Engine
-from unisono.runtime import safe_paths
+from unisono.runtime.untrusted import safe_paths
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from unisono.observe import trackers
 from unisono.observe.events import Events
 from unisono.observe.progress import Progress, Speed
 from unisono.observe.samples import prepare_sample
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 
 _MASKED_STEPS_SHOWN = 3  # steps with missing samples that are reported on the console
 

@@ -23,10 +23,11 @@ from typing import Any, Protocol
 from unisono.config import safe_yaml
 from unisono.observe import events
 from unisono.observe.samples import Sample, prepare_sample
-from unisono.runtime import safe_paths, secrets
+from unisono.runtime import secrets
 from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, RunError, nearest
 from unisono.runtime.files import write_whole
+from unisono.runtime.untrusted import safe_paths
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from unisono.launch.processes import rank_process
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.hangs import HangWatch
 from unisono.proof.recording.trace import count_recorded, read_trace
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.console import say
 from unisono.task_config import build_task, read_config
 

@@ -28,10 +28,11 @@ from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.comparison import Mark
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.verdict import Abstention, Verdict, abstentions, join_marks
-from unisono.runtime import safe_paths, secrets
+from unisono.runtime import secrets
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 from unisono.task_config import resolve_engine
 
 # Quantities without which a case has shown nothing, whatever else passed.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.supervise import stacks
+from unisono.supervise.hangs import stacks
 
 _STACK = ".stack"  # how the file ends in which a process leaves where it was
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, diagnosis, engines, predictions
+from unisono.proof import comparison, engines
 from unisono.proof.cases import EPSILON, Case
+from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
 from unisono.proof.verdict import ON_EVERY_LAYOUT, Verdict
 from unisono.runtime.errors import ConfigError, KernelError

@@ -30,7 +30,7 @@ from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import is_recorded, read_trace, remove_recorded, trace_folder
 from unisono.proof.trace_room import LOGS, trace_room
 from unisono.proof.verdict import Verdict
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.console import say
 from unisono.runtime.errors import RunError
 from unisono.runtime.fault_names import FaultName

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.proof.comparison import NEIGHBOURS, ComparedQuantity, Mark, first_failure
-from unisono.proof.remedies import Diagnosis
+from unisono.proof.diagnoses.remedies import Diagnosis
 
 EXIT_CODES: Mapping[Mark, int] = {"PASS": 0, "FAIL": 1, "ABSTAIN": 2}
 ON_EVERY_LAYOUT = "a comparison that can fail on every layout"

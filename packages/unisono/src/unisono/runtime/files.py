@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, RecordError
+from unisono.runtime.untrusted import safe_paths
 
 TEMPORARY_SUFFIX = ".writing"  # of files that are still being written
 PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"})

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
-from unisono.runtime import safe_paths
+from unisono.runtime.untrusted import safe_paths
 
 DIRECTORY_VARIABLE = "UNISONO_HEARTBEAT"  # names the directory; without it nothing is reported
 PHASES = ("start", "setup", "data", "compute", "wait", "record", "save", "evaluate", "end", "left")

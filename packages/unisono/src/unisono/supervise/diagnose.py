@@ -11,9 +11,9 @@ from unisono.checkpoint.core import commit
 from unisono.config import safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.observe import events
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, RunError, explain_command
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import records, run_facts
 
 REMEDIES = {

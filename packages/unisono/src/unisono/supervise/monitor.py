@@ -33,11 +33,12 @@ from unisono.runtime.console import say
 from unisono.runtime.errors import DeadlineError, DesyncError, StuckError
 from unisono.runtime.files import write_whole
 from unisono.runtime.heartbeat import HeartbeatRecord
-from unisono.supervise import collective_mismatch, hang_detection, processes, stacks
-from unisono.supervise.hang_detection import MonitorFinding, PhaseLimits, RankStatus
+from unisono.supervise import processes
+from unisono.supervise.hangs import collective_mismatch, hang_detection, stacks
+from unisono.supervise.hangs.hang_detection import MonitorFinding, PhaseLimits, RankStatus
+from unisono.supervise.hangs.stacks import Stack
+from unisono.supervise.hangs.stragglers import Stragglers
 from unisono.supervise.processes import Process
-from unisono.supervise.stacks import Stack
-from unisono.supervise.stragglers import Stragglers
 
 FINDING_FILE = "finding.json"  # in the directory of the heartbeats
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from unisono.runtime import safe_paths
-from unisono.runtime.shapes import Count, Integer, Number
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Integer, Number
 
 Rank = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a key of JSON
 Text = Annotated[str, Field(pattern=r"\S")]

@@ -17,10 +17,10 @@ from typing_extensions import TypedDict
 
 from unisono.config import foreign_run
 from unisono.observe import events
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DeadlineError, Preempted, RunError
-from unisono.runtime.shapes import Count
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count
 from unisono.supervise import records, run_lock
 
 

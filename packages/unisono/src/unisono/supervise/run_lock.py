@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX, write_whole
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import identity
 
 FOLDER = "lease"

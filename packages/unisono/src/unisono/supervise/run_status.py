@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.observe import events
-from unisono.runtime import safe_paths
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import run_facts, run_lock
 
 _TAIL = 256 << 10  # bytes of events that are read

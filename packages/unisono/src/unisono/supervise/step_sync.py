@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.runtime.communicator import Communicator
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Communicator
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import Preempted, RunError
 from unisono.supervise import identity, preemption
 from unisono.supervise.run_lock import RunLock

@@ -11,7 +11,7 @@ from unisono.evaluation.best import Best
 from unisono.observe import events
 from unisono.observe.run_record import RunRecord
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.training.parts import TrainingParts
 
 

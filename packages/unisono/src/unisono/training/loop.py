@@ -26,11 +26,11 @@ from unisono.observe import events, logs, trackers
 from unisono.observe.profile import Profile
 from unisono.observe.progress import show_evaluation
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, RunError, explain_command
 from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
-from unisono.supervise.shape_tracking import ShapeTracker
+from unisono.supervise.hangs.shape_tracking import ShapeTracker
 from unisono.supervise.step_sync import Decision, RankRequests, StepSync
 from unisono.task import Task
 from unisono.training.callbacks.dispatch import Callbacks

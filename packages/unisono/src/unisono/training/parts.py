@@ -20,8 +20,8 @@ from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import DataError
 from unisono.task import Task, run_setup
 

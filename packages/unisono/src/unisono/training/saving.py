@@ -13,8 +13,8 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator, Json
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Communicator, Json
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import CallbackError, Preempted
 from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync

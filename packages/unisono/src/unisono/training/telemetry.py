@@ -15,10 +15,11 @@ from unisono.engines.protocol import ModelFacts
 from unisono.observe.peak_rates import peak_flops
 from unisono.observe.progress import Speed, Stopwatch, format_count
 from unisono.observe.run_record import RunRecord
-from unisono.runtime import heartbeat, safe_paths
-from unisono.runtime.communicator import Communicator, ProcessInfo
-from unisono.runtime.shapes import Object
+from unisono.runtime import heartbeat
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.text import format_value
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 from unisono.training.parts import TrainingParts, gather_rows
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, file_hash
-from unisono.recipe_tools import check_hdf5, find_duplicates, format_examples, format_share, safe_paths, wrap_native_errors
+from unisono.recipe_tools import (
+    check_hdf5,
+    find_duplicates,
+    format_examples,
+    format_share,
+    safe_paths,
+    wrap_native_errors,
+)
 from unisono_microbiome.settings import PairMetric
 
 NAMES: Mapping[str, tuple[str, ...]] = {

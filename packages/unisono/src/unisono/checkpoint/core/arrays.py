@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from unisono.engines import host_arrays
 from unisono.engines.host_arrays import Array
 from unisono.engines.state import ArrayShard
-from unisono.runtime import safe_paths
-from unisono.runtime.communicator import Json
+from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CheckpointError
-from unisono.runtime.shapes import Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 
 MAX_PIECE_BYTES = 64 << 20  # limit of a piece, unless a single index of its first axis is larger
 _PAIR_DTYPES = ("complex128",)  # not supported by safetensors; written as pairs of real numbers

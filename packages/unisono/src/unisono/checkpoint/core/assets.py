@@ -11,9 +11,9 @@ from pathlib import Path
 
 from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.remote import description
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 FOLDER = "assets"
 

@@ -31,8 +31,8 @@ from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.core.retention import Retention
 from unisono.engines import host_arrays
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator, Json, SingleProcess
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Communicator, Json, SingleProcess
+from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import CheckpointError, NonFiniteError, SaveError, UnisonoError
 from unisono.runtime.files import fsync_path, remove_folder
 from unisono.runtime.text import format_bytes

@@ -21,11 +21,11 @@ from typing_extensions import TypedDict
 
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.engines import host_arrays
-from unisono.runtime import safe_paths
-from unisono.runtime.communicator import Json
+from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CheckpointError, FormatError, SaveError
-from unisono.runtime.shapes import HashedFile, Integer, misfit
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import HashedFile, Integer, misfit
 
 FORMAT = 2
 NAME = "manifest.json"

@@ -20,7 +20,7 @@ from unisono.config import code_digest, environment, fingerprint
 from unisono.config.schema.run import RunConfig
 from unisono.engines import device_module
 from unisono.optim import schedules
-from unisono.runtime.communicator import Channel, Json, ProcessInfo
+from unisono.runtime.communication.communicator import Channel, Json, ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError, nearest
 from unisono.task_config import resolve_engine
 

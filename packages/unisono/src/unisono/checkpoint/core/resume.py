@@ -29,8 +29,8 @@ from unisono.config.resolved_run import ResolvedRun
 from unisono.data import ledger
 from unisono.data.order.plan import Plan
 from unisono.engines.protocol import Engine
-from unisono.runtime.communicator import Communicator, Json
-from unisono.runtime.consensus import raise_everywhere, share_first
+from unisono.runtime.communication.communicator import Communicator, Json
+from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.files import fsync_path
 

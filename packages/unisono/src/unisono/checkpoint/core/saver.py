@@ -24,7 +24,7 @@ from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.core.staging import Staging
 from unisono.config.schema.run import Checkpoint as Settings
 from unisono.engines.state import ArrayShard
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import NonFiniteError, SaveError, UnisonoError
 
 log = logging.getLogger(__name__)

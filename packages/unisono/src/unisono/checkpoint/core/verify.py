@@ -14,10 +14,10 @@ from pathlib import Path
 
 from unisono.checkpoint.core.arrays import hash_range, header_misfit
 from unisono.checkpoint.core.manifest import Checkpoint, deletion_advice
-from unisono.runtime import safe_paths
-from unisono.runtime.communicator import Communicator, usable_cores
+from unisono.runtime.communication.communicator import Communicator, usable_cores
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 _THREADS = 4  # per rank; hashing releases the GIL
 

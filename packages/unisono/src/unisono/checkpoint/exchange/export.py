@@ -30,7 +30,7 @@ from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
 from unisono.config import safe_yaml
 from unisono.config.schema.run import Lora
 from unisono.config.schema.verbs import Export
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import CheckpointError, RunError, format_ranges
 from unisono.runtime.files import atomic_folder, pickle_hint
 

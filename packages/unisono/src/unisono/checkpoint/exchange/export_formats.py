@@ -21,10 +21,10 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.exchange import hf_config
 from unisono.checkpoint.exchange.hf_shards import TensorEntry
 from unisono.config.schema.run import Lora
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 from unisono.runtime.native_errors import wrap_native_errors
-from unisono.runtime.shapes import Count, Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Object
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from unisono.checkpoint.exchange import hf_shards
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, UnisonoError
 from unisono.runtime.files import pickle_hint
 from unisono.runtime.native_errors import wrap_native_errors
-from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"

@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from unisono.checkpoint.core import arrays
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 BLOCK = 64 << 20  # bytes that are read, converted and written at a time
 CODES = {  # other libraries do not read `fnuz`

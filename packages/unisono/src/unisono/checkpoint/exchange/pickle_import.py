@@ -26,10 +26,10 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.exchange import hf_config, hf_shards
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.config.schema.verbs import Import
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import atomic_file, atomic_folder, own_folder, remove_folder
+from unisono.runtime.untrusted import safe_paths
 
 _MIN_BYTES_PER_SECOND = 4 << 20  # bytes per second, after a minute to start
 _PATIENCE = 10  # seconds that may pass for one of the processor's, on a host that is busy

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unisono.checkpoint.exchange import sandbox
-from unisono.runtime.resource_limits import lower_limit
+from unisono.runtime.untrusted.resource_limits import lower_limit
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 _NO_NEW_PRIVILEGES, _DEATH_SIGNAL = 38, 1
@@ -178,7 +178,9 @@ def main() -> None:
     """Entry point of the process."""
     leave_network()
     request = json.loads(sys.stdin.read())
-    missing = limit_resources(request["source"], request["limit"], request["seconds"])  # before torch, which has threads
+    missing = limit_resources(
+        request["source"], request["limit"], request["seconds"]
+    )  # before torch, which has threads
     cast(dict[str, Any], sys.modules)["dill"] = None  # torch would import it, which opens devices for writing
     answer = extract_tensors(request["source"], request["key"], request["limit"], int(sys.argv[1]))
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import fsync_path
 from unisono.runtime.remote import DEADLINE, PIECE_BYTES, RemoteOptions, ask_remote, remote_options
+from unisono.runtime.untrusted import safe_paths
 
 T = TypeVar("T")
 LARGEST = 256 << 20  # limit for objects that are read into memory, such as manifests

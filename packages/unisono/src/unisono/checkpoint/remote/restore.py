@@ -29,12 +29,12 @@ from unisono.checkpoint.remote.upload_process import (
 )
 from unisono.config.schema.run import RunConfig
 from unisono.observe import events
-from unisono.runtime import safe_paths
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, DataError, RunError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path, remove_folder
-from unisono.runtime.shapes import HashedFile
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import HashedFile
 
 _TEMPORARY = ".fetching-"  # in the folder of checkpoints
 _PARALLEL_FILES = 8

@@ -20,11 +20,11 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
-from unisono.runtime.shapes import Integer
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Integer
 
 LOCAL_FILE = "upload.json"  # in the run's folder: the run's id, and the start that writes
 OWNER, ALIVE = "owner.json", "alive.json"

@@ -29,9 +29,9 @@ from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
 from unisono.checkpoint.remote.upload_process import CHECKPOINTS
 from unisono.config.schema.run import Checkpoint, RunConfig
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import CheckpointError, ConfigError, DataError, UploadError
 from unisono.runtime.files import remove_folder
+from unisono.runtime.untrusted import safe_paths
 
 PENDING_FOLDER = "uploading"  # in the run's folder: files that an upload still needs
 _GRACE = 5.0  # seconds to wait for an idle process to exit

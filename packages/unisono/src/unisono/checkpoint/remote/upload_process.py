@@ -37,11 +37,12 @@ from unisono.checkpoint.core.manifest import NAME as MANIFEST
 from unisono.checkpoint.core.retention import Retention
 from unisono.checkpoint.remote import description, store_lock
 from unisono.checkpoint.remote.object_store import ObjectStore
-from unisono.runtime import safe_paths, secrets
+from unisono.runtime import secrets
 from unisono.runtime.errors import DataError, RunError
 from unisono.runtime.files import file_hash
 from unisono.runtime.remote import remote_options
-from unisono.runtime.shapes import HashedFile
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import HashedFile
 
 CHECKPOINTS, INDEX = "checkpoints", "checkpoints.json"
 DESCRIPTION_FILE = "run.json"  # size and hash of every file of the description

@@ -30,7 +30,7 @@ from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
 from unisono.data.order.plan import Plan, SampleIndices
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import ProcessInfo, usable_cores
+from unisono.runtime.communication.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import DataError
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.rng import generator

@@ -30,7 +30,7 @@ from unisono.config import references
 from unisono.data.loading import ipc, worker_process
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.runtime.errors import ConfigError, DataError
-from unisono.runtime.resource_limits import explain_sigbus
+from unisono.runtime.untrusted.resource_limits import explain_sigbus
 
 _MAX_PENDING = 2  # requests per process: one in progress, and the next one
 _EXIT_TIMEOUT = 5.0  # seconds to wait for a process to exit

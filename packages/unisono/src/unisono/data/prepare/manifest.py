@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import write_whole
 from unisono.runtime.rng import key
-from unisono.runtime.shapes import Count, Integer, Number, Object, misfit
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Count, Integer, Number, Object, misfit
 
 FORMAT = 1  # version of the folder's format
 MANIFEST_FILE = "manifest.json"

@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.data.prepare.manifest import MANIFEST_FILE, Plan, ShardNote, build_manifest, read_json, write_json
 from unisono.data.prepare.shards import Shards, damaged_error
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError, DataError, format_ranges
 from unisono.runtime.files import file_hash
 

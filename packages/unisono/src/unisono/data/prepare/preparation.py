@@ -46,7 +46,7 @@ from unisono.data.prepare.partitions import (
 )
 from unisono.data.prepare.shards import Shards, ShardWriter
 from unisono.data.sources import create_cache_folder
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import DataError
 from unisono.runtime.files import atomic_file, file_hash, fsync_path
 

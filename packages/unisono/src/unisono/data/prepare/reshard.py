@@ -12,8 +12,8 @@ from unisono.data.prepare.manifest import MANIFEST_FILE, Lengths
 from unisono.data.prepare.partitions import PLAN_FILE
 from unisono.data.prepare.preparation import Made, ProgressCallback, RowBuilder, prepare
 from unisono.data.prepare.shards import Shards
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
+from unisono.runtime.untrusted import safe_paths
 
 
 def reshard(folder: Path, shards: int, out: Path, progress: ProgressCallback = lambda records, units: None) -> Shards:

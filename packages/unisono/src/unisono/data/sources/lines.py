@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from unisono.data.sources import index
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
+from unisono.runtime.untrusted import safe_paths
 
 TEXT = "text"  # the column of text files
 _BLOCK = 1 << 20  # bytes of file per block: a block has the rows that begin in it

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from unisono.data.sources.column_schema import ColumnRequest
 from unisono.data.sources.storage import File, wrap_read_errors
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.remote import is_remote
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
 
 ARRAY_COLUMN = "array"  # of files without named fields
 _BLOCK = 1 << 20  # bytes of rows per block

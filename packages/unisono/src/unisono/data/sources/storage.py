@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.remote import RemoteOptions, is_remote, open_remote, stream_remote
+from unisono.runtime.untrusted import safe_paths
 
 _READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema.layout import Layout
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 
 _HARDWARE = {  # files of a kind of accelerator, and the packages by which JAX uses it

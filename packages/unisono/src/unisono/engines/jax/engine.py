@@ -41,9 +41,10 @@ from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.engines.spike_detection import SpikeDetection
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.optim import ema
-from unisono.runtime import heartbeat, resource_limits
+from unisono.runtime import heartbeat
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError, UnisonoError
 from unisono.runtime.text import join_names
+from unisono.runtime.untrusted import resource_limits
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from unisono.config.schema.layout import Layout
-from unisono.runtime import resource_limits
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.untrusted import resource_limits
 
 
 def accelerators() -> tuple[str, int]:

@@ -17,7 +17,7 @@ from unisono.engines.torch.numerics import precision
 from unisono.engines.torch.numerics.random_state import RandomState
 from unisono.engines.torch.transfer import Transfer
 from unisono.protocols import resolve_features
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.task import Context, Loss, Task
 
 

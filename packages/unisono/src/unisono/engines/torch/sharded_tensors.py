@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from unisono.engines.state import ArrayShard, StateReader, check_arrays
 from unisono.engines.torch import saved_tensors
 from unisono.optim.sharded import gather_full, local
-from unisono.runtime.communicator import ProcessInfo, usable_cores
+from unisono.runtime.communication.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import CheckpointError
 
 _MAX_PARALLEL_READS = 4  # tensors read at a time; each needs host memory if its target is on a device

@@ -26,7 +26,7 @@ from unisono.launch.autobatch.search import CURRENT_SIZE_FILE, REQUEST_FILE, RES
 from unisono.launch.processes import rank_process
 from unisono.optim import schedules
 from unisono.protocols import resolve_features
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.files import write_whole
 from unisono.task import Task
 from unisono.task_config import build_task, read_config

@@ -23,7 +23,7 @@ from unisono.engines.torch import devices
 from unisono.launch import layout
 from unisono.launch.autobatch import memory
 from unisono.launch.processes import local_processes
-from unisono.runtime.communicator import usable_cores
+from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder, write_whole
 

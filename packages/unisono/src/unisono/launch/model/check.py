@@ -152,7 +152,7 @@ def _first_batch(task: Task, config: RunConfig) -> tuple[Any, Any]:
     from unisono.config.batch_split import resolve_split
     from unisono.data.loading.loader import Loader
     from unisono.data.order.planning import build_plan, build_source
-    from unisono.runtime.communicator import ProcessInfo
+    from unisono.runtime.communication.communicator import ProcessInfo
 
     world = config.layout.world_size
     assert isinstance(world, int)

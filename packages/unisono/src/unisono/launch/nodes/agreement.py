@@ -21,12 +21,12 @@ from unisono.checkpoint.core import provenance
 from unisono.config.schema.run import RunConfig
 from unisono.launch.nodes import network
 from unisono.launch.nodes.tcp_rendezvous import NodeCommunicator
-from unisono.runtime import safe_paths
-from unisono.runtime.communicator import Node
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Node
+from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.errors import RunError
 from unisono.runtime.files import write_whole
-from unisono.runtime.listening import reserve_port
+from unisono.runtime.untrusted import safe_paths
 
 TOKEN = "nodes.token"  # in the run's folder during startup: a random number known only to this start
 # Keys that may differ between nodes; node 0 names the run.

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from unisono.runtime.communication.listening import reserve_port
+from unisono.runtime.communication.tcp_communicator import TcpCommunicator
 from unisono.runtime.errors import ConfigError, nearest
-from unisono.runtime.listening import reserve_port
-from unisono.runtime.tcp_communicator import TcpCommunicator
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 

@@ -17,11 +17,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
-from unisono.runtime.authenticated_line import TOKEN
+from unisono.runtime.communication.authenticated_line import TOKEN
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
-from unisono.runtime.shapes import Object
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
 
 _MAX_BYTES = 1 << 12
 _FROM_ENVIRONMENT, _NO_TOKEN, _FROM_SHARED_FILE = "environment", "none", "shared:"  # public names of tokens

@@ -25,9 +25,15 @@ from typing import Any
 
 from unisono.launch.nodes import network
 from unisono.launch.nodes.run_token import find_token, print_status, provide_token, secret_path
-from unisono.runtime import authenticated_line
-from unisono.runtime.authenticated_line import GRACE_SECONDS, TOKEN, AuthenticatedLine, GreetingError, TokenError
-from unisono.runtime.communicator import Json, format_address
+from unisono.runtime.communication import authenticated_line
+from unisono.runtime.communication.authenticated_line import (
+    GRACE_SECONDS,
+    TOKEN,
+    AuthenticatedLine,
+    GreetingError,
+    TokenError,
+)
+from unisono.runtime.communication.communicator import Json, format_address
 from unisono.runtime.errors import ConfigError, DeadlineError, UnisonoError
 from unisono.runtime.text import one_line
 
@@ -38,7 +44,7 @@ _GRACE = 10.0  # seconds for this node's processes to notice by themselves that 
 
 
 class NodeCommunicator:
-    """All nodes of a job; a `unisono.runtime.communicator.Channel` whose ranks are nodes.
+    """All nodes of a job; a `unisono.runtime.communication.communicator.Channel` whose ranks are nodes.
 
     Attributes:
         rank: Of this node.

@@ -10,10 +10,11 @@ from typing import Any
 
 from unisono.launch.processes import children
 from unisono.launch.processes.monitor_client import MonitorClient
-from unisono.runtime.communicator import Node
+from unisono.runtime.communication.communicator import Node
 from unisono.runtime.errors import DesyncError, LostError, StuckError, UnisonoError
-from unisono.supervise import collective_mismatch, preemption, records
-from unisono.supervise.hang_detection import describe_death
+from unisono.supervise import preemption, records
+from unisono.supervise.hangs import collective_mismatch
+from unisono.supervise.hangs.hang_detection import describe_death
 
 _CONSEQUENCES = ("DeadlineError", "Preempted")  # errors that may be mere consequences of another rank's end
 

@@ -29,13 +29,13 @@ from unisono.launch.processes.exit_report import select_fault
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.processes.monitor_client import MonitorClient, build_client, make_memory_directory
 from unisono.runtime import heartbeat
-from unisono.runtime.authenticated_line import TOKEN
-from unisono.runtime.communicator import STORE_VARIABLE, Node
+from unisono.runtime.communication.authenticated_line import TOKEN
+from unisono.runtime.communication.communicator import STORE_VARIABLE, Node
+from unisono.runtime.communication.listening import reserve_port
 from unisono.runtime.console import say
 from unisono.runtime.errors import LostError, Preempted
-from unisono.runtime.listening import reserve_port
 from unisono.supervise import preemption
-from unisono.supervise.hang_detection import describe_death
+from unisono.supervise.hangs.hang_detection import describe_death
 
 TRAINING_MODULE = "unisono.launch.processes.rank_process"
 # Signals that end all processes; SIGTERM is a preemption, which the processes handle themselves.

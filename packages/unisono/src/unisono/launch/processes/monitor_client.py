@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.schema.run import RunConfig
-from unisono.runtime import heartbeat, safe_paths
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime import heartbeat
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import DesyncError, LostError, StuckError
 from unisono.runtime.files import own_folder
-from unisono.runtime.shapes import Object
-from unisono.supervise import fault_hook, hang_detection, identity, monitor, processes
-from unisono.supervise.hang_detection import MonitorFinding, RankStatus
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.shapes import Object
+from unisono.supervise import fault_hook, identity, monitor, processes
+from unisono.supervise.hangs import hang_detection
+from unisono.supervise.hangs.hang_detection import MonitorFinding, RankStatus
 from unisono.supervise.monitor import Specification
 
 _PATIENCE = 10.0  # seconds for a monitor to end on request; it may be busy killing processes

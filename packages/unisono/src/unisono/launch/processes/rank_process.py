@@ -21,7 +21,7 @@ from unisono.launch.nodes import network
 from unisono.launch.processes import fork_server
 from unisono.observe import logs
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.console import clean, say
 from unisono.runtime.errors import (
     MemoryExhaustedError,
@@ -71,7 +71,7 @@ def join_processes(config: RunConfig, place: ProcessInfo) -> Communicator:
 def _join_jax(config: RunConfig, place: ProcessInfo) -> Communicator:
     """Connect to the other processes of a JAX run, if there are any, and start JAX with them."""
     from unisono.engines.jax.parallel import runtime
-    from unisono.runtime import tcp_communicator
+    from unisono.runtime.communication import tcp_communicator
 
     if place.world_size == 1:
         alone = SingleProcess()

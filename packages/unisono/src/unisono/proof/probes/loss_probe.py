@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from unisono.data.loading.checksum import checksum
-from unisono.proof.predictions import find_constant, is_additive, is_equal, own_mean_weights
+from unisono.proof.diagnoses.predictions import find_constant, is_additive, is_equal, own_mean_weights
 from unisono.proof.probes.state import describe_state, repeat_call
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.proof.predictions import is_equal
+from unisono.proof.diagnoses.predictions import is_equal
 from unisono.proof.probes.trial import Trial
 from unisono.proof.recording.trace import RunFacts
 from unisono.task import expand_counts

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.data.loading.checksum import checksum
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.observers import ModelView, Observer
-from unisono.proof.predictions import reproduces
+from unisono.proof.diagnoses.predictions import reproduces
 from unisono.proof.probes.state import describe_state, digest_kept
 from unisono.proof.recording.trace import RunFacts
 from unisono.runtime.text import join_names

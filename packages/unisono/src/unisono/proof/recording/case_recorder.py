@@ -42,7 +42,7 @@ from unisono.proof.recording.trace import (
 )
 from unisono.proof.user_errors import format_user_error
 from unisono.protocols import resolve_features
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RunError, UnisonoError
 from unisono.task import Task

@@ -17,7 +17,7 @@ from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.output_digest import Sketch, build_sketches
 from unisono.proof.recording.trace import Array, Part, StepFacts, write_tensors
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.task import Loss, expand_counts
 
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from unisono.config import code_digest, environment
 from unisono.launch import cluster
 from unisono.launch.task_objects import reference_to
-from unisono.proof import certificate, diagnosis, judgement
+from unisono.proof import certificate, judgement
 from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.diagnoses import diagnosis
 from unisono.proof.scripts import self_check
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.script_comparison import Report, ScriptRuns, name_local_statistics

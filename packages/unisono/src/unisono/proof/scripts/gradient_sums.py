@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.proof import predictions
 from unisono.proof.comparison import relative_distances
+from unisono.proof.diagnoses import predictions
 from unisono.proof.recording.gradient_sample import add_gradients
 from unisono.proof.recording.trace import Array
 from unisono.runtime.text import join_names

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from unisono.engines.torch import sharded_tensors
 from unisono.engines.torch.guards import replicas
 from unisono.proof.recording.trace import Array, read_tensors, write_tensors
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 
 
 def find_pieces(group: Communicator, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> set[str]:

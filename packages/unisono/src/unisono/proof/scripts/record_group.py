@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
-from unisono.runtime.communicator import Communicator, ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

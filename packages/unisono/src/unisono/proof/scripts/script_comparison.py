@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 
 from unisono.launch.layout import threads_per_process
 from unisono.launch.processes import local_processes
-from unisono.proof import comparison, judgement, predictions, report, verdict
+from unisono.proof import comparison, judgement, report, verdict
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.comparison import Difference, Mark
+from unisono.proof.diagnoses import predictions
+from unisono.proof.diagnoses.remedies import build_diagnosis
 from unisono.proof.hangs import read_stacks
 from unisono.proof.recording.trace import QUANTITIES, trace_folder
-from unisono.proof.remedies import build_diagnosis
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.proof.scripts.replay.rows_read import ROWS

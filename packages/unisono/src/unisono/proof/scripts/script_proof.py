@@ -19,8 +19,8 @@ from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema import Settings
 from unisono.launch.processes.local_processes import WorkerError
 from unisono.launch.task_objects import reference_to
-from unisono.proof import diagnosis, predictions
 from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.scripts import script_rows, self_check
 from unisono.proof.scripts.parameter_pieces import describe_pieces, drop_pieces
 from unisono.proof.scripts.rank_facts import ScriptTrace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from unisono.proof.remedies import REMEDIES, Diagnosis
+from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis
 from unisono.runtime.fault_names import FaultName
 
 SHARD_THE_ROOT = "call fully_shard(model) after its blocks: nothing reduces what no fully_shard was given"

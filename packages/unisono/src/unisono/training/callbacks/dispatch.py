@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.callback import Callback, CallbackRequest, CallbackResult, Evaluate, RunInfo, Save, Stop
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Json
+from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CallbackError, UnisonoError
 from unisono.supervise.step_sync import RankRequests
 

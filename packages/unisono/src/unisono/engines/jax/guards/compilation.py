@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import ConfigError, DesyncError
 from unisono.runtime.fault_names import FaultName
 

@@ -11,7 +11,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
 from unisono.engines.observers import StepResult
-from unisono.runtime.communicator import Communicator, ProcessInfo
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import DeadlineError, NonFiniteError
 
 _PEER_ERRORS = ("Gloo", "gloo", "Connection", "oordination", "NCCL", "DEADLINE_EXCEEDED", "UNAVAILABLE")

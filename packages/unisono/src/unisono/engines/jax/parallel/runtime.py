@@ -25,11 +25,11 @@ from jax._src import xla_bridge
 
 from unisono.config.schema.run import RunConfig
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import Communicator, ProcessInfo, format_address
-from unisono.runtime.consensus import raise_everywhere
+from unisono.runtime.communication.communicator import Communicator, ProcessInfo, format_address
+from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.communication.listening import listen, reserve_port
 from unisono.runtime.errors import ConfigError, DeadlineError
 from unisono.runtime.files import cache_dir, check_private, make_cache_folder
-from unisono.runtime.listening import listen, reserve_port
 
 log = logging.getLogger(__name__)
 

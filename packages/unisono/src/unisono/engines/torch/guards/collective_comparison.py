@@ -24,8 +24,8 @@ from unisono.engines.observers import Observer
 from unisono.engines.torch.guards.collective_hooks import CollectiveHooks
 from unisono.engines.torch.parallel import fsdp_communication
 from unisono.engines.torch.parallel.process_group import TorchCommunicator, translate_peer_errors
-from unisono.runtime import collective_log
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication import collective_log
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import DeadlineError, DesyncError, explain_command
 
 _POLL_SECONDS = 1.0  # seconds of waiting for the others before their call logs are read

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.library import Library
 
-from unisono.runtime import collective_log
+from unisono.runtime.communication import collective_log
 
 # The names that users know; if several functions use one operator, the oldest.
 _NAMES = {

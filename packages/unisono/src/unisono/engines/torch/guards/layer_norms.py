@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines import rules
-from unisono.engines.observers import Observer, StepVerdict
-from unisono.engines.protocol import StepResult
+from unisono.engines.observers import Observer, StepResult, StepVerdict
 from unisono.optim.sharded import local
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.engines.observers import Observer, StepResult, StepVerdict
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 
 log = logging.getLogger(__name__)
 

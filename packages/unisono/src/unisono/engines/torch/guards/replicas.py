@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.engines import rules
 from unisono.engines.observers import Observer, StepResult
 from unisono.optim.sharded import local
-from unisono.runtime.communicator import Communicator
+from unisono.runtime.communication.communicator import Communicator
 from unisono.runtime.errors import GuardError
 from unisono.runtime.fault_names import FaultName
 

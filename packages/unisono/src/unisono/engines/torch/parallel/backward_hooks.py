@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 
 
 @contextmanager

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unisono.runtime import heartbeat
-from unisono.runtime.communicator import STORE_VARIABLE, Json, ProcessInfo, format_address
+from unisono.runtime.communication.communicator import STORE_VARIABLE, Json, ProcessInfo, format_address
+from unisono.runtime.communication.listening import listen
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.listening import listen
 
 # As gloo and NCCL say it; a task may fail with a connection of its own, and that is another matter.
 _PEER_FAULT = re.compile(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from unisono.proof import comparison, diagnosis
+from unisono.proof import comparison
 from unisono.proof.comparison import ComparedQuantity
+from unisono.proof.diagnoses import diagnosis
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import NUMBERS, reads_numbers

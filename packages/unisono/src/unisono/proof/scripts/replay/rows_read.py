@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.remedies import Diagnosis, build_diagnosis
+from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.reading import read_epochs
 from unisono.runtime.fault_names import FaultName

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.runtime import heartbeat, safe_paths
+from unisono.runtime import heartbeat
 from unisono.runtime.source_files import is_user_file, shorten_library_path
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import processes
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')

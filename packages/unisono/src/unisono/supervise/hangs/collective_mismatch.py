@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.runtime import collective_log, safe_paths
+from unisono.runtime.communication import collective_log
 from unisono.runtime.files import atomic_file
+from unisono.runtime.untrusted import safe_paths
 
 _CALLS_SHARED = 64  # calls of each ring shared with other nodes
 _POLL_INTERVAL = 0.05  # seconds between polls for the rings of other nodes

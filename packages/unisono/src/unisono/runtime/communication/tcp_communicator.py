@@ -12,18 +12,19 @@ import socket
 import time
 from collections.abc import Sequence
 
-from unisono.runtime import authenticated_line, heartbeat
-from unisono.runtime.authenticated_line import GRACE_SECONDS, TOKEN, AuthenticatedLine, GreetingError
-from unisono.runtime.communicator import Json, ProcessInfo, format_address
+from unisono.runtime import heartbeat
+from unisono.runtime.communication import authenticated_line
+from unisono.runtime.communication.authenticated_line import GRACE_SECONDS, TOKEN, AuthenticatedLine, GreetingError
+from unisono.runtime.communication.communicator import Json, ProcessInfo, format_address
+from unisono.runtime.communication.listening import listen
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.listening import listen
 from unisono.runtime.text import one_line
 
 _GREETING_TIMEOUT = 5.0  # seconds for a new connection to identify itself
 
 
 class TcpCommunicator:
-    """All processes of a job; see `unisono.runtime.communicator.Communicator`.
+    """All processes of a job; see `unisono.runtime.communication.communicator.Communicator`.
 
     Args:
         place: This process.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unisono.proof.comparison import ComparedQuantity, Difference
-from unisono.proof.predictions import ROUNDING, PartGradients, fit_weights, is_equal
+from unisono.proof.diagnoses.predictions import ROUNDING, PartGradients, fit_weights, is_equal
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
 from unisono.proof.recording.trace import Array, Part, RunFacts, StepFacts, Trace

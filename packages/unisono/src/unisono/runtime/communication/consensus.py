@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from unisono.runtime.communicator import Channel, Json
+from unisono.runtime.communication.communicator import Channel, Json
 from unisono.runtime.errors import RunError, UnisonoError, error_class
 
 T = TypeVar("T")

@@ -26,11 +26,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from unisono.runtime.communicator import Json
+from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import DeadlineError
-from unisono.runtime.safe_paths import parse_json
-from unisono.runtime.shapes import Object
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted.safe_paths import parse_json
+from unisono.runtime.untrusted.shapes import Object
 
 TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
 VERSION = 2

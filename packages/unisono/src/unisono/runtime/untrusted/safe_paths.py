@@ -208,7 +208,7 @@ def parse_json(content: bytes | str, shape: Any) -> Any:
         value = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    from unisono.runtime import shapes  # pydantic is not needed by those who read no records
+    from unisono.runtime.untrusted import shapes
 
     if (wrong := shapes.misfit(value, shape)) is not None:
         raise ValueError(one_line(wrong))

@@ -13,9 +13,9 @@ from typing import Any
 
 from unisono.runtime.errors import LostError, StuckError, format_ranges
 from unisono.runtime.heartbeat import NEW_SHAPE, HeartbeatRecord
-from unisono.runtime.resource_limits import explain_sigbus
+from unisono.runtime.untrusted.resource_limits import explain_sigbus
+from unisono.supervise.hangs.stacks import Stack
 from unisono.supervise.processes import STATES
-from unisono.supervise.stacks import Stack
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
 from unisono.runtime.heartbeat import DIRECTORY_VARIABLE
 from unisono.runtime.text import find_stretches
+from unisono.runtime.untrusted import safe_paths
 
 log = logging.getLogger(__name__)
 

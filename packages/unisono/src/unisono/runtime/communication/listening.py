@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 
-from unisono.runtime.communicator import REUSE_PORT_OPTION
+from unisono.runtime.communication.communicator import REUSE_PORT_OPTION
 
 
 def listen(host: str, port: int, shared: bool) -> socket.socket | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from unisono.proof import predictions
-from unisono.proof.pattern import Pattern
-from unisono.proof.predictions import Reduction
+from unisono.proof.diagnoses import predictions
+from unisono.proof.diagnoses.pattern import Pattern
+from unisono.proof.diagnoses.predictions import Reduction
+from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.recording.trace import Part
-from unisono.proof.remedies import Diagnosis, build_diagnosis
 from unisono.runtime.fault_names import FaultName
 
 _EXACT = 1e-13  # whole numbers are equal, and sums of weights in fp64 closer than this

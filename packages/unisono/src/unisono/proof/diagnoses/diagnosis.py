@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from unisono.proof import gradient_rules, loss_rules, predictions
 from unisono.proof.comparison import (
     DOCUMENTS,
     EQUAL_BUFFERS,
@@ -19,10 +18,11 @@ from unisono.proof.comparison import (
     ComparedQuantity,
     first_failure,
 )
-from unisono.proof.pattern import Pattern
-from unisono.proof.predictions import stepped_per_process
+from unisono.proof.diagnoses import gradient_rules, loss_rules, predictions
+from unisono.proof.diagnoses.pattern import Pattern
+from unisono.proof.diagnoses.predictions import stepped_per_process
+from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.recording.trace import Trace
-from unisono.proof.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.runtime.fault_names import FaultName
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from unisono.proof import predictions
-from unisono.proof.loss_rules import find_means
-from unisono.proof.pattern import Pattern
+from unisono.proof.diagnoses import predictions
+from unisono.proof.diagnoses.loss_rules import find_means
+from unisono.proof.diagnoses.pattern import Pattern
+from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of
 from unisono.proof.recording.trace import Array, Part
-from unisono.proof.remedies import Diagnosis, build_diagnosis
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import join_names
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unisono.runtime import safe_paths
 from unisono.runtime.errors import DataError
-from unisono.runtime.resource_limits import lower_limit
-from unisono.runtime.safe_paths import UnsafePathError
 from unisono.runtime.text import one_line
+from unisono.runtime.untrusted import safe_paths
+from unisono.runtime.untrusted.resource_limits import lower_limit
+from unisono.runtime.untrusted.safe_paths import UnsafePathError
 
 _FREE, _RATIO = 64 << 20, 1000  # bytes allowed for any array, plus bytes per byte of the file
 _MEMORY, _MEMORY_RATIO = 512 << 20, 20  # bytes allowed for the process that reads, likewise
@@ -54,7 +54,13 @@ def check_hdf5(path: Path, shown: object = None) -> None:
 
 def _ask_process(path: Path, wait: float) -> str | None:
     """The answer of `check_within_limits` in a process of its own; None if it was ended, as by its limits."""
-    command = [sys.executable, "-P", "-m", "unisono.runtime.hdf5", str(path)]  # -P: nothing of this folder is imported
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "unisono.runtime.untrusted.hdf5",
+        str(path),
+    ]  # -P: nothing of this folder is imported
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=wait, check=False)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,1 @@
+"""Reading what somebody else has written, within limits."""

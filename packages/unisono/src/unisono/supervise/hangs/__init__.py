@@ -1,0 +1,1 @@
+"""Whether processes hang, where, and because of whom."""
