@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.scripts import script_rows
+from unisono.proof.scripts.gradient_sums import find_differing
+from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.replay.replay_plan import ReplayPlan, explain_failure, plan_replay
 from unisono.proof.scripts.script_comparison import ScriptRuns, find_local_statistics
 
@@ -48,7 +50,7 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     if script_rows.drop_own_numbers(trace, reference):
         runs.own_numbers.add(case.name)
     reason, _ = script_rows.explain_other_rows(trace, reference)
-    if not reason:
+    if not reason or _agree(trace, reference):
         return None
     plan = plan_replay(trace, reference)
     if plan.how is None:
@@ -69,3 +71,10 @@ def record_on_their_rows(runs: ScriptRuns, case: Case) -> Group | None:
     runs.record(again)
     trace.facts.per_process = find_local_statistics(trace, replayed)
     return Group(on_theirs, again, [replace(case, reference=name)], plan, reason)
+
+
+def _agree(trace: ScriptTrace, reference: ScriptTrace) -> bool:
+    """Whether all gradients agree, so that what differs of the inputs (padding) is nothing that was computed with."""
+    moment, steps = "raw gradients", min(len(trace.ranks), len(reference.ranks))
+    pairs = [(trace.tensors(moment, step), reference.tensors(moment, step)) for step in range(steps)]
+    return all(mine and not find_differing(mine, one, trace.precision) for mine, one in pairs)
