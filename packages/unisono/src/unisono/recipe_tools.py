@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.checkpoint.exchange import hf_config
+    from unisono.engines.torch.content import has_content, real_tensors
     from unisono.engines.torch.numerics.precision import PromoteToDouble
     from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
@@ -31,12 +32,14 @@ _HOME = {
     "find_duplicates": "runtime.errors",
     "format_examples": "runtime.errors",
     "format_share": "runtime.errors",
+    "has_content": "engines.torch.content",
     "hf_config": "checkpoint.exchange",
     "import_extra": "runtime.entry_points",
     "make_private": "runtime.files",
     "nearest": "runtime.errors",
     "pickle_hint": "runtime.files",
     "preparing": "runtime.preparing",
+    "real_tensors": "engines.torch.content",
     "safe_paths": "runtime.untrusted",
     "say": "runtime.console",
     "show_progress": "runtime.work_progress",
@@ -54,12 +57,14 @@ __all__ = [
     "find_duplicates",
     "format_examples",
     "format_share",
+    "has_content",
     "hf_config",
     "import_extra",
     "make_private",
     "nearest",
     "pickle_hint",
     "preparing",
+    "real_tensors",
     "safe_paths",
     "say",
     "show_progress",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unisono import ConfigError
-from unisono.recipe_tools import hf_config, nearest, pickle_hint
+from unisono.recipe_tools import has_content, hf_config, nearest, pickle_hint
 from unisono_language import experts
 from unisono_language.settings import FromConfig, ModelGroup, Pretrained
 
@@ -54,14 +54,12 @@ def build_model(config: ModelGroup, vocab_size: int, saved: Path | None = None) 
     """
     there = isinstance(config, Pretrained) and not (saved and not config.path.is_dir())
     model = _load_pretrained(config, vocab_size) if there else build_untrained(config, vocab_size, saved)
-    has_numbers = not next(
-        model.parameters()
-    ).is_meta  # without memory it only has shapes, for `unisono check` and `describe`
-    if has_numbers:
+    computes = has_content(model)  # else only shapes, for `unisono check`, `describe` and `plan`
+    if computes:
         _check_causal(model)
     if config.balance_weight or config.router_z_weight:
         experts.check_router(model)
-        if has_numbers:
+        if computes:
             _check_router_scores(model)
     return model
 
@@ -95,8 +93,6 @@ def head_is_linear(model: Any) -> bool:
     base = getattr(model, "base_model", model)
     if base is model or not isinstance(head, nn.Linear):
         return False
-    if head.weight.is_meta:  # to count parameters and check shapes, which are the same either way
-        return True
     ids, grown = torch.arange(4)[None] + 1, 1.0
     hook = head.register_forward_pre_hook(lambda head, inputs: (inputs[0] * grown,))
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task
-from unisono.recipe_tools import safe_paths, write_whole
+from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
 from unisono_language import chat, library, preferences, settings
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unisono_language.packed import PackedRow
     from unisono_language.tokens import TokenisePreparation
 
+_LARGEST_ASKED = 1_000_000  # parameters of a model that is built with content only to be asked
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
@@ -141,9 +142,10 @@ class Language(Task):
         from unisono_language import packed
 
         model = models.build_model(self.model_config, self.tokenizer.size, saved=self._assets)
-        if self._is_packed and not next(model.parameters()).is_meta:  # where there are no numbers to look at
-            packed.check_isolation(model, flash=self._kernels.attention == "flash")
-        self._uses_chunks = models.head_is_linear(model)
+        if has_content(model):
+            if self._is_packed:
+                packed.check_isolation(model, flash=self._kernels.attention == "flash")
+            self._uses_chunks = models.head_is_linear(model)
         self._kernels.use(model)
         return model
 
@@ -425,10 +427,16 @@ class Language(Task):
 
     @cached_property
     def _uses_chunks(self) -> bool:
-        """Whether the head can be applied in chunks; `build` has already checked it."""
-        from unisono_language import model as models
+        """Whether the head can be applied in chunks; `build` has already asked a model that has content.
 
-        return models.head_is_linear(models.build_untrained(self.model_config, self.tokenizer.size, self._assets))
+        Of one without, a small model of the same architecture is asked.
+        """
+        from unisono_language import model as models
+        from unisono_language.shrink import shrink_config
+
+        with real_tensors():
+            small = shrink_config(self.model_config, self.tokenizer.size, _LARGEST_ASKED) or self.model_config
+            return models.head_is_linear(models.build_untrained(small, self.tokenizer.size, self._assets))
 
     @property
     def _tokenizer_of_model(self) -> Path | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.config.schema.run import RunConfig
 from unisono.launch.data_check import describe_empty_counts
 from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.task import Context, Task, run_setup
+
+if TYPE_CHECKING:
+    from unisono.data.loading.loader import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,8 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
     if not features.has_local_loss:
         yield "the forward pass (the loss looks at the whole global batch)"
         return
-    arrays, rows = _first_batch(task, config)
-    if arrays is None:
-        yield f"the forward pass ({rows})"
-        return
+    micro = first_micro_batch(task, config)
+    arrays, rows = micro.arrays, micro.size
     batch = map_leaves(
         lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value,
         Transfer(torch.device("cpu"), "fp32").to_device(arrays),  # shapes are the same in any precision
@@ -147,8 +148,8 @@ class _Scalars(dict[str, float]):
         return 1.0
 
 
-def _first_batch(task: Task, config: RunConfig) -> tuple[Any, Any]:
-    """The arrays of the first rows and their number; None and the reason if the data cannot be had like that."""
+def first_micro_batch(task: Task, config: RunConfig) -> MicroBatch:
+    """The first micro-batch of a run, built from its data."""
     from unisono.config.batch_split import resolve_split
     from unisono.data.loading.loader import Loader
     from unisono.data.order.planning import build_plan, build_source
@@ -160,10 +161,9 @@ def _first_batch(task: Task, config: RunConfig) -> tuple[Any, Any]:
     plan, process = build_plan(task, source, config), ProcessInfo(world_size=world)
     loader = Loader.from_config(task, source, plan, resolve_split(config), process, config)
     try:
-        micro = next(iter(loader.steps(0)))[0]
+        return next(iter(loader.steps(0)))[0]
     finally:
         loader.close()
-    return micro.arrays, micro.size
 
 
 def _needs_content(error: Exception) -> bool:

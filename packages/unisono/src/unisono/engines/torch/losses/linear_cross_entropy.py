@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unisono.engines.torch.content import has_content
+
 IGNORED = -100
 # Devices on which padding is dropped. On others it is masked, since dropping it would synchronise with the device.
 _DROPS_PADDING = ("cpu",)
+
+
+def _drops_padding(tensor: Tensor) -> bool:
+    return tensor.device.type in _DROPS_PADDING and has_content(tensor)
 
 
 def linear_cross_entropy(
@@ -35,7 +41,7 @@ def linear_cross_entropy(
         Two scalars: the sum (float32, or float64 if the inputs are), and the number of correct predictions, which is
         only counted without gradients and is zero otherwise.
     """
-    if hidden.device.type in _DROPS_PADDING:
+    if _drops_padding(targets):
         kept = targets != IGNORED
         hidden, targets = hidden[kept], targets[kept]
     arguments = (hidden, weight, bias, targets, chunk, torch.is_grad_enabled())
@@ -57,7 +63,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needed else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needed else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needed and bias is not None else None
-        masked = device not in _DROPS_PADDING
+        masked = not _drops_padding(targets)
         with torch.autocast(device, enabled=False):
             matrix = weight.to(low)
             for first in range(0, hidden.shape[0], chunk):

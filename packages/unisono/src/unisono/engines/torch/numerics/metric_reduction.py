@@ -57,11 +57,16 @@ class MetricReduction:
         if self._world_size > 1:
             dist.all_reduce(vector)
         known = torch.stack([count.to(self._device) for count in expand_counts(counts, sums.terms).values()])
-        numbers = torch.cat([vector, known]).tolist()
+        numbers = self.read(torch.cat([vector, known]))
         first, last = len(vector) - sum(map(len, ends)), len(vector)
         result = sums.result(numbers[:first], numbers[last:], numbers[first])
         middle = first + 1 + len(votes)
         return result, numbers[first + 1 : middle], numbers[middle:last]
+
+    def read(self, vector: Tensor) -> list[float]:
+        """The numbers of a vector on the device; waits for it."""
+        numbers: list[float] = vector.tolist()
+        return numbers
 
     def _vector(self, *values: Tensor | float) -> Tensor:
         """Scalars as a vector on the device."""

@@ -118,7 +118,8 @@ def wrap(
         units = [] if layout.find_unused_parameters else find_blocks(step.model)
         _shard_module(step, units, layout, precision, device, world_size, timeout)
         return step
-    step.to(device)
+    if any(tensor.device.type != device.type for tensor in (*step.parameters(), *step.buffers())):
+        step.to(device)  # which fake tensors refuse, also where there is nothing to move
     if layout.strategy == "ddp":
         return DistributedDataParallel(
             step,
