@@ -30,7 +30,7 @@ OPEN_TO_RECIPES = ("unisono", "unisono.recipe_tools", "unisono_audio", "unisono_
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("packages/*/src/*"), *ROOT.glob("recipes/*/src/*")])
 RECIPES = {path.name for path in ROOT.glob("recipes/*/src/unisono_*") if path.is_dir()}
-PLUGINS = ("unisono_audio", "unisono_faults", "unisono_sweeps")
+PLUGINS = ("unisono_audio", "unisono_faults", "unisono_plan", "unisono_sweeps")
 MODULES = {
     ".".join((source.name, *path.relative_to(source).with_suffix("").parts)).removesuffix(".__init__"): path
     for source in SOURCES

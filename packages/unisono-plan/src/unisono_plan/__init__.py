@@ -1,0 +1,1 @@
+"""What a layout needs on devices that are not here, from one step that is traced without content."""

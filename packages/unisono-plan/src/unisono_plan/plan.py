@@ -1,0 +1,168 @@
+"""`unisono plan`: a recipe on hardware, from the words of a command to estimates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from unisono.config.batch_split import resolve_split
+from unisono.config.schema.base import Positive, Settings
+from unisono.config.schema.layout import Layout
+from unisono.config.schema.run import RunConfig
+from unisono.data.loading.loader import MicroBatch
+from unisono.launch.layout import resolve_layout
+from unisono.launch.model.check import first_micro_batch
+from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.errors import ConfigError
+from unisono.task import Task, run_setup
+from unisono.task_config import build_task, resolve_engine
+from unisono_plan.estimate import Conditions, Estimate, estimate_traced
+from unisono_plan.hardware import Hardware, parse_hardware
+from unisono_plan.search import search
+from unisono_plan.trace import Trace, trace_step
+
+_TRIED = 3  # of the best layouts, if what is traced of one does not fit after all
+
+
+class PlanSettings(Settings):
+    """Of `unisono plan`."""
+
+    hardware: str = Field(description="kind and number of devices: h100x64, or h100x64/4 with 4 devices in a node")
+    search: bool = Field(True, description="look for the best layout, too")
+    memory_gb: Positive | None = Field(None, description="memory of a device in GB; null: the product's")
+    inter_gbps: Positive | None = Field(None, description="Gb/s between nodes per device; null: the usual network's")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is foretold of a recipe.
+
+    Attributes:
+        config: With the layout that was asked for.
+        hardware: On which it runs.
+        parameters: That are trained.
+        asked: The estimate of the layout that was asked for.
+        best: That of the best one, traced; None if none fits or it was not looked for.
+        considered: Layouts that were looked at.
+        loading: Seconds that a row takes the workers of a process to build, on this host.
+        shapes: Of a micro-batch's arrays.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    parameters: int
+    asked: Estimate
+    best: Estimate | None
+    considered: int
+    loading: float
+    shapes: dict[str, tuple[int, ...]]
+
+
+def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
+    """Foretell a run.
+
+    Raises:
+        ConfigError: For a task that cannot be traced, a layout that the hardware cannot have, or a batch that cannot be
+            divided.
+    """
+    hardware = parse_hardware(settings.hardware, settings.memory_gb, settings.inter_gbps)
+    if resolve_engine(config) == "jax":
+        raise ConfigError(
+            f"{config.recipe} runs on layout.engine=jax, which cannot be planned: only steps of torch are traced"
+        )
+    config = _resolve(config, hardware)
+    split = resolve_split(config)
+    task = build_task(config)
+    rows = _Rows(task, config)
+    run_setup(task)
+    micro = rows.micro_batch(split.micro_batch)
+
+    def trace(changes: dict[str, Any], size: int, passes: int = 1) -> Trace:
+        layout = config.layout.model_copy(update={**changes, "micro_batch": size})
+        return trace_step(task, config.model_copy(update={"layout": layout}), rows.micro_batch(size), passes)
+
+    seen = trace({}, split.micro_batch, split.passes)
+    work = {name: value / split.micro_batch for name, value in micro.work.items()}
+    conditions = Conditions(hardware, config.train.precision, rows.seconds, work)
+    asked = estimate_traced(seen, config.layout, split.passes, conditions)
+    best, found = None, list[Estimate]()
+    if settings.search:
+        found = search(
+            trace, config.layout, split.passes * split.micro_batch, split.micro_batch, conditions, seen.parameters
+        )
+        best = _trace_best(trace, found, asked, conditions)
+    shapes = {name: tuple(value.shape) for name, value in micro.arrays.items() if hasattr(value, "shape")}
+    return Plan(config, hardware, seen.parameters, asked, best, len(found), rows.seconds, shapes)
+
+
+def _trace_best(trace: Any, found: list[Estimate], asked: Estimate, conditions: Conditions) -> Estimate | None:
+    """The best layout that fits when it is traced itself; the one that was asked for if none is faster."""
+    traced = [asked] if asked.fits else []
+    for one in [one for one in found if one.fits][:_TRIED]:
+        if same_layout(one.layout, asked.layout, asked.rows):
+            continue
+        seen = trace(one.layout.model_dump(), one.rows, one.passes)
+        traced.append(estimate_traced(seen, one.layout, one.passes, conditions))
+        if traced[-1].fits:
+            break
+    fitting = [one for one in traced if one.fits]
+    return min(fitting, key=lambda one: one.time.total if one.time else one.memory) if fitting else None
+
+
+def same_layout(one: Layout, other: Layout, rows: int) -> bool:
+    """Whether two layouts are the same; the other's micro-batch may be undecided, and is `rows` then."""
+    return one == other.model_copy(update={"micro_batch": rows})
+
+
+def _resolve(config: RunConfig, hardware: Hardware) -> RunConfig:
+    """The configuration with the layout of one process per device.
+
+    Raises:
+        ConfigError: If it asks for another number of processes, or for a layout of a single host.
+    """
+    layout, count = config.layout, hardware.count
+    if layout.world_size not in ("auto", count):
+        raise ConfigError(
+            f"layout.world_size={layout.world_size}, but hardware names {count} device{'s' * (count != 1)}; leave it "
+            "out: a run has one process per device"
+        )
+    if layout.strategy == "dp":
+        raise ConfigError("layout.strategy=dp is for one process with several devices, and is not planned; use ddp")
+    update: dict[str, Any] = {"device": "cpu", "max_memory_gb": None, "world_size": count}
+    if layout.micro_batch == "auto":
+        update["micro_batch"] = None
+    if layout.strategy == "auto":
+        update["strategy"] = "single" if count == 1 else "ddp"
+    config = config.model_copy(
+        update={"layout": layout.model_copy(update=update), "launch": type(config.launch)(), "callbacks": []}
+    )
+    return resolve_layout(config, ProcessInfo(0, count, 0, hardware.node, "unisono") if count > 1 else None)
+
+
+class _Rows:
+    """Micro-batches of any number of rows, built from the run's data.
+
+    Attributes:
+        seconds: That a row takes the workers of a process to build, here; 0 before any was built.
+    """
+
+    def __init__(self, task: Task, config: RunConfig) -> None:
+        self._task, self._config = task, config
+        self._built: dict[int, MicroBatch] = {}
+        self.seconds = 0.0
+
+    def micro_batch(self, size: int) -> MicroBatch:
+        """A micro-batch of some rows."""
+        if size not in self._built:
+            layout = self._config.layout.model_copy(
+                update={"world_size": 1, "strategy": "single", "shards": None, "micro_batch": size}
+            )
+            train = self._config.train.model_copy(update={"global_batch": size})
+            alone = self._config.model_copy(update={"layout": layout, "train": train})
+            self._built[size] = micro = first_micro_batch(self._task, alone)
+            if micro.info is not None:
+                workers = self._config.data.workers
+                self.seconds = sum(micro.info.seconds) / size / (max(1, workers) if isinstance(workers, int) else 1)
+        return self._built[size]

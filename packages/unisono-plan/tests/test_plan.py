@@ -1,0 +1,131 @@
+"""`unisono plan`: what it prints, what it refuses, and what the search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from unisono.runtime.errors import ConfigError
+from unisono.task_config import load_config
+from unisono_plan import search as searching
+from unisono_plan.estimate import for_shards
+from unisono_plan.hardware import parse_hardware
+from unisono_plan.plan import Plan, PlanSettings, make_plan
+from unisono_plan.report import describe, layout_words
+from unisono_plan.trace import Trace
+
+from .conftest import TASK, trace
+from .zoo.small import PARAMETERS
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def plan(*words: str, **settings: Any) -> Plan:
+    config = load_config(TASK, ["optim=adamw", "train.precision=bf16", *words])[0]
+    return make_plan(config, PlanSettings.model_validate(settings))
+
+
+def test_the_command_prints_memory_collectives_time_and_a_layout_to_type() -> None:
+    lines = "\n".join(describe(plan("train.global_batch=128", "layout.strategy=fsdp", hardware="h100x16")))
+    assert f"{PARAMETERS:,} parameters are trained" in lines
+    for part in (
+        "as asked: fsdp, 1 × 8 rows",
+        "optimizer",
+        "all_gather",
+        "between nodes",
+        "a step takes",
+        "what binds",
+    ):
+        assert part in lines
+    assert "a simulation cannot see" in lines or "cannot see" in lines
+
+
+def test_what_is_found_is_no_slower_than_what_was_asked_for_and_fits() -> None:
+    found = plan("train.global_batch=128", "layout.strategy=fsdp", "layout.micro_batch=1", hardware="h100x8")
+    assert found.best is not None and found.best.fits
+    assert found.best.time is not None and found.asked.time is not None
+    assert found.best.time.total <= found.asked.time.total
+    assert found.considered > 20
+    assert "layout.strategy=" in " ".join(layout_words(found.best.layout))
+
+
+def test_nothing_fits_a_device_that_is_too_small() -> None:
+    found = plan("train.global_batch=8", hardware="h100x8", memory_gb=2.001)
+    assert (found.asked.fits, found.best) == (False, None)
+    assert any(line.startswith("none of") and "fits 2 GB" in line for line in describe(found))
+
+
+def test_lines_through_two_sizes_foretell_the_trace_of_a_third() -> None:
+    """Rows × recomputation × shards by the search's lines: work within 0.1 %, activations within 10 %."""
+
+    def tracer(layout: dict[str, Any], rows: int) -> Trace:
+        return trace("train.precision=bf16", rows=rows, **layout)
+
+    family = searching.Family.trace(tracer, {"strategy": "fsdp", "world_size": 2, "shards": None}, 2048)
+    for rows, every in ((4096, 0), (1024, 1)):
+        of_two, real = (
+            trace("train.precision=bf16", rows=rows, world_size=world, activation_checkpointing=every).recording
+            for world in (2, 8)
+        )
+        work = searching._shared_work(family, rows, float(every), 8)
+        for phase in ("forward", "backward"):
+            assert work[phase].flops == pytest.approx(real.work[phase].flops, rel=0.001)
+            assert work[phase].other_bytes == pytest.approx(of_two.work[phase].other_bytes, rel=0.001)
+        memory = searching._memory(family, rows, float(every), 1, 8)
+        assert memory["optimizer"] == pytest.approx(real.most["optimizer"], rel=0.03)
+        assert memory["activations"] == pytest.approx(real.most["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_collectives_for_other_shards_are_those_of_a_trace_of_them(shards: int) -> None:
+    base = trace(world_size=2).recording.collectives
+    real = trace(world_size=8, strategy="hsdp", shards=shards).recording.collectives
+    assert sorted(for_shards(base, "hsdp", shards, 8), key=repr) == sorted(real, key=repr)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "why"),
+    [
+        (["layout.world_size=4"], {"hardware": "h100x8"}, "layout.world_size=4, but hardware names 8 devices"),
+        (["layout.strategy=dp"], {"hardware": "h100"}, "layout.strategy=dp is for one process"),
+        (["train.global_batch=12"], {"hardware": "h100x8"}, "train.global_batch=12 cannot be split evenly"),
+        ([], {"hardware": "h99x8"}, "no such device"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: list[str], settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(*words, **settings)
+    assert why in str(refused.value)
+
+
+def test_a_task_that_looks_at_content_is_refused_with_the_reason() -> None:
+    config = load_config(TASK.replace("SmallTask", "PeekingTask"), ["optim=adamw", "train.global_batch=8"])[0]
+    with pytest.raises(ConfigError, match="PeekingTask: a step cannot be traced") as refused:
+        make_plan(config, PlanSettings(hardware="h100x8"))
+    assert "small.py:" in str(refused.value) and "needs the content of tensors" in str(refused.value)
+
+
+def test_a_task_in_jax_is_refused_by_its_name() -> None:
+    pytest.importorskip("jax")
+    config = load_config("puzzles", ["layout.engine=jax"])[0]
+    with pytest.raises(ConfigError, match=r"layout\.engine=jax, which cannot be planned"):
+        make_plan(config, PlanSettings(hardware="h100x8"))
+
+
+def test_the_verb_reads_its_own_words(command: Command) -> None:
+    pytest.importorskip("unisono_plan.verbs")
+    from importlib.metadata import entry_points
+
+    if "plan" not in entry_points(group="unisono.verbs").names:
+        pytest.skip("unisono-plan is not installed")
+    words = ("optim=adamw", "train.global_batch=8", "hardware=a100x8", "search=false")
+    code, out, _ = command("plan", TASK, *words)
+    assert code == 0
+    assert "8 × NVIDIA A100-SXM4-80GB (1 node of 8)" in out
+
+
+def test_links_are_named_by_the_nodes_that_a_group_spans() -> None:
+    hardware = parse_hardware("h100x16/4")
+    assert hardware.is_local((0, 1, 2, 3)) and not hardware.is_local((3, 4))
