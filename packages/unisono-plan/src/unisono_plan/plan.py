@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import Field
 
 from unisono.config.batch_split import resolve_split
-from unisono.config.schema.base import Positive, Settings
+from unisono.config.schema import Positive, Settings
 from unisono.config.schema.layout import Layout
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import MicroBatch
 from unisono.launch.layout import resolve_layout
 from unisono.launch.model.check import first_micro_batch
-from unisono.runtime.communicator import ProcessInfo
+from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task, run_setup
 from unisono.task_config import build_task, resolve_engine

@@ -51,7 +51,7 @@ from unisono.engines.torch.passes import Passes
 from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.train_state import TrainState
 from unisono.optim.schedules import ScheduledScalars
-from unisono.runtime.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.source_files import is_user_file
 from unisono.task import Task
