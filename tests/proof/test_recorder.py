@@ -311,7 +311,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         optimizer.step()
     with pytest.raises(ConfigError, match=r"a Linear is not a torch\.optim\.Optimizer"):
         build_world(tmp_path).records(build_model(), nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"started on 2 processes, but world\.records\(\) finds a group of 1"):
+    with pytest.raises(ConfigError, match=r"started on 2 processes, but the recorder finds a group of 1"):
         begin(tmp_path, size=2)
 
 
