@@ -44,7 +44,7 @@ def build_optimizer(
     """
     groups = parameter_groups(config, model, blocks)
     if (made := own([dict(group) for group in groups])) is not None:
-        return _check_own(made, groups)
+        return _check_own(made, groups, model)
     parts: list[torch.optim.Optimizer] = []
     if by_row := [group for group in groups if group["rule"] == "sign_sgd"]:
         parts.append(RowSignSgd(by_row, lr=config.lr))
@@ -61,7 +61,7 @@ def build_optimizer(
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
-def _check_own(made: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _check_own(made: Any, groups: list[dict[str, Any]], model: nn.Module) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"the task's optimizer() returned {type(made).__name__}; return a torch.optim.Optimizer over the groups it "
@@ -76,15 +76,20 @@ def _check_own(made: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer
             "decay would be lost; build it from `groups` as they are"
         )
     check_not_for_own((_settings_of(group) for group in made.param_groups), type(made).__name__)
+    is_checked = False
+
+    def check_once(*_: Any) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            _check_own_state(made, model)
+        is_checked = True
+
+    made.register_step_post_hook(check_once)  # before the first update it has no state
     return made
 
 
-def check_own_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse the state of a task's own optimizer if no checkpoint could hold it, or only one layout computes it.
-
-    Raises:
-        ConfigError: naming the entry and the parameter.
-    """
+def _check_own_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse a state that no checkpoint could hold, or that only one layout computes."""
     for name, parameter in model.named_parameters():
         for entry, value in optimizer.state.get(parameter, {}).items():
             where = f"{type(optimizer).__name__} keeps '{entry}' of {name}"

@@ -63,7 +63,6 @@ class TrainState:
         self.parallel = Parallel(wrap.StepModule(job.task, module), parts)
         blocks = wrap.find_blocks(module)
         self.optimizer = optimizers.build_optimizer(config.optim, module, blocks, job.task.optimizer)
-        self._state_checked = False
         self.average = MovingAverage(config.ema, module)
         replicas.check_optimizer(self.optimizer, module)
         replicas.check_dtype(module, precision.MASTER[config.train.precision])
@@ -72,9 +71,6 @@ class TrainState:
         """Make one update from the current gradients and clear them; `step` updates were made before."""
         optimizers.apply_schedule(self.optimizer, scalars, self._job.config.optim)
         self.optimizer.step()
-        if not self._state_checked:
-            optimizers.check_own_state(self.optimizer, self.module)
-            self._state_checked = True
         self.average.update(step + 1)
         self.optimizer.zero_grad(set_to_none=True)
 
