@@ -217,7 +217,7 @@ def probe_evaluation(trial: Trial, held: MicroBatch) -> str:
 def find_switched(trial: Trial, held: MicroBatch) -> str:
     """The normalisations and dropouts that a pass in evaluation puts into training mode, in words; empty for none."""
     model = trial.model
-    if not hasattr(model, "named_modules"):
+    if model is None:
         return ""
     before = {name: module.training for name, module in model.named_modules()}
     switched: list[str] = []

@@ -59,7 +59,8 @@ class Trial:
     @property
     def model(self) -> Any:
         """The torch module; None in JAX."""
-        return getattr(self.view, "module", None)
+        module = getattr(self.view, "module", None)
+        return module if hasattr(module, "named_modules") else None
 
     def with_same_buffers(self) -> Trial:
         """The same with passes that all begin with the buffers that the model has now."""
