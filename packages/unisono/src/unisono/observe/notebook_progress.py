@@ -9,7 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from time import monotonic
 
-from unisono.observe.live import format_number, format_table, table_columns
+from unisono.observe.live import PATIENCE, format_number, format_table, table_columns
 from unisono.runtime.console import clean
 from unisono.runtime.notebook import LiveOutput
 
@@ -28,6 +28,7 @@ class NotebookProgress:
     def __init__(self, total: int) -> None:
         self._total, self._step, self._values, self._clock = total, 0, list[str](), ""
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
+        self._evaluating, self._began = "", 0.0  # in words, and when it began
         self._output: LiveOutput | None = None
         self._shown_at = 0.0
 
@@ -44,8 +45,16 @@ class NotebookProgress:
         if monotonic() - self._shown_at > _INTERVAL or step == self._total:
             self.refresh()
 
+    def show_evaluating(self, step: int, done: int, total: int) -> None:
+        """Show how far an evaluation is, in rows, once it has taken a while."""
+        self._began = self._began if self._evaluating else monotonic()
+        self._evaluating = f"evaluating after step {step}: {done}/{total} rows"
+        if min(monotonic() - self._began - PATIENCE, monotonic() - self._shown_at - _INTERVAL) > 0:
+            self.refresh()
+
     def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to the table of evaluations."""
+        self._evaluating = ""
         self._evaluations = [*self._evaluations, (step, dict(values))][-_EVALUATIONS:]
         self.refresh()
 
@@ -59,10 +68,17 @@ class NotebookProgress:
         else:
             self._output.update()
 
+    @property
+    def _numbers(self) -> str:
+        """Of the last step; or of an evaluation that takes long."""
+        if self._evaluating and monotonic() - self._began > PATIENCE:
+            return self._evaluating
+        return "  ".join(self._values)
+
     def __repr__(self) -> str:
         ends = f"{self._step}/{self._total}  {self._clock}".rstrip()
         filled = round(20 * self._step / max(1, self._total))
-        bar = f"{'━' * filled}{'─' * (20 - filled)}  {ends}  {'  '.join(self._values)}"
+        bar = f"{'━' * filled}{'─' * (20 - filled)}  {ends}  {self._numbers}"
         return clean("\n".join([*format_table(self._evaluations, _WIDTH), bar]))
 
     def _repr_html_(self) -> str:
@@ -71,7 +87,7 @@ class NotebookProgress:
             f'<progress value="{self._step}" max="{self._total}" style="width:20em"></progress> '
             f"{self._step}/{self._total}{html.escape(clock)}<br>"
         )
-        values = html.escape(clean("   ".join(self._values)))
+        values = html.escape(clean(self._numbers))
         return f"{self._table()}{bar}<code style='white-space:pre-wrap'>{values}</code>"
 
     def _table(self) -> str:
