@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-import unisono
 from recipes.language.tests.chats import (
     CHATML,
     CONVERSATIONS,
@@ -39,6 +38,7 @@ from recipes.language.tests.chats import (
 )
 from recipes.language.tests.kernels import distance
 from recipes.language.tests.test_packed import gradients
+from unisono.recipe_tools import PromoteToDouble
 from unisono_language.chat import ChatTemplate
 from unisono_language.conversations import Conversations, parse_conversation
 from unisono_language.settings import ConversationFiles
@@ -107,7 +107,7 @@ def trl_preference_loss(
             processing_class=AutoTokenizer.from_pretrained(model),
         )  # fmt: skip
         batch = trainer.data_collator([trainer.train_dataset[number] for number in range(len(data))])
-        with unisono.PromoteToDouble() if exact else nullcontext():
+        with PromoteToDouble() if exact else nullcontext():
             loss = trainer.compute_loss(trainer.model, batch)
             loss.backward()
     return float(loss.detach()), {name: value.grad.numpy() for name, value in trainer.model.named_parameters()}

@@ -59,7 +59,7 @@ def checkpoint(path: Path, random: bool = False, step: int = 3, **told: Any) -> 
     """A checkpoint of nothing, by the run that lies there."""
     kept: dict[str, Any] = dict.fromkeys(resume_point.KEYS) | {"step": step, "random": random}
     said = {**provenance.describe_run(read_run(path, trust=True)), **told}
-    commit.save_checkpoint(path / "checkpoints", step, [], kept, SingleProcess(), keep=9, about=said)
+    commit.save_checkpoint(path / "checkpoints", commit.Snapshot(step, [], kept, said), SingleProcess(), keep=9)
 
 
 def refusal(told: RunConfig) -> str:

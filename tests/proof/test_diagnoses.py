@@ -92,7 +92,7 @@ def test_a_diagnosis_has_its_remedy_and_what_explains_it() -> None:
 
 def test_the_package_has_the_page_of_the_docs() -> None:
     """A wheel has no docs. After a change of the page, copy it: docs/diagnoses.md to diagnoses.txt of the package."""
-    assert files("unisono.proof").joinpath(explain.PAGE).read_text(encoding="utf-8") == PAGE
+    assert files("unisono.proof.diagnoses").joinpath(explain.PAGE).read_text(encoding="utf-8") == PAGE
 
 
 @pytest.mark.parametrize("fault", REMEDIES)

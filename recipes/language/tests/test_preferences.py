@@ -24,6 +24,7 @@ from recipes.language.tests.kernels import distance
 from recipes.language.tests.test_chat_runs import words
 from recipes.language.tests.test_packed import gradients
 from unisono.cli import main
+from unisono.recipe_tools import PromoteToDouble
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Context
 from unisono_language import preferences
@@ -63,7 +64,7 @@ def plain_loss(task: Language, base: Path, smoothing: float = 0.0) -> float:
         rewards = []
         for tokens in (pair.chosen, pair.rejected):
             ids = torch.tensor([[token if token >= 0 else ~token for token in tokens.tolist()]])
-            with torch.no_grad(), unisono.PromoteToDouble():
+            with torch.no_grad(), PromoteToDouble():
                 logs = [one(input_ids=ids).logits[0].log_softmax(-1) for one in (model, reference)]
             answer = [place for place, token in enumerate(tokens.tolist()) if token >= 0]
             p, r = (sum(float(log[place - 1, ids[0, place]]) for place in answer) for log in logs)

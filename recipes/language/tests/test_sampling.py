@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import unisono
 from recipes.language.tests.chats import CHATML, chat_model, user, write_rows
 from unisono.cli import main
+from unisono.recipe_tools import safe_paths
 from unisono.runtime.errors import RunError
 from unisono_language.generate import generate
 
@@ -100,7 +101,7 @@ def test_texts_of_a_file_are_those_of_each_prompt_in_any_batch(model: Path, tmp_
     assert len(set(alone)) == 3
     for batch in (1, 2, 3):
         rows = generate(opened, f"@{path}", tokens=12, batch=batch, device="cpu")
-        assert [unisono.safe_paths.parse_json(row) for row in rows or []] == [
+        assert [safe_paths.parse_json(row) for row in rows or []] == [
             {"prompt": prompt, "text": text} for prompt, text in zip(prompts, alone, strict=True)
         ]
 

@@ -37,7 +37,7 @@ def explain_fault(name: str) -> str:
 
 def _read_sections() -> dict[str, str]:
     """The text of every fault by its name."""
-    text = files("unisono.proof").joinpath(PAGE).read_text(encoding="utf-8")
+    text = files("unisono.proof.diagnoses").joinpath(PAGE).read_text(encoding="utf-8")
     parts = re.split(r"^##+ (.+)$", text, flags=re.MULTILINE)
     levels = re.findall(r"^(##+) .+$", text, flags=re.MULTILINE)
     titled = zip(levels, parts[1::2], parts[2::2], strict=True)
