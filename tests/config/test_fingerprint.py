@@ -45,7 +45,7 @@ HARMLESS = keys("""
     checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
     checkpoint.upload.timeout=30 checkpoint.upload.required=true
     observe.log_every=3 observe.progress=false observe.trackers=[tensorboard] observe.project=mine
-    observe.tracker_timeout=3 observe.profile=[2,3] observe.norms=true
+    observe.tracker_timeout=3 observe.profile=[2,3] observe.norms=true observe.group=lr
     launch.timeout=3 launch.start_timeout=3 launch.initialization_timeout=3 launch.heartbeat_timeout=3 launch.nodes=2
     launch.node_rank=0 launch.rendezvous=10.0.0.1:29400 launch.interface=eth0 launch.desync=false
     launch.preempt_deadline=3 launch.monitor=false launch.stuck_after=3 launch.stuck_factor=3 launch.deadlines.setup=3

@@ -179,7 +179,7 @@ def test_an_error_in_a_worker_names_the_row_and_the_line_of_the_user(kind: str) 
     [
         ("kill", r"while building the sample for row 17 of the source \(killed by signal 9; out of memory\?\)"),
         ("segfault", r"while building the sample for row 17 of the source \(killed by signal 11\)"),
-        ("bus", r"row 17 of the source \(killed by signal 7; was a file truncated while it was read\?\)"),
+        ("bus", r"row 17 of the source \(killed by signal 7; for reading past the end of a file"),
         ("_exit", r"while building the sample for row 17 of the source \(exit code 7\)"),
         ("collate", r"while building a batch of rows .*17.* \(exit code 9\)"),
     ],

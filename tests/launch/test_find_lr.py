@@ -67,7 +67,7 @@ def test_the_table_marks_the_suggestion_and_fits_sixty_columns() -> None:
     ("words", "told"),
     [
         (("min_lr=1", "max_lr=0.1"), "min_lr=1 has to be smaller than max_lr=0.1"),
-        (("steps=5",), "steps: input should be greater than or equal to 20, got '5'"),
+        (("steps=5",), "steps: input should be greater than or equal to 20, got 5"),
         (("launch.nodes=2", "launch.rendezvous=a:1", "launch.node_rank=0"), "without torchrun or srun"),
     ],
 )

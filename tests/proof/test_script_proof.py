@@ -179,7 +179,9 @@ def test_a_run_that_took_too_long_is_not_tried_again_in_single_precision(
         def refuse() -> None:
             raise RunError(error)
 
-        return SimpleNamespace(cases=[None, None], record=lambda case: None, ended=ended, refuse_unrunnable=refuse)
+        return SimpleNamespace(
+            cases=[None, None], record=lambda case: None, ended=ended, refuse_unrunnable=refuse, traces={}, run=settings
+        )
 
     monkeypatch.setattr(script_proof, "ScriptRuns", run)
     with pytest.raises(RunError, match=re.escape(error)):

@@ -29,7 +29,8 @@ PRIVATE = {
     "doctor.all_reduce_process": "", "doctor.rates": "", "launch.autobatch.probe": "", "launch.autobatch.search": "",
     "engines.jax.profiler": "", "proof.case_process": "", "proof.hangs": "", "proof.recording.trace": "",
     "proof.scripts.rank_facts": "", "proof.scripts.rank_progress": "", "proof.scripts.script_process": "",
-    "unisono_sweeps.planning": "", "unisono_sweeps.trial": "",
+    "proof.scripts.replay.content_store": "", "proof.scripts.replay.reading": "",
+    "proof.scripts.replay.row_exchange": "", "unisono_sweeps.trial_process": "",
     # memory that is shared with the processes that this one has started
     "data.loading.ipc": "",
     # the process that reads a pickle, which can reach nothing but the two files that it was given
@@ -54,13 +55,14 @@ OWN_RECORDS = {  # who has written what they parse by themselves
     "engines.jax.devices": "", "engines.jax.profiler": "",
     "launch.autobatch.probe": "", "launch.autobatch.search": "", "launch.processes.fork_server": "",
     "observe.profile": "", "proof.recording.trace": "", "proof.scripts.rank_facts": "",
-    "proof.scripts.rank_progress": "", "proof.scripts.script_process": "", "supervise.monitor": "",
+    "proof.scripts.rank_progress": "", "proof.scripts.replay.reading": "", "proof.scripts.script_process": "",
+    "supervise.monitor": "",
     "unisono_sweeps.trial": "",
     # ranks of this run
     "engines.torch.parallel.process_group": "", "runtime.communication.collective_log": "",
     # rows of data and lists of samples, each of which is checked with a sentence of its own
     "data.sources.lines": "", "unisono_audio.sources.archives": "", "unisono_audio.sources.metadata": "",
-    "unisono_speech.manifest": "",
+    "unisono_language.conversations": "", "unisono_speech.manifest": "",
     "checkpoint.core.manifest": "by its format, then by its shape",
 }  # fmt: skip
 

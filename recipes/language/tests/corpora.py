@@ -166,7 +166,7 @@ def store_of(folder: Path, lengths: list[int], per_block: int | None = None) -> 
     """
 
     class Counting:
-        records, column, dtype, asked = len(lengths), "tokens", "<u2", {}
+        records, column, dtype, known_inputs = len(lengths), "tokens", "<u2", {}
         inputs: ClassVar[dict[str, Any]] = {"source": {"files": 1, "ignored": []}}
 
         def bounds(self, shard_mb: float) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import unisono
 from recipes.language.tests.chats import CHATML, chat_model, user, write_rows
 from unisono.cli import main
-from unisono.recipe_tools import safe_paths
 from unisono.runtime.errors import RunError
 from unisono_language.generate import generate
 
@@ -101,7 +101,7 @@ def test_texts_of_a_file_are_those_of_each_prompt_in_any_batch(model: Path, tmp_
     assert len(set(alone)) == 3
     for batch in (1, 2, 3):
         rows = generate(opened, f"@{path}", tokens=12, batch=batch, device="cpu")
-        assert [safe_paths.parse_json(row) for row in rows or []] == [
+        assert [json.loads(row) for row in rows or []] == [
             {"prompt": prompt, "text": text} for prompt, text in zip(prompts, alone, strict=True)
         ]
 

@@ -182,8 +182,12 @@ def test_the_special_tokens_are_found(tmp_path: Path, beside: dict[str, Any], fi
         ("tokenizer.json", "{", r"tokenizer\.json cannot be read as a tokenizer"),
         ("tokenizer.json", "{}", r"tokenizer\.json cannot be read as a tokenizer"),
         ("tokenizer.json", "[1]", r"tokenizer\.json cannot be read as a tokenizer"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read as JSON"),
-        ("tokenizer_config.json", "[1]", r"tokenizer_config\.json is a JSON list, not"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json does not have the settings of a tokenizer: Expecting"),
+        (
+            "tokenizer_config.json",
+            "[1]",
+            r"tokenizer_config\.json does not have the settings of a tokenizer: Input should be a valid dict",
+        ),
     ],
 )
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path, name: str, content: str, told: str) -> None:

@@ -227,8 +227,10 @@ class _Settings:
         place, _, named = self._recipe.partition(":")
         if not place.endswith(".py"):
             return []
+        from unisono.runtime.untrusted import safe_paths
+
         try:
-            tree = ast.parse(Path(place).read_text(encoding="utf-8"))
+            tree = ast.parse(safe_paths.read_regular(place))
         except (OSError, SyntaxError, ValueError):
             return []
         classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}

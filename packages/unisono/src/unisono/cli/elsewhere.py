@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from unisono.cli import arguments
 from unisono.runtime.console import clean, say
+from unisono.runtime.untrusted import safe_paths
 
 if TYPE_CHECKING:
     import argparse
@@ -100,7 +101,7 @@ def _follow(launcher: Launcher, job: Job) -> int:
     def show(_: Job) -> bool:
         nonlocal shown
         if job.console.is_file():
-            with job.console.open("rb") as file:
+            with safe_paths.open_inside(job.console.parent, job.console.name) as file:
                 file.seek(shown)
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]  # a line that is not complete is shown with its end

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
+from unisono.runtime.untrusted import safe_paths
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -80,7 +81,7 @@ def _asks_for_script(words: Sequence[str]) -> bool | None:
 
 
 def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(safe_paths.read_regular(file))
 
 
 def _task_names(tree: ast.Module) -> list[str]:

@@ -11,6 +11,8 @@ class FaultName(StrEnum):
     # data
     EQUAL_ROWS = "Every rank reads the same rows"
     DROPPED_ROWS = "Rows are dropped"
+    ROWS_TWICE = "Some rows are read twice, others never"
+    SPLIT_BY_RANK = "Every rank splits the data by itself"
     REPEATED_ROWS = "Rows are repeated to fill the batch"
     SAME_ORDER_EVERY_EPOCH = "Every epoch has the same order"
     REPLAYED_DATA = "Data are replayed"
@@ -21,8 +23,6 @@ class FaultName(StrEnum):
     SAMPLES_BY_CALL = "The samples depend on the call"
     SAMPLES_BY_PROCESS = "The samples depend on the process"
     SAMPLE_BY_NEIGHBOURS = "A sample depends on its neighbours"
-    ROWS_TWICE = "Some rows are read twice, others never"
-    SPLIT_BY_RANK = "Every rank splits the data by itself"
     # initial parameters
     INITIALISATION_BY_RANK = "Initialisation depends on the rank"
     INITIALISATION_BY_LAYOUT = "Initialisation depends on the layout"

@@ -30,6 +30,7 @@ from unisono.runtime import notebook
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
+from unisono.runtime.untrusted import safe_paths
 
 FOLDER = "notebook"  # beside the runs
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -68,7 +69,7 @@ class CellClass:
         path = (runs / self.file).resolve()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.is_file() or path.read_text(encoding="utf-8") != self.text:
+            if not path.is_file() or safe_paths.read_regular(path).decode() != self.text:
                 write_whole(path, self.text)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.dir") from error

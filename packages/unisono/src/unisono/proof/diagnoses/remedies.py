@@ -11,6 +11,8 @@ REMEDIES: dict[FaultName, str] = {
     # data
     FaultName.EQUAL_ROWS: "give each rank its own slice of the global batch (DistributedSampler, Order)",
     FaultName.DROPPED_ROWS: "do not drop a last batch that does not divide; give some ranks fewer rows of it",
+    FaultName.ROWS_TWICE: "draw one order from one seed on all ranks, and let each take its part",
+    FaultName.SPLIT_BY_RANK: "split with a generator of one seed on all ranks, before ranks seed theirs",
     FaultName.REPEATED_ROWS: "count padding rows with weight zero, or do not pad",
     FaultName.SAME_ORDER_EVERY_EPOCH: "call the sampler's set_epoch(epoch), or key the order by the epoch",
     FaultName.REPLAYED_DATA: "keep the position in the order with the checkpoint, or set the epoch of the sampler",
@@ -21,8 +23,6 @@ REMEDIES: dict[FaultName, str] = {
     FaultName.SAMPLES_BY_CALL: "let sample() and collate() depend on their arguments and context.rng alone",
     FaultName.SAMPLES_BY_PROCESS: "look for the rank, sets, hash() and clocks in what samples are made of",
     FaultName.SAMPLE_BY_NEIGHBOURS: "compute in collate() nothing of several rows that a row is given",
-    FaultName.ROWS_TWICE: "draw one order from one seed on all ranks, and let each take its part",
-    FaultName.SPLIT_BY_RANK: "split with a generator of one seed on all ranks, before ranks seed theirs",
     # initial parameters
     FaultName.INITIALISATION_BY_RANK: "draw from the seeded generator in build(), or from one seed on all ranks",
     FaultName.INITIALISATION_BY_LAYOUT: "initialise from a seed that no rank changes; look for hash() and sets",

@@ -236,7 +236,7 @@ def _no_shape(arguments_given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 # where a call comes from --------------------------------------------------------------------------------------------
 
-_OWN_FOLDER = str(Path(collective_log.__file__).parents[1]) + os.sep
+_OWN_FOLDER = str(Path(collective_log.__file__).parents[2]) + os.sep
 _TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
 _PLUMBING = ("distributed_c10d.py", "c10d_logger.py")  # through which all calls go
 _LIBRARIES = tuple(sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")}))
