@@ -9,6 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from unisono.config.compose import compose
+from unisono.config.validate import refuse_secrets
 from unisono.observe import events
 from unisono.runtime import console, secrets
 from unisono.runtime.errors import ConfigError
@@ -26,7 +27,7 @@ CANARY = "canary5f0c9d1e7a"
 def test_names_of_secrets_are_known(key: str) -> None:
     assert secrets.names_secret(key)
     with pytest.raises(ConfigError) as refused:
-        secrets.refuse({"task": {key: CANARY}})
+        refuse_secrets({"task": {key: CANARY}})
     assert CANARY not in str(refused.value)
     assert f"'task.{key}' is the name of a secret" in str(refused.value)
 
@@ -38,7 +39,7 @@ def test_names_of_secrets_are_known(key: str) -> None:
 )  # fmt: skip
 def test_other_names_are_not(key: str) -> None:
     assert not secrets.names_secret(key)
-    secrets.refuse({"task": {key: "<|end|>"}})
+    refuse_secrets({"task": {key: "<|end|>"}})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_secrets_are_seen_in_texts(text: str) -> None:
     assert "AKIA" not in hidden
     assert secrets.MASK in hidden
     with pytest.raises(ConfigError) as refused:
-        secrets.refuse({"data": {"paths": ["a", text]}})
+        refuse_secrets({"data": {"paths": ["a", text]}})
     assert "'data.paths.1'" in str(refused.value)
     assert CANARY not in str(refused.value)
 
@@ -67,7 +68,7 @@ def test_secrets_are_seen_in_texts(text: str) -> None:
 )  # fmt: skip
 def test_harmless_texts_stay_as_they_are(text: str) -> None:
     assert secrets.mask(text) == text
-    secrets.refuse({"data": {"path": text}})
+    refuse_secrets({"data": {"path": text}})
 
 
 def test_what_the_environment_keeps_secret_is_seen_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_what_the_environment_keeps_secret_is_seen_anywhere(monkeypatch: pytest.
         == "a[hidden]b somethinglong /home/me/key.json abc"
     )
     with pytest.raises(ConfigError, match=r"'task\.name' contains the value of a secret environment variable"):
-        secrets.refuse({"task": {"name": CANARY}})
+        refuse_secrets({"task": {"name": CANARY}})
 
 
 def test_values_under_secret_names_are_hidden_wherever_they_are_nested_and_a_secret_type_is_refused() -> None:
@@ -89,7 +90,7 @@ def test_values_under_secret_names_are_hidden_wherever_they_are_nested_and_a_sec
         "a": [{"token": secrets.MASK, "n": 1}], "api_key": secrets.MASK, "none": None, "password": None, "secret": 3,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"'task\.pin' is the name of a secret"):
-        secrets.refuse({"task": {"pin": SecretStr(CANARY)}})
+        refuse_secrets({"task": {"pin": SecretStr(CANARY)}})
 
 
 @pytest.mark.parametrize("override", [f"data.path=https://me:{CANARY}@example.org", f"task.hf_token={CANARY}"])

@@ -42,7 +42,7 @@ def task_reference(composed: ComposedConfig) -> str:
     recipe = composed.values.get("recipe")
     if not isinstance(recipe, str):
         raise ConfigError("the configuration names no task: set recipe=NAME or recipe=path/to/file.py:Class")
-    secrets.refuse(composed.values)
+    refuse_secrets(composed.values)
     return recipe
 
 
@@ -78,7 +78,7 @@ def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
         raise ConfigError(f"{reference}: the task's Data type must extend unisono.Data")
-    secrets.refuse({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
+    refuse_secrets({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
     return config.model_copy(update=typed)
 
 
@@ -224,3 +224,17 @@ def _walk_keys(annotation: Any, values: Any, groups: Groups, prefix: str = "") -
         dotted = f"{prefix}.{name}" if prefix else str(name)
         yield dotted
         yield from _walk_keys(child, {}, groups, dotted)
+
+
+def refuse_secrets(values: Any) -> None:
+    """Refuse nested configuration values that plainly hold a secret; the error does not repeat it.
+
+    Raises:
+        ConfigError: naming every key and the remedy.
+    """
+    if found := secrets.find(values):
+        raise ConfigError(
+            "a configuration is saved to files and sent to trackers, so it must not hold secrets: "
+            f"{'; '.join(found)}. Let the task read it when it needs it, from an environment variable (os.environ) or "
+            "from a file of yours (~/.netrc, a mounted secret)"
+        )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
+from unisono.runtime.console import clean
 from unisono.runtime.fault_names import FaultName
 from unisono.runtime.text import find_stretches
 
@@ -188,8 +189,6 @@ class Interrupted(KeyboardInterrupt):
 
 def _render_for_notebook(error: BaseException) -> list[str]:
     """The text alone, as on the command line: a user can mend it where the text says, not in our frames."""
-    from unisono.runtime.console import clean  # which imports this module
-
     return clean(f"{type(error).__name__}: {error}").splitlines()
 
 

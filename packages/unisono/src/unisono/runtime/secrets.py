@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.runtime.errors import ConfigError
-
 MASK = "[hidden]"
 
 # Endings of names that plainly mean a secret, and those that often mean something else (an end-of-text token).
@@ -42,19 +40,9 @@ _IN_QUERY = re.compile(
 _MIN_LENGTH = 12  # characters; a shorter value occurs in other texts by chance
 
 
-def refuse(values: Any) -> None:
-    """Refuse nested configuration values that plainly hold a secret; the error does not repeat it.
-
-    Raises:
-        ConfigError: Naming every key and the remedy.
-    """
-    found = [f"'{key}' {why}" for key, why in _find_secrets(values, _environment_secrets())]
-    if found:
-        raise ConfigError(
-            "a configuration is saved to files and sent to trackers, so it must not hold secrets: "
-            f"{'; '.join(found)}. Let the task read it when it needs it, from an environment variable (os.environ) or "
-            "from a file of yours (~/.netrc, a mounted secret)"
-        )
+def find(values: Any) -> list[str]:
+    """The nested configuration values that plainly hold a secret: each key, and why, without the value."""
+    return [f"'{key}' {why}" for key, why in _find_secrets(values, _environment_secrets())]
 
 
 def hidden(values: Any) -> Any:
