@@ -40,10 +40,9 @@ class Shares:
     message: float
 
 
-# product: what cuBLAS reaches in bf16 on an H100 or A100 with ordinary numbers. memory and fused: such that a Llama of
-# 763 M parameters on one H200 has the MFU that was measured, eager and compiled (docs/benchmarks.md, "On a GPU"). The
-# share of memory is near 1 because caches serve what is counted as memory's. link: bus bandwidth of NCCL's tests over
-# the nominal one of NVLink and 400 Gb/s InfiniBand. hop: one step of NCCL's ring.
+# memory and fused: such that a Llama of 763 M parameters on one H200 has the MFU that was measured, eager and compiled
+# (docs/benchmarks.md, "On a GPU"). The share of memory is near 1 because caches serve what is counted as memory's. All
+# others are assumed: product for bf16 with ordinary numbers, link of the nominal bandwidth, hop for one step of a ring.
 CENTRAL = Shares(product=0.72, memory=0.95, fused=0.225, link=0.75, hop=5e-6, call=6e-6, message=2e-4)
 FAST = Shares(product=0.80, memory=1.0, fused=0.18, link=0.90, hop=2e-6, call=4e-6, message=1e-4)
 SLOW = Shares(product=0.62, memory=0.80, fused=0.45, link=0.60, hop=12e-6, call=12e-6, message=5e-4)
