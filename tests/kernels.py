@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def execute(cells: Sequence[str] | Path, folder: Path, fails: bool = False) -> l
     )
     # under pytest a kernel leaves the output of processes that it starts to pytest
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # as in an activated environment, so that a cell's `!unisono` is found
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
     client.execute(env={**variables, "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / ".ipython")})
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
