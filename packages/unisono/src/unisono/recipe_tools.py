@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unisono.runtime.console import say
     from unisono.runtime.entry_points import import_extra
     from unisono.runtime.errors import find_duplicates, format_examples, format_share, nearest
-    from unisono.runtime.files import atomic_file, cache_dir, cache_entry, make_private, pickle_hint, write_whole
+    from unisono.runtime.files import atomic_file, cache_entry, make_private, pickle_hint, write_whole
     from unisono.runtime.native_errors import wrap_native_errors
     from unisono.runtime.preparing import preparing
     from unisono.runtime.untrusted import safe_paths
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _HOME = {
     "PromoteToDouble": "engines.torch.numerics.precision",
     "atomic_file": "runtime.files",
-    "cache_dir": "runtime.files",
     "cache_entry": "runtime.files",
     "check_hdf5": "runtime.untrusted.hdf5",
     "find_duplicates": "runtime.errors",
@@ -51,7 +50,6 @@ _MODULES = ["hf_config", "safe_paths"]  # names that are modules themselves
 __all__ = [
     "PromoteToDouble",
     "atomic_file",
-    "cache_dir",
     "cache_entry",
     "check_hdf5",
     "find_duplicates",

@@ -64,7 +64,7 @@ def _stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
 
 @contextmanager
 def _follow(run: ResolvedRun) -> Iterator[None]:
-    """Show the steps that other processes record; rank 0 is told not to print them."""
+    """Show the steps that other processes record, and set the variable by which rank 0 prints none."""
     from unisono.observe.progress import FOLLOWED_VARIABLE  # which imports rich
 
     done = threading.Event()
