@@ -122,7 +122,7 @@ def trace_step(task: Task, config: RunConfig, micro: MicroBatch, passes: int) ->
         raise ConfigError(
             f"{type(task).__name__}: a step cannot be traced, because {_place(error)} needs the content of tensors "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). Shapes must not depend on "
-            "content, and build() must not read any (unisono.has_content tells whether it may)"
+            "content, and build() must not read any (unisono.recipe_tools.has_content tells)"
         ) from error
     finally:
         kernels.setLevel(level)
