@@ -28,6 +28,16 @@ def test_every_format_holds_the_same_table(tmp_path: Path) -> None:
     assert pq.read_table(paths[3]).to_pylist() == rows
 
 
+def test_arrays_of_any_shape_are_nested_lists(tmp_path: Path) -> None:
+    rows = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 3), np.float32), np.ones((1, 4), np.float32)]
+    paths = [write_table(tmp_path / f"t{ending}", {"a": rows}) for ending in (".csv", ".jsonl", ".parquet")]
+    expected = [row.tolist() for row in rows]
+    with paths[0].open(newline="") as file:
+        assert [json.loads(row["a"]) for row in csv.DictReader(file)] == expected
+    assert [json.loads(line)["a"] for line in paths[1].read_text().splitlines()] == expected
+    assert pq.read_table(paths[2])["a"].to_pylist() == expected
+
+
 def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"t\.xlsx: tables are written as \.csv, \.tsv, \.jsonl, \.parquet"):
         write_table(tmp_path / "t.xlsx", COLUMNS)

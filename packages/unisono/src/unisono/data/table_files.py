@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.runtime.errors import ConfigError, DataError, find_duplicates, format_examples, format_share
 from unisono.runtime.files import atomic_file
@@ -84,7 +86,8 @@ def write_table(path: Path, columns: Mapping[str, Any], *, escape: bool = True) 
 
     Args:
         path: of the file.
-        columns: lists or arrays by name. .csv and .tsv have six digits of each float, and lists as JSON.
+        columns: lists or arrays by name, lists of arrays included. .csv and .tsv have six digits of each float, and
+            lists as JSON.
         escape: whether texts in .csv and .tsv are escaped: a spreadsheet would compute one that begins with `=`, `+`,
             `-` or `@` unless it is a number, so such a text begins with `'`; control characters are written as `\x1b`.
 
@@ -100,9 +103,12 @@ def write_table(path: Path, columns: Mapping[str, Any], *, escape: bool = True) 
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pq.write_table(pa.table(values), temporary)
+            arrays = {name: _nest(column) if _holds_arrays(column) else column for name, column in values.items()}
+            pq.write_table(pa.table(arrays), temporary)
         elif path.suffix == ".jsonl":
-            lines = (json.dumps(dict(zip(values, row, strict=True)), ensure_ascii=False) for row in rows)
+            lines = (
+                json.dumps(dict(zip(values, row, strict=True)), ensure_ascii=False, default=_to_list) for row in rows
+            )
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         else:
             with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -138,6 +144,21 @@ def _to_list(column: Any) -> list[Any]:
     return list(np.asarray(column).tolist()) if hasattr(column, "dtype") else list(column)
 
 
+def _holds_arrays(column: list[Any]) -> bool:
+    return bool(column) and all(isinstance(value, np.ndarray) for value in column)
+
+
+def _nest(rows: list[NDArray[Any]]) -> Any:
+    """Arrays, whose shapes may differ between rows, as an Arrow column of nested lists, without a Python number each."""
+    import pyarrow as pa
+
+    nested = pa.array(np.concatenate([row.ravel() for row in rows]))
+    for axis in reversed(range(rows[0].ndim)):
+        lengths = np.concatenate([np.full(math.prod(row.shape[:axis]), row.shape[axis]) for row in rows])
+        nested = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), nested)
+    return nested
+
+
 def escape_cell(text: str) -> str:
     r"""Escape a text for a cell of a spreadsheet, which must not compute it, and for a terminal that shows the file.
 
@@ -152,6 +173,6 @@ def escape_cell(text: str) -> str:
 def _format_value(value: Any, cell: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return cell(value)
-    if isinstance(value, list):
-        return json.dumps(value)
+    if isinstance(value, list | np.ndarray):
+        return json.dumps(value, default=_to_list)
     return f"{value:.6g}" if isinstance(value, float) else value

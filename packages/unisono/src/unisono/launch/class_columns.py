@@ -28,7 +28,7 @@ def describe_classes(columns: Mapping[str, list[Any]], *, with_outputs: bool) ->
     >>> describe_classes({"row": [0, 1], "output": [[0.0, 9.0], [9.0, 0.0]], "label": [1, 1]}, with_outputs=False)
     {'row': [0, 1], 'prediction': [1, 0], 'probability': [0.9998766054240137, 0.9998766054240137], 'truth': [1, 1]}
     """
-    wide = [name for name, values in columns.items() if values and isinstance(values[0], list)]
+    wide = [name for name, values in columns.items() if values and isinstance(values[0], list | np.ndarray)]
     if len(wide) != 1 or (scores := _scores(columns[wide[0]])) is None:
         return dict(columns)
     target = _find_target(columns, scores.shape[1])
@@ -47,7 +47,7 @@ def describe_classes(columns: Mapping[str, list[Any]], *, with_outputs: bool) ->
 
 def _scores(values: Sequence[Any]) -> NDArray[np.float64] | None:  # (rows, classes)
     """A column as a matrix of finite numbers by class; None if it is something else."""
-    if len({len(value) for value in values}) != 1 or not isinstance(values[0][0], float):
+    if len({np.shape(value) for value in values}) != 1 or not isinstance(values[0][0], float | np.floating):
         return None
     scores = np.asarray(values, dtype=np.float64)
     return scores if scores.ndim == 2 and scores.shape[1] > 1 and np.isfinite(scores).all() else None

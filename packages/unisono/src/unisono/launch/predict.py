@@ -2,13 +2,14 @@
 
 A task defines the columns by `predictions` (the protocol `Predictive`). Without it, a classifier gets `prediction`,
 `probability` and `truth` (`launch.class_columns`); for other tasks the columns are the tensors that `outputs` returns,
-row by row, and the numbers in the batch, including targets.
+row by row, and the numbers in the batch, including targets. Only .jsonl and .parquet have arrays of any size: in a text
+table, a cell of thousands of numbers helps nobody.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ from unisono.task import Batch, Context, Loss, Source, Task, expand_counts, run_
 RowSelection = Literal["held_out", "training", "all"]
 TableFormat = Literal["csv", "tsv", "jsonl", "parquet"]
 Forward = Callable[[MicroBatch, Context], tuple[dict[str, Any], Loss | None]]
-_MAX_COLUMN_WIDTH = 64  # maximum numbers per row for an output to become a column by default
+_ARRAY_SUFFIXES = (".jsonl", ".parquet")
+_MAX_CELL = 64  # numbers of an output in a cell of the other formats
 
 
 def predict(
@@ -59,7 +61,8 @@ def predict(
         step: Use the checkpoint of this step instead of the newest.
         micro_batch: Rows to compute at a time.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
-        format: Of the table, without out: csv, tsv, jsonl or parquet. The last two also have a classifier's logits.
+        format: Of the table, without out: csv, tsv, jsonl or parquet. The last two have outputs of any size as arrays,
+            a classifier's logits, and targets as wide as the outputs.
         escape: In csv and tsv, put `'` before texts that a spreadsheet would compute (=, +, -, @), and escape control
             characters.
     """
@@ -68,10 +71,14 @@ def predict(
     out = out or run.folder / f"predictions.{format or 'csv'}"
     check_table_suffix(out)
     parts = select_sources(run.task, rows)
-    columns, values = build_table(run, parts, ema=ema, step=step, micro_batch=micro_batch, device=device)
+    selection = ColumnSelection(run.task, arrays=out.suffix in _ARRAY_SUFFIXES)
+    columns, values = build_table(run, parts, selection, ema=ema, step=step, micro_batch=micro_batch, device=device)
     if not isinstance(run.task, protocols.Predictive):
-        columns = describe_classes(columns, with_outputs=out.suffix in (".jsonl", ".parquet"))
+        columns = selection.without_wide(describe_classes(columns, with_outputs=selection.arrays))
     yield str(write_table(out, columns, escape=escape))
+    if selection.left_out:
+        wide = ", ".join(f"{name} ({size} numbers a row)" for name, size in selection.left_out.items())
+        yield f"not in {out.name}: {wide}; format=parquet has arrays"
     for name, value in values.items():
         yield f"{name}: {value:.6f}"
 
@@ -96,9 +103,16 @@ def select_sources(task: Task, rows: RowSelection) -> dict[str, Source]:
 
 
 def build_table(
-    run: Run, parts: Mapping[str, Source], *, ema: bool, step: int | None, micro_batch: int, device: str
+    run: Run,
+    parts: Mapping[str, Source],
+    selection: ColumnSelection,
+    *,
+    ema: bool,
+    step: int | None,
+    micro_batch: int,
+    device: str,
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the predictions as columns, and loss and metrics over these rows; arguments as for `predict`."""
+    """Return the predictions as columns, and loss and metrics over these rows; other arguments as for `predict`."""
     made, total = 0, 1
     if run.is_trained:
         checkpoint = commit.open_checkpoint(find_checkpoint(run.folder, step))
@@ -107,7 +121,7 @@ def build_table(
     context = Context(made, training=False, scalars=scalars)
     joined, scores = Joined(parts), _Scores(run.task)
     columns: dict[str, list[Any]] = defaultdict(list)
-    with _open_forward(run, device, ema, step) as forward:
+    with _open_forward(run, selection, device, ema, step) as forward:
         for micro in _batches(run, joined, micro_batch):
             shown, loss = forward(micro, context)
             scores.add(micro, loss)
@@ -125,7 +139,7 @@ def build_table(
 
 
 @contextmanager
-def _open_forward(run: Run, device: str, ema: bool, step: int | None) -> Iterator[Forward]:
+def _open_forward(run: Run, selection: ColumnSelection, device: str, ema: bool, step: int | None) -> Iterator[Forward]:
     """Columns and loss of a micro-batch by the run's model, computed as the run evaluates, in its precision."""
     task, seed, kind = run.task, run.config.run.seed, run.config.train.precision
     load_model = partial(run.load_model, ema=ema, step=step, precision=kind)
@@ -137,18 +151,20 @@ def _open_forward(run: Run, device: str, ema: bool, step: int | None) -> Iterato
         try:
             jax_forward = JaxForward(task, load_model(), seed, kind, device)
             task.kernels(jax_forward.device.platform, kind)
-            yield lambda micro, context: _with_columns(task, micro, *jax_forward(micro, context))
+            yield lambda micro, context: _with_columns(selection, micro, *jax_forward(micro, context))
         finally:
             precision.unpin(switches)
         return
     from unisono.engines.torch.rows import RowForward
 
     forward = RowForward(task, seed, kind, device, load_model)
-    yield lambda micro, context: forward(micro, context, lambda outputs: _columns(task, outputs, micro.arrays))
+    yield lambda micro, context: forward(micro, context, lambda outputs: selection(outputs, micro.arrays))
 
 
-def _with_columns(task: Task, micro: MicroBatch, outputs: Any, loss: Loss | None) -> tuple[dict[str, Any], Loss | None]:
-    return _columns(task, outputs, micro.arrays), loss
+def _with_columns(
+    selection: ColumnSelection, micro: MicroBatch, outputs: Any, loss: Loss | None
+) -> tuple[dict[str, Any], Loss | None]:
+    return selection(outputs, micro.arrays), loss
 
 
 def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
@@ -165,37 +181,89 @@ def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]
         loader.close()
 
 
-def _columns(task: Task, outputs: Any, arrays: Batch) -> dict[str, Any]:
-    """Return the task's predictions for a micro-batch; by default its outputs and the numbers in the batch."""
-    if isinstance(task, protocols.Predictive):
-        return dict(task.predictions(outputs, arrays))
-    from unisono.engines.nested import leaves
+class ColumnSelection:
+    """Which outputs, and which of the batch's numbers, become columns.
 
-    rows = len(next(iter(arrays.values())))
-    entries = {name or "output": value for name, value in leaves(outputs)}
-    shown = {name: value for name, value in entries.items() if _is_per_row(value, rows, _MAX_COLUMN_WIDTH)}
-    if not shown:
+    Args:
+        task: Whose outputs they are.
+        arrays: Whether the format has arrays of any size.
+
+    Attributes:
+        left_out: Outputs with too many numbers for a cell, and how many.
+    """
+
+    def __init__(self, task: Task, arrays: bool) -> None:
+        self._task = task
+        self.arrays = arrays
+        self.left_out: dict[str, int] = {}
+        self._outputs = set[str]()  # those that are columns
+
+    def __call__(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Return the task's predictions for a micro-batch; by default its outputs and the numbers in the batch."""
+        if isinstance(self._task, protocols.Predictive):
+            return dict(self._task.predictions(outputs, batch))
+        from unisono.engines.nested import leaves
+
+        rows = len(next(iter(batch.values())))
+        sizes = {name: _row_size(value, rows) for name, value in batch.items()}
+        # A classifier's logits become three columns once all rows are there (`describe_classes`), however many they are.
+        may_be_classes = any(size == 1 and "int" in str(batch[name].dtype) for name, size in sizes.items())
+        shown, widest = dict[str, Any](), 1
+        for name, value in leaves(outputs):
+            size = _row_size(value, rows)
+            if size is None:
+                continue
+            if self.arrays or size <= _MAX_CELL or (may_be_classes and value.ndim == 2):
+                shown[name or "output"], widest = value, max(widest, size)
+            else:
+                self.left_out[name or "output"] = size
+        self._outputs |= shown.keys()
+        self._refuse_without(shown)
+        known_size = widest if self.arrays else 1
+        known = {name: batch[name] for name, size in sizes.items() if size is not None and size <= known_size}
+        return {**shown, **{f"true_{name}" if name in shown else name: value for name, value in known.items()}}
+
+    def without_wide(self, columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """The columns that fit into cells; all of them where the format has arrays."""
+        sizes = {name: np.size(values[0]) if values else 0 for name, values in columns.items()}
+        wide = {} if self.arrays else {name: size for name, size in sizes.items() if size > _MAX_CELL}
+        self.left_out |= wide
+        if wide:
+            self._refuse_without(self._outputs - wide.keys())
+        return {name: values for name, values in columns.items() if name not in wide}
+
+    def _refuse_without(self, shown: Collection[str]) -> None:
+        if shown:
+            return
+        name = type(self._task).__name__
+        if self.left_out:
+            raise ConfigError(
+                f"{name}.outputs returns {max(self.left_out.values())} numbers a row, too many for a cell of a text "
+                f"table (at most {_MAX_CELL}); format=parquet writes them as arrays, or define predictions(outputs, "
+                "batch), which returns the columns"
+            )
         raise ConfigError(
-            f"{type(task).__name__}.outputs returns nothing that fits into a table (at most {_MAX_COLUMN_WIDTH} "
-            "numbers per row); define predictions(outputs, batch), which returns the columns"
+            f"{name}.outputs returns no tensor with a value for each row, so there is nothing to write; define "
+            "predictions(outputs, batch), which returns the columns"
         )
-    known = {name: value for name, value in arrays.items() if _is_per_row(value, rows, 1)}
-    return {**shown, **{f"true_{name}" if name in shown else name: value for name, value in known.items()}}
 
 
-def _is_per_row(value: Any, rows: int, widest: int) -> bool:
+def _row_size(value: Any, rows: int) -> int | None:
+    """How many numbers an array has for each row; None if it is not an array of this many rows."""
     shape = tuple(getattr(value, "shape", ()))
-    return bool(shape) and shape[0] == rows and int(np.prod(shape[1:], dtype=np.int64)) <= widest
+    return int(np.prod(shape[1:], dtype=np.int64)) if shape and shape[0] == rows else None
 
 
 def _to_list(values: Any) -> list[Any]:
-    """Convert a column to a list of numbers, texts, or lists of numbers."""
+    """Convert a column to a list of numbers, texts, lists of numbers, or (where these are long) arrays."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy()
     values = np.asarray(values) if hasattr(values, "dtype") else values
     if hasattr(values, "ndim") and values.ndim > 1 and values.shape[1:] == (1,):
         values = values[:, 0]
+    if hasattr(values, "ndim") and values.ndim > 1 and values[:1].size > _MAX_CELL:
+        return list(values)  # a list of numbers would take eight times the memory
     return list(values.tolist()) if hasattr(values, "tolist") else list(values)
 
 
