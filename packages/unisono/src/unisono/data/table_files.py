@@ -149,7 +149,7 @@ def _holds_arrays(column: list[Any]) -> bool:
 
 
 def _nest(rows: list[NDArray[Any]]) -> Any:
-    """Arrays, whose shapes may differ between rows, as an Arrow column of nested lists, without a Python number each."""
+    """Arrays, whose shapes may differ between rows, as an Arrow column of nested lists (not through Python numbers)."""
     import pyarrow as pa
 
     nested = pa.array(np.concatenate([row.ravel() for row in rows]))

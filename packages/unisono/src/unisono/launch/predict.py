@@ -206,7 +206,7 @@ class ColumnSelection:
 
         rows = len(next(iter(batch.values())))
         sizes = {name: _row_size(value, rows) for name, value in batch.items()}
-        # A classifier's logits become three columns once all rows are there (`describe_classes`), however many they are.
+        # A classifier's logits, however many, become three columns once all rows are there (`describe_classes`).
         may_be_classes = any(size == 1 and "int" in str(batch[name].dtype) for name, size in sizes.items())
         shown, widest = dict[str, Any](), 1
         for name, value in leaves(outputs):
