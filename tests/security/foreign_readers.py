@@ -322,6 +322,16 @@ def _metadata() -> Reader:
     return Reader(make, lambda folder: metadata.read_metadata(folder / "a.tsv", "data.metadata"))
 
 
+def _artifact() -> Reader:
+    from unisono_microbiome.study import artifacts, metadata
+
+    def make(folder: Path) -> Path:
+        columns = {"sample-id": ["s1", "s2"], "age": [3.0, 4.5], "site": ["gut", "skin"]}
+        return artifacts.write_metadata(folder / "a.qza", columns)
+
+    return Reader(make, lambda folder: metadata.read_metadata(folder / "a.qza", "data.metadata"))
+
+
 def _recordings(name: str, text: str) -> Callable[[], Reader]:
     def make(folder: Path) -> Path:
         (folder / name).write_text(text)
@@ -446,6 +456,7 @@ READERS: dict[str, Callable[[], Reader]] = {
     "BIOM 2": _biom(2),
     "BIOM 2, index": _biom_index,
     "metadata": _metadata,
+    "QIIME 2 artifact": _artifact,
     "recordings.csv": _recordings("a.csv", "audio,label\na.wav,1\nb.wav,2\n"),
     "recordings.json": _recordings("a.json", '{"data": [{"audio": "a.wav", "label": 1}, {"audio": "b.wav"}]}'),
     "npy": _source("a.npy"),

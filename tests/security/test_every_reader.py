@@ -46,6 +46,7 @@ TOLD = {  # single functions
     "unisono_sweeps.report.page.render": "files in the package",
     "data.ledger._truncate_torn": "opened for writing, in a folder whose lock is held",
     "unisono_microbiome.study.table._read_hdf5": "the open file that its argument is",
+    "unisono_microbiome.study.artifacts.write_artifact": "the archive that it writes",
 }  # fmt: skip
 
 OWN_RECORDS = {  # who has written what they parse by themselves

@@ -15,6 +15,7 @@ from scipy.sparse import csr_array
 
 from recipes.microbiome.tests.studies import COUNTS, SAMPLES, TAXA, table, write_hdf5
 from unisono.runtime.errors import DataError
+from unisono_microbiome.study import sparse
 from unisono_microbiome.study.sparse import from_compressed, from_entries
 from unisono_microbiome.study.table import read_table
 
@@ -99,3 +100,22 @@ def test_lineages_of_a_table_in_hdf5_are_read(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "t.biom", "w") as file:
         made.to_hdf5(file, "tests")
     assert read_table(tmp_path / "t.biom").taxonomy == [f"k__B; p__{t}" for t in TAXA]
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 1000])
+def test_a_table_read_in_blocks_is_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    path = write_hdf5(tmp_path / "t.biom")
+    monkeypatch.setattr(sparse, "_BLOCK", size)
+    found = read_table(path).counts
+    found.check_format(full_check=True)
+    assert found.dtype == np.int64
+    assert np.array_equal(found.toarray(), COUNTS)
+
+
+def test_a_table_that_does_not_fit_into_memory_is_refused_unread() -> None:
+    class Column:
+        def __len__(self) -> int:
+            return 1 << 45
+
+    with pytest.raises(DataError, match=r"35184372088832 entries, which need .* GB of memory, but .* GB are free"):
+        sparse.from_blocks(np.array([0, 1 << 45]), Column(), Column(), (1, 9), "t", lambda block, _: block)

@@ -52,7 +52,7 @@ def predicted(folder: Path, overrides: tuple[str, ...] = (), rows: Any = "held_o
 
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file, delimiter="\t"))
+        return list(csv.DictReader((line for line in file if not line.startswith("#q2:")), delimiter="\t"))
 
 
 # evaluation ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_predictions_are_a_table_of_held_out_samples(
     library = open_library(data(folder / "cache"))
     held = [library.samples[number] for number in library.held_out().rows]
     rows = read(out)
-    assert [row["sample"] for row in rows] == held
+    assert [row["sample-id"] for row in rows] == held
     assert all(float(row["share_low"]) < float(row["share"]) < float(row["share_high"]) for row in rows)
     beside = read(out.with_suffix(".distances.tsv"))
     table = np.array([[float(row[name]) for name in held] for row in beside])

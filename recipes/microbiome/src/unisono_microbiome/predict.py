@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import ConfigError, DataError, Run, Scaling, generator, write_table
+from unisono import ConfigError, DataError, Run, Scaling, generator
 from unisono.recipe_tools import format_examples
 from unisono_microbiome import scoring
+from unisono_microbiome.study import artifacts
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.task import Microbiome, collate_taxa
 
@@ -165,7 +166,8 @@ def predict(
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE data.target=null.
-        out: table to write; by default RUN/predictions.tsv.
+        out: table to write, by default RUN/predictions.tsv; .tsv is metadata of QIIME 2, .qza its artifacts, and .csv,
+            .jsonl and .parquet are plain tables.
         rows: held_out, training or all samples.
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
@@ -217,7 +219,7 @@ def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:
 def write(predicted: Predictions, path: Path) -> list[Path]:
     """Write the table, one line per sample, and the distances if there are any; returns the files written."""
     names = [predicted.library.samples[number] for number in predicted.numbers]
-    columns: dict[str, Any] = {"sample": names}
+    columns: dict[str, Any] = {"sample-id": names}
     if (target := predicted.target) is not None:
         ends = (("", target.mean), ("_low", target.low), ("_high", target.high))
         if target.classes is None:
@@ -229,10 +231,10 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
     if predicted.faith_pd is not None:
         mean, sd = predicted.faith_pd
         columns |= {"faith_pd": mean, "faith_pd_low": mean - 1.96 * sd, "faith_pd_high": mean + 1.96 * sd}
-    written = [write_table(path, columns)]
+    written = [artifacts.write_metadata(path, columns)]
     if predicted.distances is not None:
-        between = dict(zip(names, predicted.distances.T, strict=True))
-        written.append(write_table(path.with_suffix(f".distances{path.suffix}"), {"": names, **between}))
+        beside = path.with_suffix(f".distances{path.suffix}")
+        written.append(artifacts.write_distances(beside, names, predicted.distances))
     return written
 
 

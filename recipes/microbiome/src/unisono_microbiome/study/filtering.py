@@ -35,6 +35,7 @@ class FilteredStudy:
         table: of it.
         rows: of its samples in the file, (samples,).
         columns: of the metadata, aligned to its samples.
+        types: of columns, as QIIME 2 has them; empty where the metadata do not say.
         sequences: of its taxa, or None.
         left_out: ids of the rest, by reason.
     """
@@ -42,6 +43,7 @@ class FilteredStudy:
     table: CountTable
     rows: NDArray[np.int64]
     columns: dict[str, list[str]]
+    types: dict[str, str]
     sequences: list[str] | None
     left_out: dict[str, list[str]]
 
@@ -59,8 +61,8 @@ def filter_study(config: Study) -> FilteredStudy:
             "data.leave_out=[…]"
         )
     table = table.select(rows, np.arange(len(table.taxa)))
-    columns = {} if known is None else known.align(table.samples)
-    return FilteredStudy(table, rows, columns, sequences, filter_.left_out)
+    columns, types = ({}, {}) if known is None else (known.align(table.samples), known.types)
+    return FilteredStudy(table, rows, columns, types, sequences, filter_.left_out)
 
 
 def load_matrix(config: Study) -> Matrix | None:

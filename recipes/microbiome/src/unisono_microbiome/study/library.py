@@ -22,7 +22,7 @@ from unisono_microbiome.study import diversity, matrices
 from unisono_microbiome.study import sequences as sequences_
 from unisono_microbiome.study.filtering import filter_study, load_matrix
 from unisono_microbiome.study.matrices import Matrix
-from unisono_microbiome.study.metadata import TargetColumn, parse_target
+from unisono_microbiome.study.metadata import KINDS, TargetColumn, parse_target
 from unisono_microbiome.study.table import CountTable
 from unisono_microbiome.study.tree import Tree, format_missing
 
@@ -62,7 +62,10 @@ def open_library(config: Study | Simulated) -> Library:
     target = None
     if config.target is not None:
         values = columns[config.target]
-        target = parse_target(config.target, values, table.samples, config.target_kind, config.classes)
+        kind = config.target_kind
+        if kind == "auto" and config.classes is None:
+            kind = KINDS.get(kept.types.get(config.target, ""), kind)
+        target = parse_target(config.target, values, table.samples, kind, config.classes)
     taxonomy = table.taxonomy if config.taxonomy is None else sequences_.read_lineages(config.taxonomy, table.taxa)
     groups = list(table.samples) if config.group is None else columns[config.group]
     library = Library(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from unisono.recipe_tools import (
     wrap_native_errors,
 )
 from unisono_microbiome.settings import PairMetric
+from unisono_microbiome.study import artifacts
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "unweighted_unifrac": ("unweighted_unifrac", "unweighted"),
@@ -121,12 +121,8 @@ class Matrix:
             return self._parse_lines(file)
 
     def _qza(self) -> IdsAndDistances:
-        with safe_paths.open_regular(self.path) as opened, safe_paths.open_archive(opened) as archive:
-            inside = [name for name in archive.namelist() if name.endswith("/data/distance-matrix.tsv")]
-            if len(inside) != 1:
-                raise DataError(f"{self} is not a QIIME 2 DistanceMatrix: it has no data/distance-matrix.tsv")
-            with archive.open(inside[0]) as file:
-                return self._parse_lines(io.TextIOWrapper(file, encoding="utf-8"))
+        with artifacts.open_data(self.path, "data.distances") as inner, safe_paths.open_text(inner) as file:
+            return self._parse_lines(file)
 
     def _parse_lines(self, lines: Iterable[str]) -> IdsAndDistances:
         """A table whose header has an empty field and the ids, and whose lines have an id and the distances."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, read_table
 from unisono.recipe_tools import find_duplicates, format_examples, format_share, nearest
+from unisono_microbiome.study import artifacts
 
 _HEADERS = ("#sampleid", "#sample id", "#sample-id", "#otuid", "#otu id", "#otu-id", "#feature id")  # else a comment
+_TYPES = "#q2:types"  # the id of a row that says of each column what it holds
 Kind = Literal["regression", "classification"]
+KINDS: Mapping[str, Kind] = {"numeric": "regression", "categorical": "classification"}
+"""What a column of a QIIME 2 type can be as a target."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,13 @@ class Metadata:
         path: where it was read.
         ids: of the rows.
         columns: values per column, the ids' among them.
+        types: `numeric` or `categorical`, of the columns that a row `#q2:types` describes.
     """
 
     path: Path
     ids: list[str]
     columns: dict[str, list[str]]
+    types: dict[str, str]
 
     def column(self, name: str, key: str) -> list[str]:
         """The values of a column that a setting names; one that is not there is refused."""
@@ -58,8 +64,12 @@ def read_metadata(
         strip: white space around names and values is taken away; else it is refused in names, ids and `used`.
         used: columns whose values matter.
     """
-    columns = read_table(path, key=key, comment="#", headers=_HEADERS, strip=strip, strip_key="data.white_space=strip")
-    found = Metadata(path, [], columns)
+    with artifacts.open_data(path, key) as inner:
+        columns = read_table(
+            inner, key=key, comment="#", headers=_HEADERS, directives=[_TYPES], strip=strip,
+            strip_key="data.white_space=strip",
+        )  # fmt: skip
+    found = Metadata(path, [], columns, _take_types(path, key, columns))
     ids_of = next(iter(columns)) if id_column is None else id_column
     ids = found.column(ids_of, "data.id_column")
     for name in dict.fromkeys([ids_of, *(name for name in used if name in columns)]):
@@ -73,7 +83,24 @@ def read_metadata(
             f"{path} ({key}), column '{ids_of}', has duplicate ids: {format_share(doubles, len(ids), 'rows')}; keep "
             "one row of each, or choose another data.id_column"
         )
-    return Metadata(path, ids, columns)
+    return Metadata(path, ids, columns, found.types)
+
+
+def _take_types(path: Path, key: str, columns: dict[str, list[str]]) -> dict[str, str]:
+    """The types of the columns, by a row of QIIME 2 that is then removed."""
+    first = next(iter(columns.values()))
+    rows = [number for number, name in enumerate(first) if name.strip() == _TYPES]
+    if not rows:
+        return {}
+    if rows != [0]:
+        raise DataError(f"{path} ({key}): '{_TYPES}' must be the first line after the header, and only there")
+    told = {name: values.pop(0).strip().lower() for name, values in columns.items()}
+    types = {name: kind for name, kind in list(told.items())[1:] if kind}
+    if wrong := [f"{kind} of {name}" for name, kind in types.items() if kind not in KINDS]:
+        raise DataError(
+            f"{path} ({key}), line '{_TYPES}': {format_examples(wrong)}; the types are numeric and categorical"
+        )
+    return types
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unisono import DataError
 from unisono.recipe_tools import format_examples, format_share, safe_paths
-from unisono_microbiome.study import metadata
+from unisono_microbiome.study import artifacts, metadata
 
 _LETTERS = re.compile(r"[ACGTURYSWKMBDHVN]+", re.IGNORECASE)  # bases, and the signs for several of them
 
@@ -19,6 +19,11 @@ def read_fasta(path: Path) -> dict[str, str]:
     """The sequences of a FASTA file by their ids, which are the first words of the headers and may not occur twice."""
     if not path.is_file():
         raise DataError(f"{path} (data.fasta) does not exist; give the sequences of the taxa as FASTA")
+    with artifacts.open_data(path, "data.fasta") as inner:
+        return _parse_fasta(inner)
+
+
+def _parse_fasta(path: Path) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     name = None
     try:
@@ -50,7 +55,8 @@ def read_fasta(path: Path) -> dict[str, str]:
 
 def read_lineages(path: Path, taxa: Sequence[str]) -> list[str]:
     """The lineage of each taxon, from a table whose first column is the taxon; `Unassigned` if it is missing."""
-    found = metadata.read_metadata(path, "data.taxonomy", strip=True)
+    with artifacts.open_data(path, "data.taxonomy") as inner:
+        found = metadata.read_metadata(inner, "data.taxonomy", strip=True)
     named = [name for name in found.columns if name.lower() in ("taxon", "taxonomy", "lineage")]
     column = named[0] if named else list(found.columns)[1] if len(found.columns) > 1 else None
     if column is None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from unisono import DataError, UnisonoError
 from unisono.recipe_tools import check_hdf5, find_duplicates, format_examples, format_share, safe_paths
-from unisono_microbiome.study.sparse import from_compressed, from_entries
+from unisono_microbiome.study import artifacts
+from unisono_microbiome.study.sparse import from_blocks, from_entries
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -60,13 +61,18 @@ class CountTable:
 
 
 def read_table(path: Path) -> CountTable:
-    """The table of a BIOM file.
+    """The table of a BIOM file, or of a QIIME 2 artifact `FeatureTable[Frequency]`.
 
     Raises:
         DataError: for a file that is none, ids that occur twice, and what is no count.
     """
     if not path.is_file():
         raise DataError(f"{path} (data.table) does not exist; give a BIOM table, HDF5 or JSON")
+    with artifacts.open_data(path, "data.table") as inner:
+        return _read_biom(inner)
+
+
+def _read_biom(path: Path) -> CountTable:
     with safe_paths.open_regular(path) as file:
         start = file.read(64)
         file.seek(0)
@@ -85,7 +91,7 @@ def read_table(path: Path) -> CountTable:
             ) from error
     raise DataError(
         f"{path} (data.table) is neither BIOM 2 (HDF5) nor BIOM 1 (JSON); it begins with {start[:16]!r}. "
-        "Convert tab-separated tables with `biom convert --to-hdf5`; unpack a .qza with `qiime tools export`"
+        "Convert tab-separated tables with `biom convert --to-hdf5`"
     )
 
 
@@ -96,11 +102,15 @@ def _read_hdf5(path: Path, opened: str) -> CountTable:
     with h5py.File(opened) as hdf5:
         samples, taxa = _read_ids(hdf5, "sample"), _read_ids(hdf5, "observation")
         _check_ids(path, samples, taxa)
-        starts, columns, values = (hdf5[f"sample/matrix/{name}"][:] for name in ("indptr", "indices", "data"))
-        matrix = from_compressed(starts, columns, values, (len(samples), len(taxa)), f"{path} (data.table)")
+        starts, columns, values = (hdf5[f"sample/matrix/{name}"] for name in ("indptr", "indices", "data"))
+
+        def count(block: csr_array, first: int) -> csr_array:
+            return _counts(path, samples[first : first + block.shape[0]], block)
+
+        matrix = from_blocks(starts[:], columns, values, (len(samples), len(taxa)), f"{path} (data.table)", count)
         lineages = hdf5.get("observation/metadata/taxonomy")
         ranks = None if lineages is None else [_decode(one) for one in lineages[:]]
-    return CountTable(samples, taxa, _counts(path, samples, matrix), _join_lineages(ranks, taxa))
+    return CountTable(samples, taxa, matrix, _join_lineages(ranks, taxa))
 
 
 def _read_json(path: Path, described: Any) -> CountTable:

@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono import DataError, file_hash
 from unisono.recipe_tools import find_duplicates, format_share, import_extra, safe_paths, wrap_native_errors
+from unisono_microbiome.study import artifacts
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Tree:
     """A rooted tree with branch lengths; it is read when it is first asked for.
 
     Attributes:
-        path: of a Newick file.
+        path: of a file in Newick format, or of a QIIME 2 artifact with one.
     """
 
     path: Path
@@ -38,7 +39,8 @@ class Tree:
         with (
             wrap_native_errors(f"{self.path} (data.tree) is not a tree in Newick format"),
             warnings.catch_warnings(),
-            safe_paths.open_text(self.path) as file,
+            artifacts.open_data(self.path, "data.tree") as inner,
+            safe_paths.open_text(inner) as file,
         ):
             warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
             root = nodes.read(file, format="newick", convert_underscores=False)
