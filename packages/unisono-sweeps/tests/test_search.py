@@ -11,6 +11,7 @@ import pytest
 
 from unisono.launch.launcher import Ended
 from unisono.observe import events
+from unisono.supervise import run_lock
 from unisono_sweeps.launchers.local import LocalLauncher
 
 from .written import ROOT, write_run
@@ -80,6 +81,29 @@ def test_a_search_that_was_interrupted_resumes_the_same_trial(
     assert study().trials[0].params == first.params
     assert command(*words)[0] == 0
     assert len(pretended) == 3
+
+
+def test_a_trial_that_a_user_stopped_stays_open(
+    command: Command, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unisono stop` ends a run with code 0, and what it has reached by then is no result."""
+    words = ("search", TASK, *BASE, LR, "trials=2", "prune=false")
+
+    def stopped(self: Any, jobs: Any, started: Any, ended: Any, stops: Any) -> None:
+        job = next(jobs)
+        started(job)
+        write_run(job.folder, [3.0] * 2, total=4, evaluations=1, optim__lr=lr_of(job))
+        with (job.folder / "events.jsonl").open("a") as file:
+            file.write('{"step": 2, "stopped": "as requested"}\n')
+        with run_lock.hold_lock(job.folder):
+            pass
+        ended(job, Ended(0, 1.0))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalLauncher, "run", stopped)
+        _, out, _ = command(*words)
+    assert "trial-00000: saved and stopped: as requested, after step 2 of 4" in out
+    assert study().trials[0].state.name == "RUNNING"
 
 
 GONE = {"host": "h", "machine": "m", "pid": 1, "born": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from unisono.launch import launcher
 from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.run_facts import read_run_facts
+from unisono.supervise.step_sync import StepSync
 from unisono_sweeps import sweep as sweeps
 from unisono_sweeps.launchers.local import LocalLauncher
 
 from .eight import half_done, measured_table, sweep_process
 from .written import TASK
 
+EVALUATED = TASK.replace("LinearTask", "TransformerTask")
 BASE = ("optim=sgd", "train.steps=3", "train.global_batch=8", "layout.device=cpu", "name=s")
 Command = Callable[..., tuple[int, str, str]]
 
@@ -46,6 +49,46 @@ def test_a_run_that_fails_is_told_by_its_sentence_and_is_run_again(command: Comm
     assert "lr0.01: finished" in out
     assert command(*words)[0] == 1
     assert started == ["lr1e+30", "lr0.01", "lr1e+30"]
+
+
+def test_a_run_that_a_user_stopped_is_open_and_the_same_command_resumes_it(
+    command: Command, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unisono stop` ends a run with code 0, as its last step and its own early stopping do."""
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")
+    whole, run = StepSync.decide, Path("runs/s/lr0.1")
+
+    def stop_the_first(self: StepSync, *asked: Any) -> Any:
+        if read_run_facts(run).steps_done:
+            (run / "stop").touch()
+            self._last_look = -math.inf
+        return whole(self, *asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepSync, "decide", stop_the_first)
+        code, out, _ = command(*words)
+    assert code == 1
+    assert "lr0.1: saved and stopped: as requested, after step 1 of 3" in out
+    assert "lr0.01: finished" in out
+    code, out, _ = command(*words)
+    assert code == 0
+    assert "lr0.1: resumes after step 1\n" in out
+    assert started == ["lr0.1", "lr0.01", "lr0.1"]
+    assert read_run_facts(run).state == "finished"
+
+
+def test_a_run_that_ended_early_by_its_own_rule_is_finished_as_long_as_the_rule_holds(
+    command: Command, started: list[str]
+) -> None:
+    words = ("sweep", EVALUATED, *BASE, "trial=false", "optim.lr=0.01", "eval.every=1")
+    rule = ("eval.patience=1", "eval.mode=max")  # the loss falls, so that no evaluation is better than the first
+    for _ in range(2):
+        assert command(*words, *rule)[0] == 0
+    assert started == ["run"]
+    assert read_run_facts(Path("runs/s/run")).steps_done == 2
+    assert command(*words)[0] == 0
+    assert started == ["run", "run"]
+    assert read_run_facts(Path("runs/s/run")).steps_done == 3
 
 
 def test_all_mistakes_are_reported_at_once_with_file_and_line_and_nothing_starts(started: list[str]) -> None:

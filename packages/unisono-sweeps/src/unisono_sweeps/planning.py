@@ -19,7 +19,7 @@ from unisono.optim import ema, schedules
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.text import join_names
 from unisono.supervise import disk_space, run_lock
-from unisono.supervise.run_facts import read_run_facts
+from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono.task_config import build_task, validate_config
 from unisono_sweeps import record
 from unisono_sweeps.axes import Variant
@@ -219,11 +219,19 @@ def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None, under_way: str
             f"{run.folder} holds a run with another configuration: {what}. Choose another name= for the sweep, or "
             "remove that run"
         )
-    if facts.state == "finished" or (ended is not None and ended["code"] == 0 and ended["steps"] == run.steps):
+    if facts.state == "finished" or (ended is not None and _has_ended_early(run, facts, ended)):
         return "finished"
     if under_way is not None:
         return under_way
     return f"resumes after step {step}" if (step := _newest_step(run.folder)) else "starts again"
+
+
+def _has_ended_early(run: PlannedRun, facts: RunFacts, ended: Mapping[str, Any]) -> bool:
+    """Whether a run ended before its last step by its own rules (`eval.patience`, a callback), and they still hold."""
+    before, now = dict(facts.config), run.config.model_dump(mode="json")
+    rules = [(values["run"].get("stop_after"), values["eval"], values.get("callbacks")) for values in (before, now)]
+    held = rules[0] == rules[1] and ended["steps"] == run.steps
+    return held and ended["code"] == 0 and not record.was_stopped_by_user(facts)
 
 
 def _newest_step(folder: Path) -> int:

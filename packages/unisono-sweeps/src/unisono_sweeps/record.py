@@ -12,14 +12,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import TypedDict
 
+from unisono.launch.launcher import Ended
+from unisono.runtime.errors import Preempted
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Integer, Number
+from unisono.supervise.run_facts import RunFacts
+from unisono.supervise.step_sync import AS_REQUESTED
 
 FILE = "sweep.json"
 OUTCOMES = "outcomes.jsonl"
@@ -66,6 +71,18 @@ def add_outcome(folder: Path, outcome: Outcome) -> None:
     """Note how a run ended."""
     with (folder / OUTCOMES).open("a", encoding="utf-8") as file:
         file.write(json.dumps(outcome) + "\n")
+
+
+def was_stopped_by_user(run: RunFacts) -> bool:
+    """Whether a run ended because `unisono stop` had asked; one that its own callback ended is complete."""
+    return run.state == "not started" or (run.state == "stopped" and run.code is None and run.why == AS_REQUESTED)
+
+
+def judge_end(run: RunFacts, how: Ended) -> Ended:
+    """How a job ended: `unisono stop` ends a run with code 0, but leaves it as open as an interruption does."""
+    if how.code or not was_stopped_by_user(run):
+        return how
+    return replace(how, code=Preempted.exit_code, why=f"as requested, after step {run.steps_done} of {run.total}")
 
 
 def _read_lines(folder: Path) -> list[str]:

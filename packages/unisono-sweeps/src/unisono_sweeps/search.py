@@ -164,6 +164,7 @@ class _Search:
     def ended(self, job: Job, how: Ended) -> None:
         """Tell the study how a trial ended; one that was interrupted stays open."""
         one = self._running.pop(job.name)
+        how = record.judge_end(read_run_facts(one.folder), how) if how.code == 0 else how
         if how.code == 0:
             found = measure(read_run_facts(one.folder))
             values = [found.get(metric) for metric in self.settings.metric]
@@ -179,7 +180,7 @@ class _Search:
             say(f"{job.name}: pruned after step {one.reported}")
             return
         elif how.code == 75:
-            say(f"{job.name}: saved and stopped")
+            say(f"{job.name}: saved and stopped" + (f": {how.why}" if how.why else ""))
             return
         else:
             why = how.why

@@ -110,14 +110,17 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
         nonlocal done
         open_.discard(job.name)
         run = waiting[job.name]
+        if how.code == 0:
+            facts = read_run_facts(run.folder)
+            how = record.judge_end(facts, how)
         outcome: record.Outcome = {
             "run": job.name, "code": how.code, "seconds": how.seconds, "steps": run.steps, "why": how.why
         }  # fmt: skip
         record.add_outcome(sweep.folder, outcome)
         if how.code == 0:
             done += 1
-            loss = format_number(read_run_facts(run.folder).loss)
-            say(f"{job.name}: finished in {format_seconds(how.seconds)}, loss {loss}  [{done}/{len(planned)}]")
+            took, loss = format_seconds(how.seconds), format_number(facts.loss)
+            say(f"{job.name}: finished in {took}, loss {loss}  [{done}/{len(planned)}]")
         elif how.code == 75:
             say(f"{job.name}: saved and stopped" + (f": {how.why}" if how.why else ""))
         else:

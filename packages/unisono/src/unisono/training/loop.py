@@ -31,7 +31,7 @@ from unisono.runtime.errors import GuardError, MemoryExhaustedError, Preempted, 
 from unisono.runtime.preparing import preparing
 from unisono.supervise import run_lock
 from unisono.supervise.hangs.shape_tracking import ShapeTracker
-from unisono.supervise.step_sync import Decision, RankRequests, StepSync
+from unisono.supervise.step_sync import AS_REQUESTED, Decision, RankRequests, StepSync
 from unisono.task import Task
 from unisono.training.callbacks.dispatch import Callbacks
 from unisono.training.evaluation import Evaluation
@@ -227,7 +227,7 @@ class Training:
         for reason in decision.reasons:
             self.say(f"step {self.step}: {reason}")
         if decision.stop and not self.stopped:
-            self.stopped = "; ".join(decision.reasons) or "as requested"
+            self.stopped = "; ".join(decision.reasons) or AS_REQUESTED
         return decision
 
     def _finish(self, decision: Decision) -> None:
