@@ -12,7 +12,8 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 BUDGET ?= $(shell echo $$((3000 * $(WORKERS))))
 # `make test PACKAGE=language` (or audio, faults, unisono, …) runs the tests of one package alone.
 TESTS := $(if $(PACKAGE),$(firstword $(wildcard recipes/$(PACKAGE)/tests packages/unisono-$(PACKAGE)/tests) tests))
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+# A process in which a test hangs without noticing its deadline (conftest.py) shows what each thread was at, and ends.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
 .PHONY: demo test test-all test-gpu gpu-wheels quick slow again lint types measure native wheels wheel fuzz fuzz-readers docs clean
@@ -37,11 +38,11 @@ types: $(READY)
 	$(BIN)/mypy
 
 quick: $(READY)
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "not slow" $(TESTS)
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -o faulthandler_timeout=480 -m "not slow" $(TESTS)
 
 # The long matrices alone; what today's budget has no room for is listed at the end, with its date.
 slow: $(READY)
-	$(PYTEST) -n $(WORKERS) -m slow --budget=$(BUDGET)
+	$(PYTEST) -n $(WORKERS) -o faulthandler_timeout=1500 -m slow --budget=$(BUDGET)
 
 # What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be fixed.
 again: $(READY)

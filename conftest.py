@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +23,17 @@ os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4", XLA_FLAGS="--xla
 # A machine with other work to do is slow at times, which says nothing of a test.
 settings.register_profile("unisono", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unisono")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 fork_server.install()
 torch.set_num_threads(1)  # the number of threads is part of the order of sums
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No test waits for ever: one that hangs fails, with its name."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1200 if item.get_closest_marker("slow") else 300, method="signal"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -222,8 +222,17 @@ def _begin_server() -> socket.socket:
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     its.close()
-    atexit.register(lambda: (ours.close(), process.wait()))
+    atexit.register(_end_server, ours, process)
     return ours
+
+
+def _end_server(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End the server, though a process that a test has left behind may hold its connection open."""
+    connection.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 # from the side of the server -----------------------------------------------------------------------------------------
@@ -361,9 +370,8 @@ def main(descriptor: int) -> Callable[[], None]:
 
 
 _BEGAN = _startup(os.environ)
-_PATH = [
-    entry for entry in sys.path if entry != str(ROOT)
-]  # of any process; `python -m` has put the server's folder first
+# Of any process: `python -m` has put the server's folder first, and a fork has a PYTHONPATH of its own.
+_PATH = [entry for entry in sys.path if entry not in (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 if __name__ == "__main__":
     from tests import fork_server
