@@ -11,7 +11,8 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 # need half as much again, so the date says which have to wait.
 BUDGET ?= $(shell echo $$((3000 * $(WORKERS))))
 # `make test PACKAGE=language` (or audio, faults, unisono, …) runs the tests of one package alone.
-TESTS := $(if $(PACKAGE),$(firstword $(wildcard recipes/$(PACKAGE)/tests packages/unisono-$(PACKAGE)/tests) tests))
+PLACES := recipes/$(PACKAGE)/tests packages/unisono-$(PACKAGE)/tests packages/$(PACKAGE)/tests
+TESTS := $(if $(PACKAGE),$(or $(firstword $(wildcard $(PLACES))),$(error there is no package $(PACKAGE))))
 # A process in which a test hangs without noticing its deadline (conftest.py) shows what each thread was at, and ends.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
@@ -69,7 +70,7 @@ native: $(READY)
 
 # An sdist and, made from it, a wheel of each package, in dist/.
 wheels: $(READY)
-	for project in packages/* recipes/*; do $(BIN)/python -m build --outdir dist $$project || exit 1; done
+	for project in packages/*/ recipes/*/; do $(BIN)/python -m build --outdir dist $$project || exit 1; done
 
 # A manylinux wheel of unisono-audio, installed into an empty environment, where it has to decode a recording.
 wheel: $(READY)

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import dcp, page
-from tests import processes
+from packages.unisono.tests import processes
 from unisono.checkpoint.core import arrays, commit
 from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.saver import Saver

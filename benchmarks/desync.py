@@ -28,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from benchmarks import page
-from tests import processes
-from tests.runs import configuration
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.planning import build_plan

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import page
-from tests import processes
-from tests.runs import configuration
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import MicroBatch
 from unisono.engines.protocol import EngineJob

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import page
 from benchmarks import proof_peers_cases as cases
 from benchmarks.proof_peers_cases import Outcome
-from tests import processes
+from packages.unisono.tests import processes
 from tests.proofs.zoo import zoo
 from tests.proofs.zoo.making import FAULTS, TASKS, Fault, nothing
 from unisono.engines.torch.guards import replicas

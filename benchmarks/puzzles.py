@@ -219,7 +219,7 @@ def of_engine(
     task: Any, rows: int, steps: int, layout: dict[str, Any], precision: str
 ) -> Iterator[tuple[float, float]]:
     """The clocks before each step of an engine, which has the loss of the last one by then."""
-    from tests.runs import configuration
+    from packages.unisono.tests.runs import configuration
     from unisono.config.batch_split import BatchSplit
     from unisono.data.loading.loader import Loader
     from unisono.data.order.planning import build_plan

@@ -3,9 +3,10 @@
     python -m benchmarks.same_run [--write]
     python -m benchmarks.same_run --jax
 
-The second prints the table for JAX, with the runs of `tests/engines/jax/matrix.py`. In the first, the runs are
-those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps. Differences are
-‖a − b‖ / max(‖b‖, 10⁻³ ‖all gradients‖), the largest over tensors, models, and runs with and without dropout.
+The second prints the table for JAX, with the runs of `packages/unisono/tests/engines/jax/matrix.py`. In
+the first, the runs are those of `tests/proofs/test_layouts_compute_the_same.py`: two small models, SGD, ten steps.
+Differences are ‖a − b‖ / max(‖b‖, 10⁻³ ‖all gradients‖), the largest over tensors, models, and runs with and
+without dropout.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import page
-from tests.engines.jax import matrix as jax_matrix
+from packages.unisono.tests.engines.jax import matrix as jax_matrix
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import Trace, distance
 from tests.proofs import matrix
-from tests.proofs.matrix import CASES, LAYOUTS, Case
-from tests.runs import Trace, distance
+from tests.proofs.matrix import CASES, Case
 
 KINDS = ("gradients", "norms and losses", "parameters")
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests import processes
+from packages.unisono.tests import processes
 from unisono.optim.muon import Muon
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from packages.unisono.tests import tasks
+from packages.unisono.tests.data.numbers import content
 from recipes.language.tests.corpora import sentences, write_jsonl
-from tests import tasks
-from tests.data.numbers import content
 from unisono.cli import main
 from unisono.data.prepare.shards import Shards
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import jobs
+from packages.unisono.tests.launch import jobs
 
 PAGE = Path(__file__).parents[1] / "docs" / "tasks.md"
 EXPERTS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import jobs
+from packages.unisono.tests.launch import jobs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LORA = ["adapter=lora", "adapter.rank=4", "optim.lr=1e-2"]

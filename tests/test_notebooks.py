@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import execute, htmls, pictures, texts
+from packages.unisono.tests.kernels import execute, htmls, pictures, texts
 
 pytestmark = pytest.mark.slow
 

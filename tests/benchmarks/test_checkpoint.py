@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import checkpoint, page
-from tests import processes
+from packages.unisono.tests import processes
 
 
 def run(blocked: float, **more: Any) -> dict[str, Any]:

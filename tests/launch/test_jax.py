@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.jax.test_processes import TRAIN, assert_same_runs, train
-from tests.launch import jobs, namespaces, slurm_cluster
+from packages.unisono.tests.engines.jax.test_processes import TRAIN, assert_same_runs, train
+from packages.unisono.tests.launch import jobs, slurm_cluster
+from tests.launch import namespaces
 from tests.launch.namespaces import Host
 from tests.launch.test_nodes import MEET, fault
 from unisono.checkpoint.core import commit

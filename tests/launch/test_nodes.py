@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch import jobs, namespaces
+from packages.unisono.tests.launch import jobs
+from tests.launch import namespaces
 from tests.launch.namespaces import Host
 from unisono.launch.nodes import agreement
 from unisono.runtime.communication.communicator import Node

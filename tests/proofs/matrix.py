@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from tests import processes
-from tests.runs import SGD, Trace, configuration, traces
-from tests.tasks import TransformerTask
+from packages.unisono.tests import processes
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import SGD, Trace, configuration, traces
+from packages.unisono.tests.tasks import TransformerTask
 from unisono.config.schema.run import RunConfig
 from unisono.task import Task
 from unisono_language.settings import Corpus, FromConfig, LanguageConfig
@@ -25,29 +26,6 @@ ROWS = 9 * 12 + 5  # ten batches of 12 rows, the last one short
 MODELS = ("transformer", "language")
 DROPOUTS = (0.0, 0.25)
 Name = TypeVar("Name", bound=Hashable)
-
-# name -> (processes, layout). `m3`: three rows in a pass, and as many passes as a process's share of the batch needs;
-# without it, one pass. A process's share is 12 rows of the batch on one process, 6 on two, 3 on four.
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {}),
-    "single m6": (1, {"micro_batch": 6}),
-    "single m3": (1, {"micro_batch": 3}),
-    "single m1": (1, {"micro_batch": 1}),
-    "ddp×2": (2, {"strategy": "ddp"}),
-    "ddp×2 m6": (2, {"strategy": "ddp", "micro_batch": 6}),
-    "ddp×2 m3": (2, {"strategy": "ddp", "micro_batch": 3}),
-    "fsdp×2": (2, {"strategy": "fsdp"}),
-    "fsdp×2 m6": (2, {"strategy": "fsdp", "micro_batch": 6}),
-    "fsdp×2 m3": (2, {"strategy": "fsdp", "micro_batch": 3}),
-    "fsdp×2 m3 deferred": (2, {"strategy": "fsdp", "micro_batch": 3, "defer_reduction": True}),
-    "fsdp×2 m3 recomputed": (2, {"strategy": "fsdp", "micro_batch": 3, "activation_checkpointing": 2}),
-    "ddp×4": (4, {"strategy": "ddp"}),
-    "ddp×4 m3": (4, {"strategy": "ddp", "micro_batch": 3}),
-    "ddp×4 m1": (4, {"strategy": "ddp", "micro_batch": 1}),
-    "hsdp 2×2": (4, {"strategy": "hsdp", "shards": 2}),
-    "hsdp 2×2 m3": (4, {"strategy": "hsdp", "shards": 2, "micro_batch": 3}),
-    "hsdp 2×2 m1": (4, {"strategy": "hsdp", "shards": 2, "micro_batch": 1}),
-}
 
 
 @dataclass(frozen=True)

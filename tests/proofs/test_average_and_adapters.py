@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance
 from tests.proofs import matrix, test_resume_is_exact
-from tests.proofs.matrix import LAYOUTS, MODELS, TOLERANCE
+from tests.proofs.matrix import MODELS, TOLERANCE
 from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _go, _moved, events, final
-from tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance
 
 pytestmark = pytest.mark.slow
 

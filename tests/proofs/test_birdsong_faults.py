@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import SGD, configuration
 from recipes.birdsong.tests import small
-from tests import processes
-from tests.runs import SGD, configuration
 from unisono import Context, Loss
 from unisono.proof import judgement
 from unisono.proof.cases import Case, ProofSettings

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pairs import ROWS, Paired
+from packages.unisono.tests.pairs import ROWS, Paired
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration
 from tests.proofs.matrix import run_all
-from tests.runs import SGD, Trace, assert_same, configuration
 from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests import processes
-from tests.pairs import FEATURES, WIDTH, Paired
+from packages.unisono.tests import processes
+from packages.unisono.tests.pairs import FEATURES, WIDTH, Paired
+from packages.unisono.tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance, traces
 from tests.proofs import test_resume_is_exact as resume
 from tests.proofs.matrix import run_all
 from tests.proofs.test_cross_sample import LAYOUTS
-from tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance, traces
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.task import Context, Loss, SampleContext, Task

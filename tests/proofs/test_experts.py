@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration
 from recipes.language.tests import corpora
-from tests.proofs.matrix import LAYOUTS, TOLERANCE, run_all
-from tests.runs import SGD, Trace, assert_same, configuration
+from tests.proofs.matrix import TOLERANCE, run_all
 from unisono.config.schema.run import RunConfig
 from unisono.task import Context
 from unisono_language.settings import FromConfig, LanguageConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packages.unisono.tests.runs import Trace, assert_same
 from tests.proofs import matrix
 from tests.proofs.matrix import CASES, TOLERANCE, Case
-from tests.runs import Trace, assert_same
 
 CORE = {
     Case("transformer", dropout, "fp64", layout)

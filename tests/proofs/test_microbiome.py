@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration
 from recipes.microbiome.tests.made import ALL, task
-from tests.proofs.matrix import LAYOUTS, run_all, without_gradient
-from tests.runs import SGD, Trace, assert_same, configuration
+from tests.proofs.matrix import run_all, without_gradient
 from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import ADAMW, SGD, configuration
 from recipes.language.tests import corpora
-from tests import processes
 from tests.proofs.zoo.architectures import WIDTH, task_of
-from tests.runs import ADAMW, SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import comparison, judgement
 from unisono.proof.cases import Case, ProofSettings

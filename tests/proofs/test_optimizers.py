@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests import processes
-from tests.runs import ADAMW, Trace, configuration, distance, engine_of, parameters, trace
-from tests.tasks import TransformerTask
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import ADAMW, Trace, configuration, distance, engine_of, parameters, trace
+from packages.unisono.tests.tasks import TransformerTask
 from unisono.config.batch_split import BatchSplit
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import processes
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import configuration, distance
+from packages.unisono.tests.runs import training as training_of
+from packages.unisono.tests.tasks import TransformerTask
 from tests.proofs.test_optimizers import NO_TRUE_GRADIENT, OPTIMIZERS
 from tests.proofs.test_resume_is_exact import final
-from tests.runs import configuration, distance
-from tests.runs import training as training_of
-from tests.tasks import TransformerTask
 from unisono.config.schema.run import RunConfig
 from unisono.proof import judgement
 from unisono.proof.cases import EPSILON, Case, ProofSettings

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import processes
-from tests.runs import ADAMW, SGD, Trace, configuration, traces
-from tests.tasks import TransformerTask
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import ADAMW, SGD, Trace, configuration, traces
+from packages.unisono.tests.tasks import TransformerTask
 
 pytestmark = pytest.mark.slow
 

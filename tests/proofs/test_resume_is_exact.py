@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import processes
-from tests.runs import ADAMW, SGD, configuration, distance, interrupted
-from tests.runs import train as train_in
-from tests.tasks import TransformerTask
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import ADAMW, SGD, configuration, distance, interrupted
+from packages.unisono.tests.runs import train as train_in
+from packages.unisono.tests.tasks import TransformerTask
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
 from unisono.observe.events import NOTE_KEYS

@@ -43,7 +43,7 @@ def plain(value: Any) -> bytes:
 
 
 def _manifest() -> Reader:
-    from tests.checkpoint.saved import save
+    from packages.unisono.tests.checkpoint.saved import save
     from unisono.checkpoint.core import commit, manifest
 
     def read(folder: Path) -> None:

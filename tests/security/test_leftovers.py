@@ -53,7 +53,13 @@ def test_a_fault_is_armed_by_the_command_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_variable_that_was_left_over_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["train", "tests.tasks:LinearTask", "train.steps=2", "train.global_batch=4", "layout.world_size=1"]
+    words = [
+        "train",
+        "packages.unisono.tests.tasks:LinearTask",
+        "train.steps=2",
+        "train.global_batch=4",
+        "layout.world_size=1",
+    ]
     words += ["layout.device=cpu", "observe.progress=false", "launch.monitor=false"]
     monkeypatch.setenv(fault_injection.VARIABLE, SPEC)
     assert main.main([*words, "run.name=a"]) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import jobs
+from packages.unisono.tests.launch import jobs
 from unisono.supervise.run_facts import read_run_facts
 
 from .eight import half_done, measured_table, sweep_process

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import jobs, slurm_cluster
+from packages.unisono.tests.launch import jobs, slurm_cluster
 from unisono.supervise.run_facts import read_run_facts
 
 from .eight import half_done, measured_table, sweep_process

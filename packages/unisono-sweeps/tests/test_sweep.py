@@ -120,7 +120,7 @@ def test_a_stale_key_in_one_of_many_runs_is_named(started: list[str]) -> None:
 
 def test_a_shape_that_does_not_fit_is_found_before_anything_starts(started: list[str], here: Path) -> None:
     (here / "mine.py").write_text(
-        "from torch import nn\nfrom tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n"
+        "from torch import nn\nfrom packages.unisono.tests.tasks import LinearTask\n\n\nclass Mine(LinearTask):\n"
         "    def build(self):\n        return nn.Linear(3, 1)\n"
     )
     with pytest.raises(ConfigError) as refused:

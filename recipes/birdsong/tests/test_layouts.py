@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packages.unisono.tests.jax_runs import Trace, configuration, layout, trace
+from packages.unisono.tests.runs import assert_same
 from recipes.birdsong.tests.small import task
-from tests.jax_runs import Trace, configuration, layout, trace
-from tests.runs import assert_same
 
 KNOWN: dict[str, Trace] = {}
 MANY = {

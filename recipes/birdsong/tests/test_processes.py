@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.jax.test_processes import assert_same_runs, steps, unisono
+from packages.unisono.tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 
 pytestmark = pytest.mark.slow
 

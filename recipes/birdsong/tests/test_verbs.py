@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("equinox")
 pytest.importorskip("soundfile")
 
+from packages.unisono.tests.engines.jax.test_processes import steps, unisono
 from recipes.birdsong.tests.data.test_recordings import birds, folder
 from recipes.birdsong.tests.test_processes import SMALL as SYNTHETIC
-from tests.engines.jax.test_processes import steps, unisono
 
 pytestmark = pytest.mark.slow
 

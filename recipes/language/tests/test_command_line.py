@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from packages.unisono.tests.real_data import real
 from recipes.language.tests.corpora import overrides, sentences, store_in, write_jsonl
-from tests.real_data import real
 from unisono.data.preview import preview
 from unisono.launch.task_objects import format_override
 from unisono.task_config import build_task, read_run

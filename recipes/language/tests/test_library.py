@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 
+from packages.unisono.tests.data.numbers import content
+from packages.unisono.tests.runs import configuration
 from recipes.language.tests.corpora import DIFFICULT, corpus, model, sentences, tokenised, write_jsonl
-from tests.data.numbers import content
-from tests.runs import configuration
 from unisono.data.order.planning import build_plan, build_source, checkable_sources
 from unisono.data.prepare.partitions import Partition, merge_partitions
 from unisono.data.prepare.preparation import prepare

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from packages.unisono.tests.runs import configuration, trace
 from recipes.language.tests.corpora import ARCHITECTURES, GROUPED, model, store_in, task
-from tests.runs import configuration, trace
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.runtime.errors import ConfigError

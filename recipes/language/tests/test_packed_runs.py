@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from packages.unisono.tests import processes, runs
+from packages.unisono.tests.runs import configuration
 from recipes.language.tests.corpora import corpus, model, overrides, sentences, write_jsonl
-from tests import processes, runs
-from tests.runs import configuration
 from unisono.launch import train
 from unisono.observe import events
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Engine
 from transformers import AutoModelForCausalLM
 
 import unisono
+from packages.unisono.tests.real_data import real
+from packages.unisono.tests.runs import configuration, trace
 from recipes.language.tests.corpora import corpus, write_jsonl
-from tests.real_data import real
-from tests.runs import configuration, trace
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono_language.generate import generate

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.unisono.tests.runs import configuration, trace
 from recipes.language.tests.corpora import corpus, model, overrides, sentences, store_in, store_of, task, write_jsonl
-from tests.runs import configuration, trace
 from unisono.data.prepare import Windows
 from unisono.launch import train
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess

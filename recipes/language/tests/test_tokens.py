@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
+from packages.unisono.tests.real_data import real
 from recipes.language.tests.corpora import (
     DIFFICULT,
     corpus,
@@ -29,7 +30,6 @@ from recipes.language.tests.corpora import (
     word_level,
     write_jsonl,
 )
-from tests.real_data import real
 from unisono.data.holding_out import hold_out
 from unisono.data.prepare import Windows, shards
 from unisono.data.prepare.manifest import build_manifest

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.real_data import real
+from packages.unisono.tests.real_data import real
 from unisono.runtime.errors import DataError
 from unisono_microbiome.nucleotides import encode
 from unisono_microbiome.settings import Study

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from packages.unisono.tests.runs import ADAMW, configuration, trace
 from recipes.microbiome.tests.made import ALL, task
-from tests.runs import ADAMW, configuration, trace
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, GlobalBatch, SampleContext
 from unisono_microbiome.task import Microbiome

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from packages.unisono.tests.runs import Trace, assert_same, distance
+from packages.unisono.tests.runs import trace as torch_trace
 from recipes.puzzles.tests import test_task as of_torch
 from recipes.puzzles.tests.puzzles_for_tests import SUDOKU4, arrays_of, with_arrays
-from tests.runs import Trace, assert_same, distance
-from tests.runs import trace as torch_trace
 from unisono.config.recipes import resolve_reference
 from unisono.optim.schedules import ScheduledScalars
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
@@ -74,7 +74,7 @@ def config(engine: str, mixture: Any = None, **layout: Any) -> Any:
 
 
 def jax_trace(task: Any, mixture: Any = None, **layout: Any) -> Trace:
-    from tests.jax_runs import trace
+    from packages.unisono.tests.jax_runs import trace
 
     return trace(task, config("jax", mixture, **{"devices": 1, "threads": None, **layout}))
 

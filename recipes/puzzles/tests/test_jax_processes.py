@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("jax", reason="jax is not installed: pip install 'unisono[jax]'")
 
-from tests.engines.jax.test_processes import steps, unisono
-from tests.runs import saved_arrays
+from packages.unisono.tests.engines.jax.test_processes import steps, unisono
+from packages.unisono.tests.runs import saved_arrays
 
 pytestmark = pytest.mark.slow
 WORDS = (

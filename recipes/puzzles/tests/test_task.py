@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import Trace, assert_same, configuration, trace
 from recipes.puzzles.tests.puzzles_for_tests import small_sudokus, write_arc, write_csv, write_mazes
-from tests import processes
-from tests.runs import Trace, assert_same, configuration, trace
 from unisono import DataError, prepare
 from unisono.data.loading.batch_builder import BatchBuilder, Request
 from unisono.data.order.plan import SampleIndices

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from packages.unisono.tests import processes
+from packages.unisono.tests.layouts import LAYOUTS
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration, traces
 from recipes.speech.tests import made
-from tests import processes
-from tests.proofs.matrix import LAYOUTS, without_gradient
-from tests.runs import SGD, Trace, assert_same, configuration, traces
+from tests.proofs.matrix import without_gradient
 from unisono.config.schema.run import RunConfig
 from unisono_speech.settings import Manifest
 from unisono_speech.task import Speech

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from packages.unisono.tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 from recipes.speech.tests import made
-from tests.engines.jax.test_processes import assert_same_runs, steps, unisono
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from packages.unisono.tests.launch import jobs
 from recipes.speech.tests import made
 from recipes.speech.tests.test_layouts import TOLERANCE
-from tests.launch import jobs, namespaces
+from tests.launch import namespaces
 from unisono.observe import events
 
 NO_HOSTS = namespaces.missing()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from packages.unisono.tests.tasks import TransformerTask
 from recipes.language.tests import corpora
-from tests.tasks import TransformerTask
 from unisono.config.schema import Settings
 from unisono.task import Context, Loss, Task
 from unisono_language.settings import FromConfig, LanguageConfig

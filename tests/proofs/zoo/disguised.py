@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from packages.unisono.tests.tasks import Transformer, TransformerTask
 from tests.proofs.zoo import faults, state_faults  # noqa: F401 - theirs come first in the table
 from tests.proofs.zoo.making import FAULTS, TASKS, Fault, fault, nothing, wrapping
-from tests.tasks import Transformer, TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.engines import rules
 from unisono.engines.torch.engine import TorchEngine

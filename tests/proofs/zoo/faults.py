@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from packages.unisono.tests.tasks import TransformerTask
 from tests.proofs.zoo.making import fault, wrapping
-from tests.tasks import TransformerTask
 from unisono.data.loading import batch_builder
 from unisono.data.loading.loader import Loader
 from unisono.data.order.order import Order

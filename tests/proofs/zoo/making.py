@@ -11,8 +11,8 @@ from unittest import mock
 
 from torch import nn
 
-from tests.pairs import Paired
-from tests.tasks import LinearTask, TransformerTask
+from packages.unisono.tests.pairs import Paired
+from packages.unisono.tests.tasks import LinearTask, TransformerTask
 from unisono.task import Task
 
 # the tasks that they are made in --------------------------------------------------------------------------------------

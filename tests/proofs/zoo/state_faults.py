@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.pairs import Paired
+from packages.unisono.tests.pairs import Paired
 from tests.proofs.zoo.making import FAULTS, Fault, fault, nothing, wrapping
 from unisono.data.loading.loader import Loader
 from unisono.engines.torch import sharded_tensors

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from packages.unisono.tests.tasks import TransformerTask
 from tests.proofs.zoo.making import fault
-from tests.tasks import TransformerTask
 from unisono.data.loading.loader import Loader
 from unisono.engines import rules
 from unisono.engines.torch.engine import TorchEngine

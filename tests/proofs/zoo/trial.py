@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests import processes
+from packages.unisono.tests import processes
+from packages.unisono.tests.tasks import Transformer, TransformerTask
 from tests.proofs.zoo import zoo
 from tests.proofs.zoo.faults import weighing_micro_batches
 from tests.proofs.zoo.making import TASKS, Fault, collector, nothing, wrapping
-from tests.tasks import Transformer, TransformerTask
 from unisono.data.order.plan import SampleIndices, StreamPlan
 from unisono.engines import rules
 from unisono.engines.torch.engine import TorchEngine

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests import processes
+from packages.unisono.tests import processes
+from packages.unisono.tests.runs import SGD, configuration
 from tests.proofs.zoo import disguised, faults, state_faults, study  # noqa: F401 - these make the faults
 from tests.proofs.zoo.making import FAULTS, SETTINGS, TASKS, Fault, nothing
-from tests.runs import SGD, configuration
 from unisono.config.schema.run import RunConfig
 from unisono.proof import judgement
 from unisono.proof.cases import Case, ProofSettings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.data import made
+from packages.unisono.tests.data import made
 from unisono.data.loading import worker_autotuning
 from unisono.data.loading.loader import MicroBatch
 from unisono.data.loading.worker_autotuning import StageTimes

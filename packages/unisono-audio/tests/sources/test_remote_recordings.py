@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import unisono_audio as audio
-from tests.data.sources.servers import Server, serving
+from packages.unisono.tests.data.sources.servers import Server, serving
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import RemoteOptions
 from unisono_audio.sources import open_recordings

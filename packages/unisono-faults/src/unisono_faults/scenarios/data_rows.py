@@ -236,7 +236,7 @@ def _twice(sandbox: Sandbox) -> Outcome:
 
 @scenario("C30", "run directory lost, and only part of the newest checkpoint uploaded")
 def _store(sandbox: Sandbox) -> Outcome:
-    """The store is a folder; tests/checkpoint covers the behaviour of servers, such as late listings."""
+    """The store is a folder; the core's tests cover the behaviour of servers, such as late listings."""
     before = sandbox.reference_digests()
     # Slow enough that more than the last checkpoint is sent: those that come faster than they can be sent are skipped.
     words = (f"checkpoint.upload.url=file://{sandbox.folder}/store", "checkpoint.upload.required=true", "task.sleep=1")

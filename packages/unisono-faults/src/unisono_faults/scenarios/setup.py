@@ -179,7 +179,9 @@ def _memory_limited(megabytes: int) -> Iterator[Callable[[int], object]]:
 
 @scenario("F43b", "an accelerator out of memory on one rank")
 def _device_memory(sandbox: Sandbox) -> Outcome:
-    raise AbstainError("needs an accelerator; tests/engines/torch/test_oom.py raises the same error in a step")
+    raise AbstainError(
+        "needs an accelerator; packages/unisono/tests/engines/torch/test_oom.py raises the same error in a step"
+    )
 
 
 def _add_preemption(

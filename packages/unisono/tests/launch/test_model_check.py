@@ -1,0 +1,113 @@
+"""`unisono check` and `unisono describe`: the model is built without memory; what does not fit is refused or named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from packages.unisono.tests import jax_tasks, tasks
+from packages.unisono.tests.runs import configuration
+from unisono.launch.model.check import build_without_memory, check_model
+from unisono.launch.model.summary import describe_model
+from unisono.runtime.errors import ConfigError
+from unisono.task import Context, Loss
+
+
+class Fitting(tasks.LinearTask):
+    def build(self) -> torch.nn.Module:
+        layers = [torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.1)]
+        return torch.nn.Sequential(*layers, *(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)),
+                                   torch.nn.Linear(8, 1))  # fmt: skip
+
+
+class Huge(Fitting):
+    """Of a terabyte."""
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 500_000), torch.nn.Linear(500_000, 500_000),
+                                   torch.nn.Linear(500_000, 1))  # fmt: skip
+
+
+class Misfit(Fitting):
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(9, 1))
+
+
+class Vector(Fitting):
+    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
+        return Loss({"square": (outputs - batch["y"]).square().sum(1)})
+
+
+class Looking(Fitting):
+    """Looks at the content of a tensor."""
+
+    def outputs(self, model: Any, batch: Any, context: Context) -> Any:
+        return model(batch["x"]) if float(batch["x"].max()) < 1e9 else None
+
+
+class Drawn(Fitting):
+    def build(self) -> torch.nn.Module:
+        model = super().build()
+        assert torch.randn(3).sum().item() != 0
+        return model
+
+
+def test_what_fits_is_counted_and_says_how_it_is_updated() -> None:
+    found = check_model(Fitting(), configuration(optim={"kind": "sgd", "lr": 0.5}))
+    assert (found.parameters, found.unchecked) == (3 * 8 + 8 + 16 + 3 * 72 + 9, ())
+    assert found.updates[0].startswith("sgd, lr 0.5, weight decay ")
+
+
+def test_a_model_larger_than_any_memory_is_checked() -> None:
+    found = check_model(Huge(), configuration())
+    assert found.parameters == 3 * 500_000 + 500_000 + 500_000**2 + 500_000 + 500_001
+    assert all(parameter.is_meta for parameter in build_without_memory(Huge(), configuration()).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "told"),
+    [
+        (Fitting, {"optim": {"kind": "sgd", "groups": [{"match": "body.*"}]}}, r"optim.groups: 'body.\*' matches no"),
+        (Fitting, {"ema": {"decay": 0.9, "exclude": ["body*"]}}, r"ema.exclude: 'body\*' matches no parameter"),
+        (Fitting, {"adapter": {"kind": "lora", "targets": ["query"]}}, "adapter.targets: 'query' matches no linear"),
+        (Misfit, {}, "Misfit, on the first .* rows: the forward pass fails: RuntimeError: .* 8"),
+        (Vector, {}, r"the term 'square' has the shape \(\d+,\); return a scalar sum"),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused(kind: type[Any], groups: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_model(kind(), configuration(**groups))
+
+
+def test_what_needs_the_content_of_tensors_is_named_and_not_refused() -> None:
+    (looking,) = check_model(Looking(), configuration()).unchecked
+    assert looking.startswith("the forward pass (")
+    drawn = check_model(Drawn(), configuration())
+    assert drawn.parameters is None and "the model (Drawn.build needs the content of tensors" in drawn.unchecked[0]
+
+
+def test_a_jax_model_is_checked_by_its_shapes() -> None:
+    config = configuration(layout={"engine": "jax"})
+    found = check_model(jax_tasks.LinearTask(), config)
+    assert found.parameters == 4 and "the forward pass" in found.unchecked[0]
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        check_model(
+            jax_tasks.LinearTask(), configuration(layout={"engine": "jax"}, ema={"decay": 0.9, "exclude": ["z"]})
+        )
+
+
+def test_layers_are_described_with_shapes_and_parameters_and_repeated_blocks_once() -> None:
+    lines = list(describe_model(Fitting(), configuration()))
+    assert [line.split() for line in lines] == [
+        ["layer", "kind", "shapes", "parameters"],
+        ["0", "Linear", "8×3,", "8", "32"],
+        ["1", "BatchNorm1d", "8,", "8", "16"],
+        ["3", "…", "5.0", "Linear", "8×8,", "8", "216"],
+        ["6", "Linear", "1×8,", "1", "9"],
+        ["273", "parameters,", "273", "trained"],
+    ]
+    assert "4 parameters, 4 trained" in list(
+        describe_model(jax_tasks.LinearTask(), configuration(layout={"engine": "jax"}))
+    )

@@ -1,0 +1,113 @@
+"""Do many processes read what one reads? Of the rows of an epoch, and of what is known without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
+from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace
+from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
+from unisono.proof.scripts.replay.replay_plan import explain_failure, plan_replay
+from unisono.proof.scripts.replay.rows_read import describe_epoch, judge_reading
+
+
+@pytest.mark.parametrize(
+    ("ranks", "one", "fault", "said"),
+    [
+        ([[0, 2, 4], [1, 3, 5]], range(6), "", "the same 6 rows of an epoch, each read once"),
+        ([[0, 2, 4], [1, 3, 0]], range(5), "", "to deal out equally many, 5 rows in an epoch, 1 are read twice"),
+        ([range(6), range(5, -1, -1)], range(6), "", "every process reads all 6 rows"),
+        ([[0, 1], [2, 3]], range(8), "Some rows are read twice, others never", "0 are read twice and 4 never"),
+        ([range(6), range(3, 9)], range(9), "Some rows are read twice, others never", "3 are read twice"),
+        ([[0, 1, 2, 3], [4, 5, 8, 9]], range(6), "Every rank splits the data by itself", "2 more are read"),
+        ([[0, 1], [2, 3]], [0, 0, 1, 1], "", ""),
+    ],
+)
+def test_an_epoch_is_dealt_out_once_or_told_how_it_is_not(
+    ranks: list[list[int]], one: list[int], fault: str, said: str
+) -> None:
+    found, text = describe_epoch([np.array(rows) for rows in ranks], np.array(one), 1 if "splits" in fault else 2)
+    assert (found.fault if found else "") == fault, text
+    assert said in text
+
+
+def write_runs(
+    folder: Path,
+    rows: tuple[list[list[int]], list[int]],
+    inputs: tuple[list[list[str]], list[str]],
+    *,
+    drawn: tuple[int, int] = (1, 1),
+    losses: tuple[list[float], list[float], list[float]] = ([1.0], [1.0], [1.0]),
+    epochs: tuple[list[int], list[int], list[int]] = ([], [], []),
+    reasons: tuple[str, str, str] = ("", "", ""),
+) -> tuple[ScriptTrace, ScriptTrace]:
+    """Traces of two processes and of one, of a single update."""
+    many = [RankFacts(inputs=inputs[0][n], drawn={"torch": drawn[n]}, losses=losses[n]) for n in range(2)]
+    alone = [RankFacts(inputs=inputs[1], losses=losses[2])]
+    traces = []
+    for name, seen, by_rank, own in (("many", many, rows[0], (0, 1)), ("one", alone, [rows[1]], (2,))):
+        traces.append(write_script_trace(folder / name, [seen], [build_step(by_rank)]))
+        for rank, number in enumerate(own):
+            kept = [np.array(epochs[number])]
+            write_reading(folder / name, rank, ReadingFacts(True, False, reasons[number]), kept)
+    return traces[0], traces[1]
+
+
+def test_another_order_of_the_same_epoch_is_no_fault(tmp_path: Path) -> None:
+    epochs = ([0, 2], [1, 3], [3, 1, 2, 0])
+    mine, one = write_runs(tmp_path, ([[0], [1]], [3, 1]), ([["a"], ["b"]], ["d", "b"]), epochs=epochs)
+    found, likely = judge_reading(mine, one, "other rows")
+    assert (found.mark, likely) == ("PASS", None)
+    assert "another order of the same 4 rows" in found.why and "no row was read by both" not in found.why
+    mine, one = write_runs(tmp_path / "b", ([[0], [1]], [3, 2]), ([["a"], ["b"]], ["d", "c"]), epochs=epochs)
+    found, _ = judge_reading(mine, one, "other rows")
+    assert (found.mark, "no row was read by both" in found.why) == ("PASS", True)
+
+
+def test_rows_of_the_same_numbers_that_are_other_inputs_are_left_open_whatever_the_order(tmp_path: Path) -> None:
+    epochs = ([0, 2], [1, 3], [3, 1, 2, 0])
+    mine, one = write_runs(tmp_path, ([[0], [1]], [3, 1]), ([["a"], ["scaled"]], ["d", "b"]), epochs=epochs)
+    assert judge_reading(mine, one, "other rows")[0].mark == "ABSTAIN"
+
+
+@pytest.mark.parametrize(("drawn", "mark"), [((1, 2), "PASS"), ((1, 1), "ABSTAIN")])
+def test_ranks_that_draw_for_themselves_are_known_by_their_generators(
+    tmp_path: Path, drawn: tuple[int, int], mark: str
+) -> None:
+    mine, one = write_runs(tmp_path, ([[], []], []), ([["a"], ["b"]], ["c", "d"]), drawn=drawn)
+    assert judge_reading(mine, one, "other inputs")[0].mark == mark
+
+
+def test_a_batch_for_each_process_is_said_with_the_rates(tmp_path: Path) -> None:
+    mine, one = write_runs(tmp_path, ([[], []], []), ([["a"], ["b"]], ["c"]))
+    found, _ = judge_reading(mine, one, "another global batch")
+    assert found.mark == "PASS"
+    assert "2 rows in an update, and 1 on one process; the learning rate is that of one process" in found.why
+
+
+@pytest.mark.parametrize(
+    ("losses", "how", "why"),
+    [
+        (([1.0], [1.0], [1.0]), "side by side", ""),
+        (([1.0], [1.0], [1.0, 1.0]), "in turn", ""),
+        (([1.0, 1.0], [1.0], [1.0, 1.0]), None, "neither as many as each, nor as all together"),
+        (([], [], []), None, "called on no number"),
+    ],
+)
+def test_rows_are_given_as_one_process_accumulates(
+    tmp_path: Path, losses: tuple[list[float], list[float], list[float]], how: str | None, why: str
+) -> None:
+    plan = plan_replay(*write_runs(tmp_path, ([[], []], []), ([["a"], ["b"]], ["c"]), losses=losses))
+    assert plan.how == how and why in plan.why
+
+
+def test_rows_that_reach_the_model_otherwise_are_not_the_same_rows(tmp_path: Path) -> None:
+    mine, one = write_runs(tmp_path, ([[], []], []), ([["a"], ["b"]], ["a", "c"]))
+    assert "1 of 2 rows reach the model otherwise" in explain_failure(mine, one)
+    mine, one = write_runs(tmp_path / "same", ([[], []], []), ([["a"], ["b"]], ["b", "a"]))
+    assert explain_failure(mine, one) == ""
+    mine, one = write_runs(tmp_path / "told", ([[], []], []), ([["a"], ["b"]], ["b", "a"]), reasons=("", "", "no room"))
+    assert explain_failure(mine, one) == "no room"

@@ -1,0 +1,36 @@
+"""How the gradient of an update is made of those of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from packages.unisono.tests.proof.script_traces import DRAW, OWN, combine
+from unisono.proof.recording.trace import Array
+from unisono.proof.scripts.gradient_sums import explain_reduction, is_left_alone
+
+
+@pytest.mark.parametrize(
+    ("reduced", "shown"),
+    [
+        (combine(0.5, 0.5), "mean"),
+        (combine(1, 1), "sum"),
+        (combine(0.25, 0.25), "sum × 0.25"),
+        (combine(0.5 + 1e-8, 0.5 - 1e-8), "mean"),  # to rounding of fp32
+        (combine(0.75, 0.25), "sum weighted by 0.75, 0.25"),
+        (combine(0.5, 0.5) | {"b": OWN[0]["b"]}, "nothing of the kind"),
+    ],
+)
+def test_a_reduction_is_recognised(reduced: dict[str, Array], shown: str) -> None:
+    made = explain_reduction(OWN, reduced)
+    assert str(made) == shown
+    assert bool(made.off) == (made.weights is None)
+
+
+def test_a_pass_that_is_not_reduced_beside_one_that_is_stays_on_its_rank() -> None:
+    passes = [[OWN[0], OWN[1]], [combine(1, 2), combine(2, -1)]]
+    first = {name: (passes[0][0][name] + passes[1][0][name]) / 2 for name in OWN[0]}
+    last = [{name: first[name] + rank[1][name] for name in OWN[0]} for rank in passes]
+    assert not is_left_alone(passes, last, ["a", "b"], "fp64"), "two directions are too few for four passes"
+    passes = [[{"a": DRAW.normal(size=12)} for _ in range(2)] for _ in range(2)]
+    last = [{"a": (passes[0][0]["a"] + passes[1][0]["a"]) / 2 + rank[1]["a"]} for rank in passes]
+    assert is_left_alone(passes, last, ["a"], "fp64")

@@ -1,0 +1,136 @@
+"""What a comparison of a script takes for what it is: batch statistics of one process, and the loss of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packages.unisono.tests.proof.script_traces import build_step, write_script_trace
+from unisono.proof.comparison import ComparedQuantity, Difference
+from unisono.proof.recording.trace import write_tensors
+from unisono.proof.scripts.parameter_pieces import drop_pieces
+from unisono.proof.scripts.rank_facts import RankFacts, ScriptTrace, fill_reports
+from unisono.proof.scripts.script_comparison import (
+    drop_unrepeatable_reports,
+    find_local_statistics,
+    name_local_statistics,
+)
+from unisono.proof.scripts.script_proof import choose_losses, note_reduction
+from unisono.proof.scripts.self_check import SelfCheck
+from unisono.proof.verdict import Verdict
+
+
+def write_means(folder: Path, means: list[list[float]]) -> ScriptTrace:
+    """Ranks with two layers of batch normalisation; by step and rank, the means of the first."""
+    ranks = [
+        [RankFacts(buffers={"1.count": n, "1.mean": hash(mean), "4.mean": 7}) for mean in of_ranks]
+        for n, of_ranks in enumerate(means)
+    ]
+    trace = write_script_trace(folder, ranks, per_process=["1.count", "1.mean", "4.mean"])
+    for n, of_ranks in enumerate(means):
+        values = {"1.count": np.full(1, n), "1.mean": np.full(3, of_ranks[0]), "4.mean": np.ones(3)}
+        write_tensors(folder, "buffers", n, values)
+    return trace
+
+
+def find(folder: Path, means: list[list[float]], step: int = 1, fails_alone: bool = False) -> tuple[list[str], str]:
+    """Statistics of one process, and the name of raw gradients that differ first in a step."""
+    reference, mine = write_means(folder / "one", [[1.0], [2.0]]), write_means(folder / "many", means)
+    failed = [
+        ComparedQuantity(name, "FAIL", Difference(0.5, step, "w")) for name in ("raw gradients", "gradients are equal")
+    ]
+    judged = Verdict("2 processes", "1 process", False, failed[:1], failed[1:] if fails_alone else [])
+    name_local_statistics([judged], {"2 processes": mine}, reference)
+    return find_local_statistics(mine, reference), judged.diagnosis.fault if judged.diagnosis else ""
+
+
+@pytest.mark.parametrize(
+    ("means", "local"),
+    [
+        ([[0.7, 1.3], [1.7, 2.3]], True),
+        ([[1.0, 1.0], [2.4, 2.4]], False),  # reduced by a layer that is derived from torch's
+        ([[1.0, 1 + 1e-15], [2.4, 2.4 + 1e-15]], False),  # to rounding, which is another on every rank
+    ],
+)
+def test_statistics_are_of_one_process_only_where_they_are_neither_other_ranks_nor_the_references(
+    tmp_path: Path, means: list[list[float]], local: bool
+) -> None:
+    expected = (["1.count", "1.mean"], "Buffers are those of one process") if local else ([], "")
+    assert find(tmp_path, means) == expected
+
+
+def test_statistics_that_differ_later_do_not_explain_a_gradient_that_differs_now(tmp_path: Path) -> None:
+    means = [[1.0, 1.0], [1.7, 2.3]]
+    assert find(tmp_path / "first", means, 1)[1] == ""
+    assert find(tmp_path / "second", means, 2)[1] == "Buffers are those of one process"
+
+
+def test_a_fault_that_a_run_shows_by_itself_is_told_before_batch_statistics(tmp_path: Path) -> None:
+    assert find(tmp_path, [[0.7, 1.3]], fails_alone=True)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("minimised", "average", "of_ranks"),
+    [(2.8, 1.4, True), (0.7, 1.4, True), (1.4, 0.7, False), (1.5, 1.4, False), (2.8, 2.8, False)],
+)
+def test_losses_are_those_of_ranks_where_only_the_gradients_are_scaled(
+    minimised: float, average: float, of_ranks: bool
+) -> None:
+    check = SelfCheck([], [minimised, 9.0], [average, 4.5], 2, "sum")
+    assert choose_losses(check, [1.4, 4.0]) == (check.averages if of_ranks else check.losses)
+
+
+def test_reports_that_do_not_repeat_are_left_out(tmp_path: Path) -> None:
+    traces = {}
+    for name, rate in (("one", 5.0), ("again", 5.1), ("many", 9.0)):
+        step = build_step([[]], metrics=[{"rows per second": rate, "loss": 1.0}])
+        traces[name] = write_script_trace(tmp_path / name, [[RankFacts()]], [step])
+    assert drop_unrepeatable_reports(traces, traces["again"], traces["one"]) == ["rows per second"]
+    assert traces["many"].facts.steps[0].metrics == [{"loss": 1.0}]
+
+
+def test_a_number_that_one_rank_reports_is_that_of_all() -> None:
+    everyone = [{"loss": 1.0, "shown": 7.0}, {"loss": 2.0}, {}]
+    assert fill_reports(everyone) == [everyone[0], {"loss": 2.0, "shown": 7.0}]
+
+
+@pytest.mark.parametrize(("factor", "alone", "told"), [(0.25, 1 / 4, False), (0.125, 1 / 4, False), (0.3, 0.25, True)])
+def test_a_factor_is_called_strange_only_where_one_process_has_another(factor: float, alone: float, told: bool) -> None:
+    judged = Verdict("2 processes", "1 process", False, [ComparedQuantity("raw gradients", "ABSTAIN", why="drawn")])
+    many, one = (SelfCheck([], [], [], n, f"sum × {f}", f) for n, f in ((2, factor), (1, alone)))
+    note_reduction(judged, many, one)
+    assert ("look for what multiplies" in judged.notes[0]) == told
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole", "digests", "pieces"),
+    [
+        ((3, 3, 2), 8, (0, 1, 2), ["w"]),
+        ((2, 3, 3), 8, (0, 1, 2), ["w"]),
+        ((5, 3), 8, (0, 1), ["w"]),
+        ((4, 5), 9, (0, 1), ["w"]),
+        ((5, 5), 9, (0, 1), ["w"]),  # padded
+        ((4, 4, 4, 4), 8, (0, 1, 0, 1), ["w"]),  # two copies
+        ((3, 3), 8, (0, 1), []),  # rows were lost
+        ((3, 3, 3, 3), 8, (0, 1, 0, 1), []),
+        ((8, 8, 8), 8, (0, 1, 2), []),
+        ((3, 3, 3), 8, (0, 0, 0), []),
+    ],
+)
+def test_pieces_of_a_parameter_that_ranks_hold_by_hand_are_left_out_of_everything(
+    tmp_path: Path, lengths: tuple[int, ...], whole: int, digests: tuple[int, ...], pieces: list[str]
+) -> None:
+    many = [
+        RankFacts(initial={"w": digest, "b": 5}, sizes={"w": 4 * length, "b": 8})
+        for length, digest in zip(lengths, digests, strict=True)
+    ]
+    mine = write_script_trace(tmp_path / "many", [many], trainable=["w", "b"])
+    reference = write_script_trace(tmp_path / "one", [[RankFacts()]], trainable=["w", "b"])
+    for trace, rows in ((mine, lengths[0]), (reference, whole)):
+        write_tensors(trace.folder, "initial parameters", None, {"w": np.ones((rows, 4)), "b": np.ones(8)})
+    assert drop_pieces([mine], reference) == pieces
+    for trace in (mine, reference):
+        assert [*trace.tensors("initial parameters")] == trace.facts.trainable[::-1] == ["b"] + ["w"] * (not pieces)
+    assert all(rank.parted == bool(pieces) and ("w" in rank.initial) != bool(pieces) for rank in mine.ranks[0])
