@@ -96,7 +96,7 @@ def test_a_mixture_of_experts_is_trained_as_on_one_process(runs: dict[Case, Trac
 
 def test_the_losses_of_routers_are_no_part_of_an_evaluation(runs: dict[Case, Trace]) -> None:
     found = runs["global_batch", "fp64", "fsdp×2"].evaluation
-    assert found.keys() == {"loss", "next_token", "accuracy"}
+    assert found.keys() == {"loss", "next_token", "accuracy", "bits_per_byte"}
     assert found["loss"] == found["next_token"]
 
 

@@ -62,7 +62,7 @@ def test_accuracy_is_the_share_of_tokens_that_the_model_would_have_chosen(data: 
     language = task(data)
     config = configuration(train={"steps": 20, "global_batch": 16}, optim={"kind": "adamw", "lr": 1e-2})
     done = trace(ProcessInfo(), SingleProcess(), language, config)
-    assert set(done.evaluation) == {"loss", "next_token", "accuracy"}
+    assert set(done.evaluation) == {"loss", "next_token", "accuracy", "bits_per_byte"}
     assert done.evaluation["loss"] == done.evaluation["next_token"]
     torch.manual_seed(0)
     found = language.build().eval()

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError, Mapped, Source, Subset, hold_out
-from unisono_language import tokens
+from unisono_language import by_source, tokens
 from unisono_language.chat import ChatTemplate, check_template
 from unisono_language.conversations import Conversations
 from unisono_language.settings import Chat, Corpus, Documents, Preferences, PreparedDocuments
@@ -82,6 +82,7 @@ class Library:
         sequence: targets per row.
         verify: what `check` holds against the manifests: `content`, or `sizes`, which were when they were opened.
         rows: by source, the documents that are used where not all are.
+        only_held_out: sources of which no document is trained on.
     """
 
     corpora: Mapping[str, TokenStore | OnTheFlyTexts]
@@ -89,6 +90,7 @@ class Library:
     sequence: int
     verify: str
     rows: Mapping[str, Tokens] = field(default_factory=dict)
+    only_held_out: frozenset[str] = frozenset()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -114,6 +116,9 @@ class Library:
         for name, corpus in self.corpora.items():
             count = len(corpus) // 2 if self.in_pairs else len(corpus)
             rows = self.rows.get(name, np.arange(count))
+            if name in self.only_held_out:
+                parts[name] = rows[:0], rows
+                continue
             what, hint = ("document", _HINT) if self.chat is None else ("pair" if self.in_pairs else "conversation", "")
             held_out = hold_out(count, self.fraction, what=what, hint=hint)[rows]
             parts[name] = rows[~held_out], rows[held_out]
@@ -122,7 +127,8 @@ class Library:
     def training(self, whole: bool) -> dict[str, Source]:
         """The rows to train on, by source: `whole` documents, or rows of a length."""
         length = None if whole else self.sequence
-        return {name: corpus.part(self.split[name][0], length) for name, corpus in self.corpora.items()}
+        trained = {name: corpus for name, corpus in self.corpora.items() if name not in self.only_held_out}
+        return {name: corpus.part(self.split[name][0], length) for name, corpus in trained.items()}
 
     def held_out(self) -> dict[str, Source]:
         """The rows kept apart, by source; none where nothing is kept."""
@@ -154,12 +160,15 @@ class Library:
         sizes = {name: corpus.facts for name, corpus in self.corpora.items()}
         stores = {name: corpus for name, corpus in self.corpora.items() if isinstance(corpus, TokenStore)}
         entropy = {}
-        kind = {}
+        kind: dict[str, Any] = {}
         if stores:
             counts = sum(tokens.unigram_counts(store, self.split[name][1]) for name, store in stores.items())
             assert isinstance(counts, np.ndarray)
             entropy = {"unigram_entropy": round(tokens.unigram_entropy(counts), 4)} if counts[1].any() else {}
             kind = {} if self.chat is None else {"targets": int(counts.sum())}
+        beside = {name: sizes.pop(name) for name in self.only_held_out}
+        if beside:
+            kind["held_out_sources"] = beside
         return {**sizes.get(SINGLE_SOURCE, {"corpora": sizes}), **kind, "vocabulary": self.tokenizer.size, **entropy}
 
 
@@ -179,19 +188,25 @@ def open_library(
         of_run: tokenizer of a trained run that is to read these documents; no other can be taken then.
         chat_of_run: the run's chat template, likewise.
     """
+    only_held_out = frozenset(config.held_out_sources)
+    by_source.check_names(list(only_held_out), getattr(config, "sources", ()))
     if isinstance(config, Documents):
         texts, tokenizer = _texts(config, of_model, of_run)
+        texts |= {name: Texts.from_files(files) for name, files in config.held_out_sources.items()}
         corpora: Mapping[str, TokenStore | OnTheFlyTexts]
         if config.tokenise == "on_the_fly":
             corpora = {name: OnTheFlyTexts(corpus, tokenizer) for name, corpus in texts.items()}
         else:
             corpora = {name: tokens.load_tokens(corpus, tokenizer, config.cache) for name, corpus in texts.items()}
-        return Library(corpora, config.held_out, sequence, config.verify)
+        return Library(corpora, config.held_out, sequence, config.verify, only_held_out=only_held_out)
     if isinstance(config, Chat):
         conversations, tokenizer, chat = _conversations(config, of_model, of_run, chat_of_run)
+        for name, files in config.held_out_sources.items():
+            conversations[name] = Conversations.from_files(files, isinstance(config, Preferences))
         stores = {name: tokens.load_tokens(rows, tokenizer, config.cache, chat) for name, rows in conversations.items()}
     else:
-        stores = {name: TokenStore(path) for name, path in config.folders.items()}
+        folders = {**config.folders, **{name: ready.path for name, ready in config.held_out_sources.items()}}
+        stores = {name: TokenStore(path) for name, path in folders.items()}
         if of_run is not None:
             _check_tokenizers(stores, of_run, "the run")
         elif of_model is not None:
@@ -205,7 +220,7 @@ def open_library(
     fitting = {name: store.fit(room, config.too_long) for name, store in stores.items()}
     kept = {name: store for name, (store, _) in fitting.items()}
     rows = {name: numbers for name, (_, numbers) in fitting.items()}
-    return Library(kept, config.held_out, sequence, config.verify, rows)
+    return Library(kept, config.held_out, sequence, config.verify, rows, only_held_out)
 
 
 def preparations(

@@ -55,6 +55,22 @@ def pack_row(documents: Sequence[NDArray[np.int64]]) -> PackedRow:
     )
 
 
+def pad_rows(rows: Sequence[PackedRow], multiple: int) -> dict[str, NDArray[Any]]:
+    """Rows as `inputs`, `targets` and `positions`, each (rows, length), of the longest length rounded up to a multiple.
+
+    Padding is a document of its own, without targets.
+    """
+    length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
+    inputs = np.zeros((len(rows), length), dtype=np.int64)
+    targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    positions = np.zeros((len(rows), length), dtype=np.int64)
+    for number, row in enumerate(rows):
+        end = len(row.inputs)
+        inputs[number, :end], targets[number, :end] = row.inputs, row.targets
+        positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
+    return {"inputs": inputs, "targets": targets, "positions": positions}
+
+
 def flash_borders(positions: Tensor) -> dict[str, Any]:
     """What flash attention has to know: where documents begin in all rows, one row after the other.
 

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from unisono import Batch, ConfigError, Loss, compute_array_once, file_hash
 from unisono.recipe_tools import PromoteToDouble, show_progress
 from unisono_language.chat import IGNORED
+from unisono_language.settings import FromConfig, Pretrained
 from unisono_language.texts import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unisono_language.settings import Pretrained
+    from unisono_language.library import Library
+    from unisono_language.settings import Preferences
     from unisono_language.tokens import TokenStore
 
 Tokens = NDArray[np.int64]
@@ -91,6 +93,25 @@ class PairRows:
     def fingerprint(self) -> str:
         """A hash of the pairs, in hex."""
         return digest([self.store.shards.fingerprint, self.pairs.tolist(), int(self.store.lengths.max())])
+
+
+def pair_rows(
+    library: Library, data: Preferences, model: FromConfig | Pretrained
+) -> tuple[dict[str, PairRows], dict[str, PairRows]]:
+    """Pairs to train on, and pairs held out, by source; with what the model that the run begins with says of them."""
+    if isinstance(model, FromConfig):
+        raise ConfigError(
+            "data=preferences compares answers with those of the model that the run begins with; fine-tune one "
+            "(model=pretrained model.path=DIR)"
+        )
+    parts: tuple[dict[str, PairRows], dict[str, PairRows]] = ({}, {})
+    for name, chosen in library.split.items():
+        store: Any = library.corpora[name]
+        reference = compute_reference(store, model, data.reference_precision, data.cache)
+        for part, rows in zip(parts, chosen, strict=True):
+            if len(rows):
+                part[name] = PairRows(store, rows, reference)
+    return parts
 
 
 def compute_reference(store: TokenStore, model: Pretrained, precision: str, cache: Path | None) -> NDArray[np.float64]:

@@ -84,6 +84,28 @@ class AllDocuments(Data):
         return self
 
 
+_HELD_OUT = "more held-out rows to evaluate on, by name: all that is in their files, and never trained on"
+
+Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
+
+
+class ReadOptions(Settings):
+    """How files become documents."""
+
+    pattern: str = Field("*", description="glob that file names must match")
+    column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
+    separator: str | None = Field(
+        None, description="text files: separator between documents, e.g. two line ends; null: a file is a document"
+    )
+
+
+class CorpusFiles(ReadOptions):
+    """Where documents are."""
+
+    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
+
+
 class Documents(AllDocuments):
     """Documents that are tokenised by this run."""
 
@@ -104,32 +126,13 @@ class Documents(AllDocuments):
     cache: Path | None = Field(
         None, description="cache for tokenised documents; null: $UNISONO_CACHE or ~/.cache/unisono"
     )
+    held_out_sources: dict[str, CorpusFiles] = Field({}, description=_HELD_OUT)
 
 
 class EmbeddedDocuments(Documents):
     """The example that needs no download: the source of Python's standard library, one document per module."""
 
     kind: Literal["embedded"]
-
-
-Place = Annotated[str, BeforeValidator(lambda place: fspath(place) if isinstance(place, PathLike) else place)]
-
-
-class ReadOptions(Settings):
-    """How files become documents."""
-
-    pattern: str = Field("*", description="glob that file names must match")
-    column: str = Field("text", description="column of the document's text in JSONL, Parquet and Arrow")
-    split: str | None = Field(None, description="split of a saved DatasetDict; null: train, or the only one")
-    separator: str | None = Field(
-        None, description="text files: separator between documents, e.g. two line ends; null: a file is a document"
-    )
-
-
-class CorpusFiles(ReadOptions):
-    """Where documents are."""
-
-    path: Place | list[Place] = Field(description="file, directory, glob or URL, or a list of them")
 
 
 class Corpus(Documents, ReadOptions):
@@ -188,6 +191,7 @@ class Chat(AllDocuments):
     cache: Path | None = Field(
         None, description="cache for tokenised conversations; null: $UNISONO_CACHE or ~/.cache/unisono"
     )
+    held_out_sources: dict[str, ConversationFiles] = Field({}, description=_HELD_OUT)
 
     @property
     def files(self) -> dict[str, ConversationFiles]:
@@ -231,6 +235,7 @@ class PreparedDocuments(AllDocuments):
     sources: dict[str, PreparedFolder] = Field(
         {}, description="several by name, instead of path; data.mixture weights them"
     )
+    held_out_sources: dict[str, PreparedFolder] = Field({}, description=_HELD_OUT)
 
     @property
     def folders(self) -> dict[str, Path]:

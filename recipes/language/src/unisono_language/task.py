@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, ConfigError, Context, Joined, Loss, SampleContext, Source, Task
+from unisono import Batch, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
-from unisono_language import chat, library, preferences, settings
+from unisono_language import by_source, chat, library, preferences, settings
+from unisono_language.by_source import SourceRow
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
 from unisono_language.preferences import Pair
@@ -56,17 +57,18 @@ class Language(Task):
     def data(self) -> Source | Mapping[str, Source]:
         """Rows of the training documents, which are whole where rows are packed; of several corpora, by name."""
         rows: Mapping[str, Source] = (
-            self._pairs(0) if self.library.in_pairs else self.library.training(whole=self._is_packed)
+            self._pairs[0] if self.library.in_pairs else self.library.training(whole=self._is_packed)
         )
         return rows.get(library.SINGLE_SOURCE, rows)
 
     def held_out(self) -> Source | None:
-        """Rows of the held-out documents, one corpus after the other."""
-        parts = self._pairs(1) if self.library.in_pairs else self.library.held_out()
-        return Joined(parts) if len(parts) > 1 else next(iter(parts.values()), None)
+        """Rows of the held-out documents, one corpus after the other; of several, each row knows its own."""
+        return by_source.join_sources(self._pairs[1] if self.library.in_pairs else self.library.held_out())
 
-    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64] | Pair:
+    def sample(self, record: Any, context: SampleContext) -> NDArray[np.int64] | Pair | SourceRow:
         """The tokens of a row, or of both answers of a pair; documents are tokenised on the fly if asked for."""
+        if isinstance(record, SourceRow):
+            return SourceRow(self.sample(record.content, context), record.source)
         if isinstance(record, library.Document):
             assert isinstance(self.data_config, settings.Documents)
             return library.tokenise_document(record, self.library, self.data_config.too_long)
@@ -95,29 +97,27 @@ class Language(Task):
 
         return packed.pack_row(samples)
 
-    def collate(self, samples: Sequence[NDArray[np.int64] | PackedRow | Pair]) -> Batch:
+    def collate(self, samples: Sequence[Any]) -> Batch:
         """Rows to `inputs` and `targets`, both (rows, length) int64; padding is 0 in inputs and ignored in targets.
 
         Packed rows have `positions`, too, which begin at 0 with each document; padding is a document of its own. Rows
         of conversations have `real`, which is false in padding only; ignored targets are context there, too. Pairs have
-        two rows each, (pairs, 2, length), and `reference`.
+        two rows each, (pairs, 2, length), and `reference`. Held-out rows of several sources have `source`, its number.
         """
+        if isinstance(samples[0], SourceRow):
+            numbers = np.array([one.source for one in samples], dtype=np.int64)
+            return {**self.collate([one.content for one in samples]), by_source.SOURCE: numbers}
         if isinstance(samples[0], Pair):
             return preferences.collate([one for one in samples if isinstance(one, Pair)], self.config.pad_to_multiple)
-        rows: list[Any] = [self.pack([one]) if isinstance(one, np.ndarray) else one for one in samples]
-        multiple = self.config.pad_to_multiple
-        length = max(1, -(-max(len(row.inputs) for row in rows) // multiple)) * multiple
-        inputs = np.zeros((len(rows), length), dtype=np.int64)
-        targets = np.full((len(rows), length), IGNORED, dtype=np.int64)
-        positions = np.zeros((len(rows), length), dtype=np.int64)
-        for number, row in enumerate(rows):
-            end = len(row.inputs)
-            inputs[number, :end], targets[number, :end] = row.inputs, row.targets
-            positions[number, :end], positions[number, end:] = row.positions, np.arange(length - end)
-        batch: Batch = {"inputs": inputs, "targets": targets}
+        from unisono_language import packed
+
+        rows = [self.pack([one]) if isinstance(one, np.ndarray) else one for one in samples]
+        batch = packed.pad_rows(rows, self.config.pad_to_multiple)
         if self.chat is not None:
-            batch["real"] = np.arange(length) < np.array([[len(row.inputs)] for row in rows])
-        return batch if isinstance(samples[0], np.ndarray) else {**batch, "positions": positions}
+            batch["real"] = np.arange(batch["inputs"].shape[1]) < np.array([[len(row.inputs)] for row in rows])
+        if isinstance(samples[0], np.ndarray):
+            del batch["positions"]
+        return batch
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """Targets of the loss, or pairs; of routers, the tokens that are not padding."""
@@ -183,6 +183,8 @@ class Language(Task):
 
     def loss(self, outputs: dict[str, Any], batch: Batch, context: Context) -> Loss:
         """Summed cross-entropy; in evaluation also the share of correct predictions. Of pairs, the loss of DPO."""
+        if by_source.SOURCE in batch and not context.training:
+            return by_source.split_loss(self, outputs, batch, context, self.held_out_names)
         if "reference" in batch:
             assert isinstance(self.data_config, settings.Preferences)
             beta, smoothing = self.data_config.beta, self.data_config.label_smoothing
@@ -190,10 +192,16 @@ class Language(Task):
         targets = batch["targets"].reshape(-1)
         total, right = self._sum_cross_entropy(outputs, targets)
         if not context.training:
-            return Loss({"next_token": total}, metrics={"accuracy": (right, (targets != IGNORED).sum())})
+            real = targets[targets != IGNORED]
+            metrics = {"accuracy": (right, real.numel()), **self._bits_per_byte(total, real)}
+            return Loss({"next_token": total}, metrics=metrics)
         if not self._router_weights:
             return Loss({"next_token": total})
         return self._add_router_losses(total, outputs["router"], _real_tokens(batch), context)
+
+    def summary(self, values: Mapping[str, float]) -> dict[str, float]:
+        """With the perplexity beside each loss."""
+        return by_source.summarise(values, self.library.in_pairs)
 
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
         """For each row: number of targets, nats per target, and accuracy; for each pair, its log-probabilities."""
@@ -233,6 +241,26 @@ class Language(Task):
         hidden = outputs["hidden"].reshape(len(targets), -1)
         return linear_cross_entropy(hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk)
 
+    def _bits_per_byte(self, nats: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The metric, from the nats of targets (tokens,); none where the bytes of a token cannot be known."""
+        import torch
+
+        sizes = self.tokenizer.token_bytes
+        if sizes is None:
+            return {}
+        return {
+            "bits_per_byte": (
+                nats / np.log(2),
+                torch.as_tensor(sizes, dtype=nats.dtype, device=targets.device)[targets].sum(),
+            )
+        }
+
+    @property
+    def held_out_names(self) -> list[str]:
+        """The names of the sources that an evaluation tells apart."""
+        parts = [name for name, (_, held) in self.library.split.items() if len(held)]
+        return [name or by_source.SINGLE for name in parts]
+
     @property
     def needs_totals(self) -> bool:
         """Whether experts are balanced over the global batch."""
@@ -262,28 +290,11 @@ class Language(Task):
         load = (experts.expert_load(counts) * tokens).sum(), tokens.sum()
         return Loss(sums, self._router_weights, metrics={"expert_load": load})
 
-    def _pairs(self, part: int) -> dict[str, Source]:
-        """Pairs to train on (0) or held out (1), by source."""
-        chosen = {name: rows[part] for name, rows in self.library.split.items() if len(rows[part])}
-        return {
-            name: preferences.PairRows(self.library.corpora[name], rows, self._reference[name])  # type: ignore[arg-type]
-            for name, rows in chosen.items()
-        }
-
     @cached_property
-    def _reference(self) -> dict[str, NDArray[np.float64]]:
-        """What the model that the run begins with says of all answers, by source."""
-        data, model = self.data_config, self.model_config
-        assert isinstance(data, settings.Preferences)
-        if not isinstance(model, settings.Pretrained):
-            raise ConfigError(
-                "data=preferences compares answers with those of the model that the run begins with; fine-tune one "
-                "(model=pretrained model.path=DIR)"
-            )
-        return {
-            name: preferences.compute_reference(store, model, data.reference_precision, data.cache)  # type: ignore[arg-type]
-            for name, store in self.library.corpora.items()
-        }
+    def _pairs(self) -> tuple[dict[str, preferences.PairRows], dict[str, preferences.PairRows]]:
+        """Pairs to train on, and held out, by source."""
+        assert isinstance(self.data_config, settings.Preferences)
+        return preferences.pair_rows(self.library, self.data_config, self.model_config)
 
     @property
     def _is_packed(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,6 +21,7 @@ from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"
 FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
+_BLANK, _BYTE = "\N{LOWER ONE EIGHTH BLOCK}", re.compile("<0x[0-9A-F]{2}>")  # in vocabularies of SentencePiece
 _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
 
@@ -68,6 +70,25 @@ class Tokenizer:
     def describe(self) -> dict[str, Any]:
         """As JSON, for a manifest."""
         return {"digest": self.digest, "first": self.first, "last": self.last, "size": self.size}
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.float64] | None:
+        """Bytes of UTF-8 that each token stands for, (size,); special tokens none. None if they cannot be known.
+
+        They are of the text as the tokenizer has normalised it.
+        """
+        engine = read_engine(self.path)
+        measure = _measure_bytes(engine)
+        if measure is None:
+            return None
+        sizes = np.zeros(self.size, dtype=np.float64)
+        added = engine.get_added_tokens_decoder()
+        for token, number in engine.get_vocab(with_added_tokens=True).items():
+            sizes[number] = len(token.encode()) if number in added else measure(token)
+        for number, token in added.items():
+            if token.special:
+                sizes[number] = 0.0
+        return sizes
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Token ids of documents one after the other, with the special tokens: ids (n,) and lengths (documents,)."""
@@ -195,6 +216,19 @@ def _load(path: Path, size: int, written: int) -> Any:
     engine.no_truncation()
     engine.no_padding()
     return engine
+
+
+def _measure_bytes(engine: Any) -> Callable[[str], int] | None:
+    """How many bytes a token of the vocabulary stands for, of those decoders that lose none; else None."""
+    decoder = json.loads(engine.to_str())["decoder"] or {}  # of the library's own, so it needs no shape
+    parts = [decoder, *decoder.get("decoders", ())]
+    kinds = {part.get("type") for part in parts}
+    if "ByteLevel" in kinds:  # a character for each byte
+        return len
+    blank = any(part.get("type") == "Replace" and part["pattern"] == {"String": _BLANK} for part in parts)
+    if blank or kinds & {"Metaspace", "ByteFallback"}:
+        return lambda token: 1 if _BYTE.fullmatch(token) else len(token.replace(_BLANK, " ").encode())
+    return None
 
 
 def _train(texts: Iterable[str], vocab_size: int) -> Any:

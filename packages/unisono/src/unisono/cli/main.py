@@ -361,7 +361,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     with preparing(f"evaluating {parsed.folder}"):
         from unisono.launch.run import evaluate
 
-        values = evaluate(parsed.folder, parsed.overrides, task=parsed.task, trust=parsed.trust)
+        folder = Path(str(parsed.folder).removeprefix("model.path="))  # of a model, as elsewhere
+        values = evaluate(folder, parsed.overrides, task=parsed.task, trust=parsed.trust)
     for name, value in values.items():
         say(f"{name}: {value}" if isinstance(value, int) else f"{name}: {value:.6f}")
     return 0

@@ -232,9 +232,10 @@ class _Override:
 
     @property
     def replaces(self) -> list[str]:
-        """Dotted keys of the dictionaries that say their `kind`: what was there may be of another, with other keys."""
+        """Dotted keys of the dictionaries that say their `kind`, whatever was there, and what `key={}` empties."""
         parts = [] if self.is_choice else _walk_values(self.key, self.value)
-        return [key for key, value in parts if isinstance(value, dict) and "kind" in value]
+        found = [key for key, value in parts if isinstance(value, dict) and "kind" in value]
+        return [*found, self.key] if self.value == {} and "." in self.key else found
 
 
 def _walk_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
