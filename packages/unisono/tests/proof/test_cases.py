@@ -9,9 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from packages.unisono.tests.runs import configuration
+from unisono.config.key_values import split_words, validate_words
 from unisono.launch.processes.exit_report import WorkerError
 from unisono.proof.case_process import Progress, Work
-from unisono.proof.cases import Case, ProofSettings, Variation, build_cases, parse_layout
+from unisono.proof.cases import QUICK, Case, ProofSettings, Variation, build_cases, parse_layout
 from unisono.proof.prove import plan_phases, run_lanes, split_lanes
 from unisono.proof.recording.trace import trace_folder
 from unisono.runtime.errors import ConfigError
@@ -110,9 +111,30 @@ def test_what_must_be_equal_in_every_bit_is_the_same_layout() -> None:
 
 def test_fp64_is_varied_and_what_the_run_is_trained_in_is_not() -> None:
     every = made("bf16").values()
-    assert {case.precision for case in every} == {"fp64", "fp32", "bf16"}
+    assert {case.precision for case in every} == {"fp64", "bf16"}
     assert {case.precision for case in every if case.bitwise} == {"fp64"}
-    assert {case.precision for case in every if case.perturbed} == {"fp64", "fp32", "bf16"}
+    assert {case.precision for case in every if case.perturbed} == {"fp64", "bf16"}
+    assert {case.precision for case in made("fp64").values()} == {"fp64"}
+
+
+def test_workers_are_varied_once_for_every_number_of_processes() -> None:
+    every = made(layouts=["ddp:2", "fsdp:2", "fsdp:4", "ddp:4", "fsdp:2x2"])
+    found = {name.partition(" ")[0] for name in every if "workers" in name}
+    assert found == {"ddp:2", "fsdp:4", "fsdp:2x2"}, "rows are loaded before they meet a wrapper"
+
+
+def test_an_evaluation_is_repeated_by_the_plain_layouts_of_the_first_precision() -> None:
+    every = made()
+    repeated = [case.name for case in every.values() if case.evaluates_again and not (case.bitwise or case.starts)]
+    assert repeated == ["single m4 fp64", "ddp:2 m4 fp64", "fsdp:2 m4 fp64"]
+
+
+def test_a_quick_proof_has_the_plain_layouts_alone() -> None:
+    own, rest = split_words([*QUICK, "steps=4"], ProofSettings)
+    assert rest == [] and own["steps"] == "4", "what is said counts"
+    every = build_cases(validate_words(own, ProofSettings), configuration(train={"precision": "fp32"}))
+    names = ["single m4 fp64", "single m4 perturbed fp64", "ddp:2 m4 fp64", "fsdp:2 m4 fp64"]
+    assert [case.name for case in every] == names
 
 
 def test_the_micro_batch_is_one_row_where_accumulation_is_varied() -> None:

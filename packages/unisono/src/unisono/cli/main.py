@@ -182,6 +182,8 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     )
     verb.add_argument("--json", action="store_true", help="print the certificate instead of the table")
     verb.add_argument("--full", action="store_true", help="show every quantity of every case; wider than 80 columns")
+    quick = "in seconds: the plain layouts in fp64 alone, two steps, a smaller model if the task has one"
+    verb.add_argument("--quick", action="store_true", help=quick)
     text = "report what this host has, how fast it is, and what is wrong with its environment"
     verb = add("doctor", _doctor, text, "; exit code 1 if a run would fail here")
     verb.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="run.dir (default runs)")
@@ -298,9 +300,11 @@ def _build_check(parsed: argparse.Namespace) -> StartCheck | None:
 def _prove(parsed: argparse.Namespace) -> int:
     from unisono.launch import resolve, run_directory
     from unisono.proof import certificate, prove, report, user_errors, verdict
-    from unisono.proof.cases import ProofSettings
+    from unisono.proof.cases import QUICK, ProofSettings
     from unisono.runtime.untrusted import safe_paths
 
+    if parsed.quick:
+        parsed.overrides = [*QUICK, *parsed.overrides]
     proof = arguments.parse_own_settings(parsed, ProofSettings)
     with user_errors.raise_as_sentences():
         asked = arguments.load_config(parsed)

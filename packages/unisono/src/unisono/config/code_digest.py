@@ -36,7 +36,8 @@ def digest_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
 
 def digest_task_sources(recipe: str, engine: str = "auto") -> dict[str, str]:
     """Return the SHA-256 of the files of the task and of what it imports alone; see `digest_sources`."""
-    return {name: _file_digest(path) for name, path in _task_sources(recipe, engine).items()}
+    files = _task_sources(recipe, engine)
+    return {name: _read_digest(str(path), *_stamp(path.stat())) for name, path in files.items()}
 
 
 def digest_task_files(reference: str) -> dict[str, str]:
@@ -88,17 +89,22 @@ def _project_files(task: str, path: Path | None) -> dict[str, Path]:
             continue
         found[file] = place
         if place.suffix == ".py":
-            for imported in _imported_names(name, place, packaged):
+            for imported in _imported_names(name, str(place), packaged, *_stamp(place.stat())):
                 waiting += _modules_run_by(imported, own)
     return found
 
 
-def _imported_names(name: str, path: Path, packaged: bool) -> Iterator[str]:
-    """Return every dotted name in a source file that may be an imported module."""
+@cache
+def _imported_names(name: str, path: str, packaged: bool, *stamp: int) -> tuple[str, ...]:
+    """Return every dotted name in a source file that may be an imported module; read again once it is written again."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError):  # imported late or not at all; its digest counts in any case
-        return
+        return ()
+    return tuple(_names_in(tree, name, packaged))
+
+
+def _names_in(tree: ast.Module, name: str, packaged: bool) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Import():
@@ -146,7 +152,7 @@ def _find_spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _unisono_digests() -> dict[str, str]:
-    """Of every source file of Unisono. A file is read once for as long as it is not written again."""
+    """Of every source file of Unisono."""
     found: dict[str, str] = {}
     waiting = [(str(Path(__file__).resolve().parents[1]), "unisono")]
     while waiting:
@@ -154,16 +160,19 @@ def _unisono_digests() -> dict[str, str]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".py"):
-                    facts = entry.stat()
-                    stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
-                    found[f"{name}/{entry.name}"] = _unisono_digest(entry.path, *stamp)
+                    found[f"{name}/{entry.name}"] = _read_digest(entry.path, *_stamp(entry.stat()))
                 elif entry.is_dir(follow_symlinks=False) and entry.name != "__pycache__":
                     waiting.append((entry.path, f"{name}/{entry.name}"))
     return dict(sorted(found.items()))
 
 
+def _stamp(facts: os.stat_result) -> tuple[int, int, int]:
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
 @cache
-def _unisono_digest(path: str, *stamp: int) -> str:
+def _read_digest(path: str, *stamp: int) -> str:
+    """Of a file that is read once for as long as it is not written again."""
     return _file_digest(Path(path))
 
 

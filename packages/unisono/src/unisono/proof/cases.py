@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,8 @@ Variation = Literal[
 ]
 MAX_PARAMETERS = 5_000_000  # of a model that is proved as it is; every run writes a few copies of it per step
 ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
+# Settings of a proof while one writes a task: whether layouts agree at all, in seconds.
+QUICK = ("vary=[]", "precisions=[fp64]", "steps=2", "shrink=always")
 _LAYOUT = re.compile(r"(ddp|fsdp):(\d+)(?:x(\d+))?|(hsdp):(\d+)x(\d+)|(dp)")
 
 
@@ -34,7 +36,7 @@ class ProofSettings(Settings):
     steps: Annotated[int, Field(ge=2)] = Field(3, description="updates; the last batch is short")
     global_batch: PositiveInt = Field(8, description="rows per update")
     precisions: list[Literal["fp64", "fp32", "bf16"]] | None = Field(
-        None, description="null: fp64 with all variations, then fp32 and train.precision with the layouts alone"
+        None, description="null: fp64 with all variations, then train.precision with the layouts alone"
     )
     resume_every: PositiveInt = Field(1, description="updates between interruptions, for vary=[resume]")
     engines: list[Literal["torch", "jax"]] | None = Field(
@@ -108,6 +110,7 @@ class Case:
         synchronised: whether rows of several processes share batch statistics, or passes begin with buffers that the
             ones before have changed, and what is computed at one time is not the whole global batch.
         whole: whether the whole global batch is computed at one time: one micro-batch of every process.
+        evaluates_again: whether the evaluation is repeated, unless it is a run that has to equal one that repeats it.
     """
 
     name: str
@@ -130,6 +133,7 @@ class Case:
     synchronised: bool = False
     whole: bool = False
     weights_from: str = ""
+    evaluates_again: bool = True
 
     @property
     def engine(self) -> str:
@@ -209,7 +213,7 @@ def build_cases(proof: ProofSettings, config: RunConfig, carried: bool = False) 
     least = next((n for n in range(2, largest) if largest % n == 0), 1) if together else 1
     together = together or carried
     micros = sorted({largest, least} if "accumulate" in proof.vary else {largest}, reverse=True)
-    wanted = dict.fromkeys(proof.precisions or ["fp64", "fp32", config.train.precision])
+    wanted = dict.fromkeys(proof.precisions or ["fp64", config.train.precision])
     result: list[Case] = []
     for number, precision in enumerate(wanted):
         every = number == 0 or proof.precisions is not None
@@ -221,10 +225,27 @@ def build_cases(proof: ProofSettings, config: RunConfig, carried: bool = False) 
                     references[micro] = case
                 result.append(case)
                 if every and micro == micros[0] and case.world_size * case.devices > 1:
-                    for kind in proof.vary:
+                    for kind in _find_variations(proof, layouts, case):
                         result += _variation_cases(kind, case, references[micro], proof, config.optim.implementation)
+                elif case.perturbed or number or micro != micros[0]:
+                    result[-1] = replace(case, evaluates_again=False)
     named = {case.name: case for case in result}  # several layouts can have one reference
     return [replace(case, saves=_needed_checkpoints(case, named.values())) for case in named.values()]
+
+
+def _find_variations(
+    proof: ProofSettings, layouts: Mapping[str, tuple[int, dict[str, Any]]], case: Case
+) -> list[Variation]:
+    """What is varied of a layout: rows are loaded before they meet a wrapper, so workers are of the first of each size.
+
+    Args:
+        proof: its settings.
+        layouts: of the proof, by name.
+        case: the plain one of a layout.
+    """
+    size = case.world_size, case.devices
+    first = next(name for name, (world, keys) in layouts.items() if (world, keys.get("devices", 1)) == size)
+    return [kind for kind in proof.vary if kind != "workers" or case.name.startswith(f"{first} ")]
 
 
 def _needed_checkpoints(case: Case, every: Iterable[Case]) -> tuple[int, ...]:

@@ -302,7 +302,8 @@ class _CaseRun:
     def _evaluate(self, held_out: HeldOut, facts: RunFacts) -> None:
         engine, steps = self.engine, self.plan.steps
         before = engine.view.digests()
-        again = not (self.case.bitwise or self.case.starts)  # what repeats in the run that they equal repeats in them
+        # What repeats in the run that they equal repeats in them.
+        again = self.case.evaluates_again and not (self.case.bitwise or self.case.starts)
 
         def evaluate() -> dict[str, float]:
             return held_out.evaluate(engine, steps, self.scalars(steps - 1))
