@@ -93,7 +93,7 @@ def main() -> None:
             ("FeatureData[Sequence]", library.dna(), [*TAXA.values()]),
             ("FeatureData[Taxonomy]", library.taxonomy, [f"k__{taxon}" for taxon in TAXA]),
             ("SampleData[AlphaDiversity]", library.target.values, [1.5, 2.5, 3.5, 4.5]),
-            ("Phylogeny[Rooted]", library.faith_pd(), [3.0, 4.0, 4.0, 5.0]),
+            ("Phylogeny[Rooted]", library.diversity("faith_pd"), [3.0, 4.0, 4.0, 5.0]),
         ]
         for what, found, expected in pairs:
             print(f"its {what} is read: {'PASS' if np.array_equal(found, expected) else f'FAIL ({found})'}")

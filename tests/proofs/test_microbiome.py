@@ -45,3 +45,27 @@ def test_the_recipe_is_trained_as_on_one_process(runs: dict[str, Trace], layout:
     assert set(ALL) <= set(reference.metrics[0])
     assert_same(runs[layout], reference, 1e-12)
     assert reference.evaluation["distance/predicted"] > 0
+
+
+def test_covariates_transforms_and_other_targets_are_trained_as_on_one_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    made = task(
+        tmp_path_factory.mktemp("cache"), {"distance": 1.0, "shannon": 0.5, "target": 2.0}, {"covariates": "gated"},
+        {"loss": "asymmetric", "asymmetry": 0.8}, metric="aitchison", covariates=["kind"], target_by="kind",
+    )  # fmt: skip
+
+    def config(layout: str) -> RunConfig:
+        world, keys = LAYOUTS[layout]
+        return configuration(
+            layout={"world_size": world, **keys},
+            train={"steps": 3, "precision": "fp64", "clip_norm": 0.5},
+            optim=SGD,
+            eval={"micro_batch": 4},
+        )
+
+    layouts = ("single", "single m3", "ddp×2 m3", "fsdp×2", "hsdp 2×2 m1")
+    runs = run_all({layout: (made, config(layout)) for layout in layouts})
+    assert not without_gradient(runs["single"])
+    for layout in layouts[1:]:
+        assert_same(runs[layout], runs["single"], 1e-12)

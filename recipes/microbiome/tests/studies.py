@@ -144,3 +144,9 @@ def bray_curtis(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 def jaccard(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     there = counts > 0
     return 1 - (there[:, None] & there[None]).sum(-1) / (there[:, None] | there[None]).sum(-1)
+
+
+def aitchison(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    logs = np.log(counts + 1)
+    centred = logs - logs.mean(1, keepdims=True)
+    return np.sqrt(np.square(centred[:, None] - centred[None]).sum(-1))

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 from scipy.sparse import csr_array
+from skbio.diversity import alpha_diversity
 
 from recipes.microbiome.tests import studies
 from recipes.microbiome.tests.studies import COUNTS, NEWICK, SAMPLES, TAXA
@@ -33,6 +34,7 @@ DEFINED = {
     "weighted_normalized_unifrac": lambda counts: studies.weighted(counts, normalised=True),
     "bray_curtis": studies.bray_curtis,
     "jaccard": studies.jaccard,
+    "aitchison": studies.aitchison,
 }
 
 
@@ -64,6 +66,11 @@ def test_a_tree_with_more_taxa_changes_nothing(tmp_path: Path, tree: Tree) -> No
     assert (
         np.abs(diversity.faith_pd(table(counts[:, :3], "ABC"), tree, tmp_path) - studies.faith_pd(counts)).max() < 1e-12
     )
+
+
+def test_shannon_diversity_is_that_of_scikit_bio() -> None:
+    expected = alpha_diversity("shannon", COUNTS, base=2).to_numpy()
+    assert np.abs(diversity.shannon(table()) - expected).max() < 1e-12
 
 
 def test_depth_is_nothing_to_bray_curtis(tmp_path: Path) -> None:

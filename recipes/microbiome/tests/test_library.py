@@ -126,7 +126,7 @@ def test_distances_are_computed_or_read_and_aligned(tmp_path: Path) -> None:
     library = open_library(study(tmp_path))
     assert np.abs(library.distances() - TRUE).max() < 1e-12
     assert np.abs(library.distances("jaccard") - studies.jaccard(COUNTS)).max() < 1e-12
-    assert np.abs(library.faith_pd() - studies.faith_pd(COUNTS)).max() < 1e-12
+    assert np.abs(library.diversity("faith_pd") - studies.faith_pd(COUNTS)).max() < 1e-12
     order = [4, 2, 0, 1, 3, 7, 6, 5]
     path = write_matrix(tmp_path / "d.tsv", [SAMPLES[n] for n in order], TRUE[np.ix_(order, order)] / 2)
     ready = open_library(study(tmp_path, distances=path))
@@ -161,7 +161,7 @@ def test_distances_are_of_all_reads_or_of_those_drawn_once(tmp_path: Path) -> No
     counts = rarefy_once(CountTable(drawn.samples, drawn.taxa, drawn.counts), 8).counts.toarray()
     assert np.abs(drawn.distances() - studies.unweighted(counts)).max() < 1e-12
     assert np.abs(drawn.distances() - TRUE).max() > 0.01
-    assert np.abs(drawn.faith_pd() - studies.faith_pd(counts)).max() < 1e-12
+    assert np.abs(drawn.diversity("faith_pd") - studies.faith_pd(counts)).max() < 1e-12
 
 
 def test_faith_pd_is_no_distance(tmp_path: Path) -> None:

@@ -108,15 +108,16 @@ def test_counts_are_shares_of_the_largest() -> None:
     assert made.tolist() == pytest.approx([0.25 + 0.0625, 0.0])
 
 
-@pytest.mark.parametrize("kind", ["mse", "mae", "huber", "quantile"])
+@pytest.mark.parametrize("kind", ["mse", "mae", "huber", "quantile", "asymmetric"])
 def test_regressions_count_what_is_known(kind: str) -> None:
-    config = TargetSettings(loss=kind, huber=0.5, quantiles=[0.2, 0.5])
+    config = TargetSettings(loss=kind, huber=0.5, asymmetry=0.8, quantiles=[0.2, 0.5])
     made = np.array([[0.3, 0.1], [1.0, 2.0], [-2.0, 0.4]])
     truth = np.array([0.5, np.nan, 1.0])
     error = truth - made[:, 0]
     each = {
         "mse": error**2,
         "mae": abs(error),
+        "asymmetric": 2 * 0.8 * error**2,  # all predictions are too low
         "huber": np.where(abs(error) < 0.5, error**2 / 2, 0.5 * (abs(error) - 0.25)),
         "quantile": np.mean(
             [
@@ -133,6 +134,14 @@ def test_regressions_count_what_is_known(kind: str) -> None:
     assert given.grad is not None
     assert given.grad[0].any()
     assert not given.grad[1].any()
+
+
+def test_predictions_that_are_too_low_weigh_more_than_those_too_high() -> None:
+    config = TargetSettings(loss="asymmetric", asymmetry=0.9)
+    low, high = (losses.target_loss(torch.tensor([[made]]), torch.tensor([2.0]), config) for made in (1.0, 3.0))
+    assert (low.item(), high.item()) == pytest.approx((1.8, 0.2))
+    even = losses.target_loss(torch.tensor([[1.0]]), torch.tensor([2.0]), TargetSettings(loss="asymmetric"))
+    assert even.item() == 1.0
 
 
 def test_classes_count_what_is_known() -> None:

@@ -76,7 +76,7 @@ def test_ibd_faith_pd_is_that_of_the_metadata(tmp_path: Path) -> None:
     library = opened("microbiome_ibd", cache=tmp_path)
     told = np.array(library.metadata["faith_pd"], dtype=np.float64)
     assert told.std() > 1
-    assert np.abs(library.faith_pd() - told).max() < 0.5e-4 + 1e-9  # it is printed with four decimals
+    assert np.abs(library.diversity("faith_pd") - told).max() < 0.5e-4 + 1e-9  # it is printed with four decimals
 
 
 def test_ecam_is_a_regression_whose_ids_are_no_sequences(tmp_path: Path) -> None:

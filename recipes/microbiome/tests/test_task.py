@@ -12,8 +12,12 @@ import torch
 
 from packages.unisono.tests.runs import ADAMW, configuration, trace
 from recipes.microbiome.tests.made import ALL, task
+from recipes.microbiome.tests.studies import changed, study
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
+from unisono.runtime.errors import DataError
 from unisono.task import Context, GlobalBatch, SampleContext
+from unisono_microbiome.study.library import open_library
+from unisono_microbiome.targets import Covariate
 from unisono_microbiome.task import Microbiome
 
 
@@ -126,7 +130,7 @@ def test_an_evaluation_tells_correlations(cache: Path) -> None:
     assert not any(name.endswith(("predicted²", "product")) for name in training.metrics)
 
 
-@pytest.mark.parametrize("kind", ["mse", "mae", "huber", "quantile"])
+@pytest.mark.parametrize("kind", ["mse", "mae", "huber", "quantile", "asymmetric"])
 def test_targets_are_learnt_with_any_loss(cache: Path, kind: str) -> None:
     made = task(cache, {"target": 1.0}, target={"loss": kind})
     loss, outputs = loss_of(made, batch_of(made, [0, 1, 2]))
@@ -151,7 +155,7 @@ def test_facts_and_assets_are_json(cache: Path, tmp_path: Path) -> None:
     assert json.loads(json.dumps(made.facts())) == made.facts()
     made.save_assets(tmp_path)
     told = json.loads((tmp_path / "microbiome.json").read_text())
-    assert told["shape"] == {"taxa": 24, "longest": made.shape.longest, "length": 17, "outputs": 1}
+    assert told["shape"] == {"taxa": 24, "longest": made.shape.longest, "length": 17, "outputs": 1, "covariates": 0}
     assert told["taxa"] == made.library.taxa
     assert told["target"]["transform"]["kind"] == "zscore"
 
@@ -178,3 +182,82 @@ def test_a_task_made_smaller_has_the_same_code_and_data(cache: Path) -> None:
     assert parameters[1] < parameters[0] / 4
     assert made.shrink(10_000_000) is None
     assert task(cache, model={"taxon_layers": 1, "features": 4, "heads": 1}).shrink(10) is None
+
+
+# covariates and transforms ----------------------------------------------------------------------------------------
+
+
+def test_a_target_is_transformed_by_the_category_of_each_sample(cache: Path) -> None:
+    made = task(cache, {"target": 1.0}, target_by="kind")
+    library, training = made.library, made.library.training().rows
+    assert library.target is not None
+    kinds, values = np.array(library.metadata["kind"]), np.asarray(library.target.values, dtype=np.float64)
+    expected = np.zeros(len(values))
+    for kind in ("calm", "stirred"):
+        own = values[training][kinds[training] == kind]
+        expected[kinds == kind] = (values[kinds == kind] - own.mean()) / own.std()
+    batch = batch_of(made, [0, 5, 9])
+    assert batch["target"] == pytest.approx(expected[batch["sample"]], rel=1e-9)
+    loss, outputs = loss_of(made, batch)
+    back = made.learnt.scale_back(outputs["target"].detach().numpy(), batch["sample"])[:, 0]
+    error, rows = loss.metrics["target/error"]
+    assert error.item() / float(rows) == pytest.approx(np.abs(back - values[batch["sample"]]).mean(), rel=1e-5)
+    assert np.allclose(made.learnt.scale_back(expected[:, None], np.arange(len(values)))[:, 0], values)
+
+
+@pytest.mark.parametrize("kind", ["add", "concat", "gated"])
+def test_covariates_change_the_target_and_nothing_else(cache: Path, kind: str) -> None:
+    made = task(cache, {"target": 1.0, "distance": 1.0}, {"covariates": kind}, covariates=["kind"])
+    assert made.shape.covariates == 2
+    batch = on_torch(batch_of(made, [0, 1, 2]))
+    assert (batch["covariates"].sum(1) == 1).all()
+    network = made.build().double()
+    one, other = network(batch), network({**batch, "covariates": 1 - batch["covariates"]})
+    assert torch.equal(one["embedding"], other["embedding"])
+    assert (one["target"] - other["target"]).abs().min() > 1e-6
+
+
+def test_covariates_are_numbers_or_levels_of_the_training_samples() -> None:
+    training = np.array([0, 1, 2])
+    age = Covariate.fit("age", ["1", "2", "3", "9"], training, "")
+    assert age.encode(["2", "9"])[:, 0] == pytest.approx([0.0, 7 / np.std([1, 2, 3])])
+    levels = Covariate.fit("age", ["1", "2", "1", "9"], training, "categorical")
+    assert levels.encode(["2", "9"]).tolist() == [[0, 1], [0, 0]]
+    with pytest.raises(DataError, match="is 'x' in all training samples"):
+        Covariate.fit("site", ["x", "x", "x", "y"], training, "")
+    with pytest.raises(DataError, match=r"1 of 3 values \('two'\) of 'age' are not finite numbers"):
+        Covariate.fit("age", ["1", "two", "3", "4"], training, "numeric")
+
+
+def test_a_sample_without_a_covariate_is_refused_or_left_out(tmp_path: Path) -> None:
+    given = {"metadata": changed("age", 2, ""), "target": "state", "covariates": ["age"], "group": "subject"}
+    with pytest.raises(DataError, match=r"1 of 8 samples \('s3'\) have no value of 'age' \[no_covariate\]"):
+        open_library(study(tmp_path, **given))
+    assert len(open_library(study(tmp_path, **given, leave_out=["no_covariate"]))) == 7
+    with pytest.raises(ValueError, match=r"data\.covariates is for the target: set data\.target"):
+        study(tmp_path, covariates=["age"])
+
+
+def test_distances_without_a_maximum_are_learnt_on_a_scale(cache: Path) -> None:
+    made = task(cache, {"distance": 1.0}, metric="aitchison")
+    batch = batch_of(made, [0, 1, 2, 3])
+    loss, outputs = loss_of(made, batch, training=False)
+    training = made.library.training().rows
+    scale = made.learnt.distance_scale
+    assert scale == 1.25 * made.library.distances()[np.ix_(training, training)].max() > 1
+    found = outputs["embedding"].detach().numpy()
+    apart = np.tanh(np.linalg.norm(found[:, None] - found[None], axis=-1) / 10)
+    truth = made.library.distances()[np.ix_(batch["sample"], batch["sample"])]
+    upper = np.triu_indices(4, 1)
+    assert loss.sums["distance"].item() / 4 == pytest.approx(np.square(apart - truth / scale)[upper].mean(), rel=1e-10)
+    total, rows = loss.metrics["distance/error"]
+    assert total.item() / float(rows) == pytest.approx(np.abs(scale * apart - truth)[upper].mean(), rel=1e-10)
+
+
+def test_shannon_diversity_is_learnt_standardised(cache: Path) -> None:
+    made = task(cache, {"shannon": 1.0})
+    values = made.library.diversity("shannon")
+    trained = values[made.library.training().rows]
+    batch = batch_of(made, [0, 1, 2])
+    assert batch["shannon"] == pytest.approx((values[batch["sample"]] - trained.mean()) / trained.std(), rel=1e-5)
+    assert set(loss_of(made, batch)[0].sums) == {"shannon"}

@@ -19,14 +19,17 @@ def embedding_distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features
     return torch.tanh(pairwise_distances(rows, others) / _SCALE)
 
 
-def pair_loss(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tuple[Tensor, dict[str, Any]]:
+def pair_loss(
+    rows: Tensor, all_rows: Tensor, truth: Tensor, first: int, scale: float = 1.0
+) -> tuple[Tensor, dict[str, Any]]:
     """Σ over rows of the mean over all others of the squared error of the distance, and metrics of the pairs.
 
     Args:
         rows: embeddings of some rows, (m, features).
         all_rows: of the global batch, (n, features), these among them.
-        truth: true distances, (m, n).
+        truth: true distances over `scale`, (m, n).
         first: place of the first of these rows among all.
+        scale: of the distances in the metrics.
 
     Returns:
         The sum, and the moments of the pairs' distances, a row counting as the mean over its pairs. With no other row
@@ -38,7 +41,7 @@ def pair_loss(rows: Tensor, all_rows: Tensor, truth: Tensor, first: int) -> tupl
     others = torch.ones_like(predicted).index_put_((own, own + first), predicted.new_zeros(()))
     share = others / max(1, len(all_rows) - 1)
     total = ((predicted - truth).square() * share).sum()
-    return total, moments("distance", predicted.detach(), truth, share, count=len(rows))
+    return total, moments("distance", scale * predicted.detach(), scale * truth, share, count=len(rows))
 
 
 def count_loss(shares: Tensor, counts: Tensor) -> Tensor:  # (rows, taxa), (rows, taxa) -> (rows,)
@@ -65,5 +68,8 @@ def target_loss(made: Tensor, truth: Tensor, config: TargetSettings) -> Tensor: 
         each = F.huber_loss(wide[:, 0], truth, reduction="none", delta=config.huber)
     else:
         error = wide[:, 0] - truth
-        each = error.square() if config.loss == "mse" else error.abs()
+        each = error.abs() if config.loss == "mae" else error.square()
+        if config.loss == "asymmetric":  # twice, so that a half is the squared error
+            low = (error < 0).to(error.dtype)
+            each = 2 * each * (low * config.asymmetry + (1 - low) * (1 - config.asymmetry))
     return (each * known).sum()

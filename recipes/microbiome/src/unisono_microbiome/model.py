@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono_microbiome.nucleotides import MASK, PAD, VOCABULARY
-from unisono_microbiome.settings import ModelSettings
+from unisono_microbiome.settings import DIVERSITIES, ModelSettings
 
 _EPS = 1e-6
 
@@ -31,12 +31,14 @@ class ModelShape:
         longest: taxa that a sample can have.
         length: tokens of a sequence; 0 without DNA.
         outputs: numbers that the target head gives; 0 without.
+        covariates: numbers that the target head is given besides a sample's vector.
     """
 
     taxa: int
     longest: int
     length: int
     outputs: int
+    covariates: int = 0
 
 
 class Attention(nn.Module):
@@ -197,6 +199,24 @@ class Fusion(nn.Module):
         return joined
 
 
+class CovariateFusion(nn.Module):
+    """Combines a sample's covariates with its vector."""
+
+    def __init__(self, kind: str, features: int, covariates: int) -> None:
+        super().__init__()
+        self.covariates = nn.Linear(covariates, features)
+        self.both = None if kind == "add" else nn.Linear(2 * features, features)
+        self._gated = kind == "gated"
+
+    def forward(self, x: Tensor, covariates: Tensor) -> Tensor:  # (rows, features), (rows, covariates)
+        """The same shape as the vectors."""
+        own: Tensor = self.covariates(covariates.to(x.dtype))
+        if self.both is None:
+            return x + own
+        joined: Tensor = self.both(torch.cat([x, own], dim=-1))
+        return x + joined.sigmoid() * own if self._gated else joined
+
+
 class Body(nn.Module):
     """Everything but the target heads: the part that a run can take over from another.
 
@@ -213,7 +233,7 @@ class Body(nn.Module):
         else:
             assert tokens is not None
             self.encoder = SequenceEncoder(config, tokens, "nucleotides" in wanted)
-        samples = bool(wanted & {"distance", "faith_pd", "target"})
+        samples = bool(wanted & {"distance", "target", *DIVERSITIES})
         self.position = nn.Embedding(longest, features) if config.positions == "learned" else None
         self.taxa = self._blocks(config, config.taxon_layers) if samples or "counts" in wanted else None
         self.taxa_norm = nn.LayerNorm(features, eps=_EPS) if self.taxa is not None else None
@@ -266,7 +286,10 @@ class Network(nn.Module):
     def __init__(self, config: ModelSettings, wanted: frozenset[str], shape: ModelShape, tokens: Tensor | None) -> None:
         super().__init__()
         self.body = Body(config, shape.taxa, shape.longest, tokens, wanted)
-        self.faith_pd = nn.Linear(config.features, 1) if "faith_pd" in wanted else None
+        for name in DIVERSITIES:
+            self.add_module(name, nn.Linear(config.features, 1) if name in wanted else None)
+        fused = bool(shape.outputs and shape.covariates)
+        self.fusion = CovariateFusion(config.covariates, config.features, shape.covariates) if fused else None
         self.target = nn.Linear(config.features, shape.outputs) if shape.outputs else None
         self._frozen = config.freeze
         if self._frozen:
@@ -283,22 +306,32 @@ class Network(nn.Module):
         """The outputs for a micro-batch, by name, each with rows as first axis.
 
         Args:
-            batch: `taxa` and `counts`, both (rows, taxa), -1 and 0 where there is none; and, for masked nucleotides,
-                `masked_taxa` (rows, sequences), -1 where there is none, and `masked` (rows, sequences, length).
+            batch: `taxa` and `counts`, both (rows, taxa), -1 and 0 where there is none; `covariates` (rows, numbers)
+                where there are any; and, for masked nucleotides, `masked_taxa` (rows, sequences), -1 where there is
+                none, and `masked` (rows, sequences, length).
         """
         result: dict[str, Tensor] = {}
         if self.body.taxa is not None:
             result |= self.body(batch["taxa"], batch["counts"])
         if "embedding" in result:
-            for name, head in (("faith_pd", self.faith_pd), ("target", self.target)):
-                if head is not None:
+            for name in DIVERSITIES:
+                if (head := getattr(self, name)) is not None:
                     result[name] = head(result["embedding"])
+            if self.target is not None:
+                result["target"] = self.predict_target(result["embedding"], batch)
         if "masked" in batch:
             chosen = batch["masked_taxa"] >= 0
             encoder = self.body.encoder
             assert isinstance(encoder, SequenceEncoder)
             found = encoder.reconstruct(batch["masked_taxa"][chosen], batch["masked"][chosen])
             result["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
+        return result
+
+    def predict_target(self, embedding: Tensor, batch: dict[str, Any]) -> Tensor:
+        """The target head's numbers, (rows, outputs), of vectors of samples, (rows, features), and of a batch."""
+        assert self.target is not None
+        fused = embedding if self.fusion is None else self.fusion(embedding, batch["covariates"])
+        result: Tensor = self.target(fused)
         return result
 
 

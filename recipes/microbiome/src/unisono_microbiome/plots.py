@@ -81,7 +81,7 @@ def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Ar
             vectors = body.vectors(batch["taxa"]).detach().requires_grad_()
             real = batch["taxa"] >= 0
             embedding = body.pool_vectors(vectors, batch["counts"], real)["embedding"]
-            (slope,) = torch.autograd.grad(_attributed_output(model, embedding), vectors)
+            (slope,) = torch.autograd.grad(_attributed_output(model, embedding, batch), vectors)
             effect = (slope * vectors.detach()).sum(-1)
             taxa = predictor.to_library_numbers(batch["taxa"][real].cpu().numpy())
             for total, value in zip(totals, (torch.ones_like(effect), shares.pop(), effect), strict=True):
@@ -93,11 +93,11 @@ def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Ar
     return {"samples": totals[0] / len(drawn), "attention": attention, "gradient": gradient}
 
 
-def _attributed_output(model: Network, embedding: Tensor) -> Tensor:
+def _attributed_output(model: Network, embedding: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The number whose gradient is looked at: of each row its own, added up."""
     if model.target is None:
         return losses.embedding_distances(embedding, embedding.detach()).sum() / max(1, len(embedding) - 1)
-    made: Tensor = model.target(embedding)
+    made = model.predict_target(embedding, batch)
     if made.shape[1] == 1:
         return made.sum()
     return made.gather(1, made.argmax(1, keepdim=True)).sum()

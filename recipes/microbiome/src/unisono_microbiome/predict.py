@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono import ConfigError, DataError, Run, Scaling, generator
 from unisono.recipe_tools import format_examples
 from unisono_microbiome import scoring
+from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study import artifacts
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.task import Microbiome, collate_taxa
@@ -57,7 +58,7 @@ class Predictions:
         embedding: mean over the draws, (n, features).
         distances: between them, (n, n), mean over the draws; None without.
         target: None without.
-        faith_pd: mean over the draws and standard deviation over them, both (n,); None without.
+        diversities: by name, mean over the draws and standard deviation over them, both (n,).
     """
 
     library: Library
@@ -65,7 +66,7 @@ class Predictions:
     embedding: Array
     distances: Array | None
     target: PredictedTarget | None
-    faith_pd: tuple[Array, Array] | None
+    diversities: dict[str, tuple[Array, Array]]
 
 
 @dataclass
@@ -127,6 +128,8 @@ class Predictor:
             seen = [(known[taxa][known[taxa] >= 0], reads[known[taxa] >= 0]) for taxa, reads in seen]
         like = next(self.model.parameters())
         made = {name: torch.as_tensor(value, device=like.device) for name, value in collate_taxa(seen).items()}
+        if self.task.learnt.covariates:
+            made["covariates"] = torch.as_tensor(self.task.learnt.encoded_covariates[list(numbers)], device=like.device)
         return made | {"counts": made["counts"].to(like.dtype)}
 
     def to_library_numbers(self, taxa: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -159,7 +162,7 @@ def predict(
     draws: int = 5,
     micro_batch: int = 8,
     seed: int = 0,
-    baseline: bool = False,
+    baseline: bool = True,
     device: str = "auto",
 ) -> Iterator[str]:
     """Predict samples with a run's newest checkpoint: a table with intervals, the distances, and how good both are.
@@ -172,7 +175,7 @@ def predict(
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
-        baseline: also score random forests, on the model's inputs and on the number of reads only.
+        baseline: also score random forests, on the model's inputs (reads and covariates) and on the number of reads.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
     predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
@@ -194,7 +197,7 @@ def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:
     for draw, batch in predictor.batches(numbers):
         with torch.no_grad():
             outputs = predictor.model(batch)
-        for name in ("embedding", "target", "faith_pd"):
+        for name in ("embedding", "target", *DIVERSITIES):
             if name in outputs:
                 parts.setdefault(name, {}).setdefault(draw, []).append(outputs[name].double())
     if "embedding" not in parts:
@@ -202,18 +205,21 @@ def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:
             f"{predictor.run.folder} was trained without sample vectors, so it cannot predict anything about samples"
         )
     drawn = {name: torch.stack([torch.cat(part) for part in draws.values()]) for name, draws in parts.items()}
-    distances = faith_pd = target = None
+    distances = target = None
     if "distance" in task.weighted_losses:
         each = [losses.embedding_distances(one, one).fill_diagonal_(0) for one in drawn["embedding"]]
-        distances = torch.stack(each).mean(0).cpu().numpy()
-    if "faith_pd" in drawn:
-        values = Scaling(**task.assets["faith_pd"]).inverse(drawn["faith_pd"][..., 0].cpu().numpy())
-        faith_pd = (values.mean(0), values.std(0))
+        distances = task.learnt.distance_scale * torch.stack(each).mean(0).cpu().numpy()
+    diversities = {}
+    for name in DIVERSITIES:
+        if name in drawn:
+            values = Scaling(**task.assets[name]).inverse(drawn[name][..., 0].cpu().numpy())  # type: ignore[literal-required]
+            diversities[name] = values.mean(0), values.std(0)
     if "target" in drawn:
-        is_class = task.assets["target"]["classes"] is not None
-        target = _summarise_target(task, (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy())
+        is_class = task.learnt.target_scaling is None
+        made = (drawn["target"].softmax(-1) if is_class else drawn["target"]).cpu().numpy()
+        target = _summarise_target(task, made, numbers)
     embedding = drawn["embedding"].mean(0).cpu().numpy()
-    return Predictions(predictor.library, numbers, embedding, distances, target, faith_pd)
+    return Predictions(predictor.library, numbers, embedding, distances, target, diversities)
 
 
 def write(predicted: Predictions, path: Path) -> list[Path]:
@@ -228,9 +234,8 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
             columns[target.column] = [target.classes[number] for number in target.mean.argmax(1)]
             for number, label in enumerate(target.classes):
                 columns |= {f"p({label}){end}": list(values[:, number]) for end, values in ends}
-    if predicted.faith_pd is not None:
-        mean, sd = predicted.faith_pd
-        columns |= {"faith_pd": mean, "faith_pd_low": mean - 1.96 * sd, "faith_pd_high": mean + 1.96 * sd}
+    for name, (mean, sd) in predicted.diversities.items():
+        columns |= {name: mean, f"{name}_low": mean - 1.96 * sd, f"{name}_high": mean + 1.96 * sd}
     written = [artifacts.write_metadata(path, columns)]
     if predicted.distances is not None:
         beside = path.with_suffix(f".distances{path.suffix}")
@@ -255,7 +260,8 @@ def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dic
     if predicted.target is not None and library.target is not None:
         made, values = {"target": predicted.target.mean}, library.target.values
         if baseline:
-            made["forest"] = scoring.predict_with_forest(library, scoring.read_shares(library), numbers, seed)
+            seen = np.hstack([scoring.read_shares(library), scoring.read_covariates(library)])
+            made["forest"] = scoring.predict_with_forest(library, seen, numbers, seed)
             made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
         for name, one in made.items():
             if library.target.classes is None:
@@ -273,15 +279,16 @@ def true_distances(library: Library) -> Array | None:
     return None if config.metric == "faith_pd" or without else library.distances()
 
 
-def _summarise_target(task: Microbiome, drawn: Array) -> PredictedTarget:
-    """The target over the draws, (draws, n, outputs)."""
+def _summarise_target(task: Microbiome, drawn: Array, numbers: NDArray[np.int64]) -> PredictedTarget:
+    """The target over the draws, (draws, n, outputs), of these samples."""
     known, config = task.assets["target"], task.config.target
+    assert known is not None
     column, classes = known["column"], known["classes"]
     if classes is not None:
         mean, sd = drawn.mean(0), drawn.std(0)
         low, high = np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1)
         return PredictedTarget(column, classes, mean, low, high, _OVER_DRAWS)
-    values = Scaling(**known["transform"]).inverse(drawn)
+    values = task.learnt.scale_back(drawn, numbers)
     if config.loss == "quantile":
         mean, levels = np.sort(values.mean(0), axis=1), config.quantiles
         covers = f"quantiles {levels[0]:g} to {levels[-1]:g}"

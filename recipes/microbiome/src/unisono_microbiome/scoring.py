@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono_microbiome.study.library import Library
+from unisono_microbiome.targets import encode_covariates, fit_covariates
 
 Array = NDArray[np.float64]
 
@@ -49,6 +50,11 @@ def read_shares(library: Library) -> Array:
     """
     counts = library.rarefied_table.counts.toarray()
     return np.asarray(counts / counts.sum(1, keepdims=True), dtype=np.float64)
+
+
+def read_covariates(library: Library) -> Array:
+    """Covariates as the model is given them, (samples, numbers); no columns without any."""
+    return encode_covariates(fit_covariates(library), library.metadata, len(library))
 
 
 def read_depths(library: Library) -> Array:

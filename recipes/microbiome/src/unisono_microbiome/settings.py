@@ -12,10 +12,16 @@ from unisono import Data, Settings
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
-PairMetric = Literal["unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "bray_curtis", "jaccard"]
+PairMetric = Literal[
+    "unweighted_unifrac", "weighted_unifrac", "weighted_normalized_unifrac", "bray_curtis", "jaccard", "aitchison"
+]  # fmt: skip
 Metric = PairMetric | Literal["faith_pd"]
+DIVERSITIES = ("faith_pd", "shannon")
+"""Losses of numbers that follow from a sample's reads alone."""
 Keep = Literal["abundance", "first", "random"]
-Reason = Literal["empty", "shallow", "no_metadata", "no_group", "no_target", "no_distances", "not_in_tree", "not_dna"]
+Reason = Literal[
+    "empty", "shallow", "no_metadata", "no_group", "no_target", "no_covariate", "no_distances", "not_in_tree", "not_dna"
+]  # fmt: skip
 
 MISSING = (
     "", "na", "n/a", "nan", "null", "not applicable", "not available", "not collected", "not provided", "missing",
@@ -32,6 +38,15 @@ class Samples(Data):
     )
     classes: list[str] | None = Field(
         None, description="classification: classes in this order; null: the sorted values of the column"
+    )
+    target_by: str | None = Field(
+        None,
+        description="column of the metadata, e.g. of body sites: in a regression, each of its categories has a "
+        "transform (task.target.transform) of its own; null: one transform",
+    )
+    covariates: list[str] = Field(
+        [],
+        description="columns of the metadata, numbers or categories, that the target's head and the forests are given",
     )
     group: str | None = Field(
         None,
@@ -59,7 +74,8 @@ class Samples(Data):
     leave_out: list[Reason] = Field(
         [],
         description="skip these samples and taxa instead of raising an error: samples that are empty, shallow (fewer "
-        "reads than rarefy), with no_metadata, no_group, no_target, no_distances; taxa not_in_tree, not_dna",
+        "reads than rarefy), with no_metadata, no_group, no_target, no_covariate, no_distances; taxa not_in_tree, "
+        "not_dna",
     )
     missing: list[str] = Field(list(MISSING), description="metadata values that mean missing, in upper or lower case")
     cache: Path | None = Field(
@@ -76,6 +92,11 @@ class Samples(Data):
             )
         if self.distances_of == "rarefied" and self.rarefy is None:
             raise ValueError("data.distances_of=rarefied needs data.rarefy: how many reads of each sample are drawn")
+        if self.target is None and (self.covariates or self.target_by is not None):
+            name = "covariates" if self.covariates else "target_by"
+            raise ValueError(f"data.{name} is for the target: set data.target, or leave it out")
+        if self.target in self.covariates or len(set(self.covariates)) != len(self.covariates):
+            raise ValueError("data.covariates names the target, or a column twice")
         if self.classes is not None and len(set(self.classes)) != len(self.classes):
             raise ValueError("data.classes names a class twice")
         return self
@@ -141,6 +162,11 @@ class ModelSettings(Settings):
     counts: Literal["none", "add", "concat", "film"] = Field(
         "add", description="how log(1 + count) is combined with the vector of a taxon"
     )
+    covariates: Literal["add", "concat", "gated"] = Field(
+        "add",
+        description="how data.covariates join the vector of a sample, for the target: added, both mapped to a vector, "
+        "or added by as much as a gate of both lets through",
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="dropout on the residual branches; it biases distances, so use 0 with task.weights.distance"
     )
@@ -167,7 +193,7 @@ class ModelSettings(Settings):
     @property
     def body(self) -> dict[str, object]:
         """The settings that two models must share for one to take over the other's encoder."""
-        own = {"chunk", "recompute", "from_run", "freeze", "dropout"}
+        own = {"chunk", "recompute", "from_run", "freeze", "dropout", "covariates"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in own}
 
 
@@ -183,6 +209,9 @@ class LossWeights(Settings):
     )
     faith_pd: NonNegativeFloat = Field(
         0.0, description="weight of the squared error of Faith's phylogenetic diversity, standardised"
+    )
+    shannon: NonNegativeFloat = Field(
+        0.0, description="weight of the squared error of the Shannon diversity (in bits), standardised"
     )
     target: NonNegativeFloat = Field(0.0, description="weight of the loss of the column data.target")
 
@@ -206,7 +235,12 @@ class Masking(Settings):
 class TargetSettings(Settings):
     """Loss of the target head: cross-entropy for classes; for numbers, as chosen here."""
 
-    loss: Literal["mse", "mae", "huber", "quantile"] = Field("mse", description="loss of a regression")
+    loss: Literal["mse", "mae", "huber", "quantile", "asymmetric"] = Field(
+        "mse", description="loss of a regression; asymmetric: squared error, weighted by its sign (an expectile)"
+    )
+    asymmetry: Share = Field(
+        0.5, description="loss=asymmetric: weight of predictions that are too low; those too high weigh 1 - asymmetry"
+    )
     huber: PositiveFloat = Field(
         1.0, description="loss=huber: error above which it grows linearly, after the transform"
     )

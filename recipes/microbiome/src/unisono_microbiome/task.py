@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict
 
 from unisono import (
     Batch,
     ConfigError,
     Context,
-    DataError,
     Loss,
     SampleContext,
     Scaling,
@@ -33,8 +31,12 @@ from unisono import (
     summarise_moments,
 )
 from unisono_microbiome import nucleotides, rarefy, settings
+from unisono_microbiome.assets import FILE, Assets
+from unisono_microbiome.learnt import LearntValues
+from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study.library import Library, open_library
 from unisono_microbiome.study.library import SampleRecord as Record
+from unisono_microbiome.targets import describe_scaling
 
 if TYPE_CHECKING:
     import torch
@@ -43,37 +45,8 @@ if TYPE_CHECKING:
     from unisono_microbiome.model import ModelShape, Network
 
 log = logging.getLogger(__name__)
-ASSETS = "microbiome.json"
 TaxaAndReads = tuple[NDArray[np.int64], NDArray[np.int64]]  # taxa, and reads of each
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
-
-
-class _Scaling(TypedDict):
-    kind: str
-    shift: float
-    scale: float
-
-
-class _Target(TypedDict):
-    column: str
-    classes: list[str] | None
-    transform: _Scaling | None
-
-
-class _Shape(TypedDict):
-    taxa: int
-    longest: int
-    length: int
-    outputs: int
-
-
-class Assets(TypedDict):
-    """What is saved with a run."""
-
-    shape: _Shape
-    taxa: list[str]
-    faith_pd: _Scaling | None
-    target: _Target | None
 
 
 @dataclass(frozen=True)
@@ -99,8 +72,8 @@ class Microbiome(Task):
     """Encodes samples as vectors that predict the distances between them, and everything else with a weight.
 
     The loss has a term for each of `task.weights` that is not 0, with its own count: `nucleotides` (masked ones, in
-    nats), `counts` (taxa), `distance` (rows, the sum of each being the mean over its pairs), `faith_pd` and `target`
-    (rows).
+    nats), `counts` (taxa), `distance` (rows, the sum of each being the mean over its pairs), `faith_pd`, `shannon` and
+    `target` (rows).
     """
 
     Config = settings.MicrobiomeConfig
@@ -118,7 +91,7 @@ class Microbiome(Task):
 
     def setup(self) -> None:
         """Read and compute what samples share."""
-        _ = self._tokens, self._faith, self._targets
+        self._compute_shared()
 
     def data(self) -> Subset:
         """The samples to train on; of a trained run, of a table that its model can read."""
@@ -157,10 +130,15 @@ class Microbiome(Task):
         """A micro-batch: `taxa` and `counts`, both (rows, taxa), the numbers of the samples, and what is learnt."""
         numbers = np.array([sample.record.number for sample in samples], dtype=np.int64)
         batch: Batch = {"sample": numbers, **collate_taxa([(sample.taxa, sample.counts) for sample in samples])}
-        if "faith_pd" in self._weights:
-            batch["faith_pd"] = self._faith[0][numbers].astype(np.float32)
+        for name, (values, _) in self.learnt.diversities.items():
+            batch[name] = values[numbers].astype(np.float32)
         if "target" in self._weights:
-            batch["target"] = self._targets[0][numbers]
+            batch["target"] = self.learnt.targets[numbers]
+            if self.learnt.covariates:
+                batch["covariates"] = self.learnt.encoded_covariates[numbers]
+            if self.data_config.target_by is not None and self.learnt.target_scaling is not None:
+                each = self.learnt.target_scaling.select(self.learnt.categories(numbers))
+                batch["target_scaling"] = np.stack([each.shift, each.scale], axis=1).astype(np.float32)
         if "nucleotides" in self._weights:
             most = max(1, max(len(sample.masked_taxa) for sample in samples))
             length = self.shape.length
@@ -174,7 +152,7 @@ class Microbiome(Task):
     def counts(self, batch: Batch) -> dict[str, float]:
         """What each term counts."""
         rows = float(len(batch["sample"]))
-        counted = {"distance": rows, "faith_pd": rows, "counts": float((batch["counts"] > 0).sum())}
+        counted = {"distance": rows, **dict.fromkeys(DIVERSITIES, rows), "counts": float((batch["counts"] > 0).sum())}
         if "nucleotides" in self._weights:
             counted["nucleotides"] = float(batch["masked"].sum())
         if "target" in self._weights:
@@ -277,23 +255,24 @@ class Microbiome(Task):
             assert whole is not None
             truth = self._truth(batch["sample"].device)[batch["sample"][:, None], whole.batch["sample"]]
             sums["distance"], found = losses.pair_loss(
-                outputs["embedding"], whole.outputs["embedding"], truth, whole.first
+                outputs["embedding"], whole.outputs["embedding"], truth, whole.first, self.learnt.distance_scale
             )
             metrics |= found
-        if "faith_pd" in self._weights:
-            made = outputs["faith_pd"][:, 0]
-            sums["faith_pd"] = (made - batch["faith_pd"].to(made.dtype)).square().sum()
-            transform = self._faith[1]
-            metrics |= _moments("faith_pd", transform.inverse(made.detach()), transform.inverse(batch["faith_pd"]))
+        for name, (_, transform) in self.learnt.diversities.items():
+            made = outputs[name][:, 0]
+            sums[name] = (made - batch[name].to(made.dtype)).square().sum()
+            metrics |= _moments(name, transform.inverse(made.detach()), transform.inverse(batch[name]))
         if "target" in self._weights:
             made, truth = outputs["target"], batch["target"]
             sums["target"] = losses.target_loss(made, truth, self.config.target)
             if not truth.is_floating_point():
                 metrics["target/accuracy"] = ((made.argmax(1) == truth).sum(), (truth >= 0).sum())
             else:
-                assert self._targets[1] is not None
-                middle = self.shape.outputs // 2
-                back = self._targets[1].inverse
+                assert self.learnt.target_scaling is not None
+                middle, scaling = self.shape.outputs // 2, self.learnt.target_scaling.overall
+                if "target_scaling" in batch:
+                    scaling = Scaling(scaling.kind, *batch["target_scaling"].unbind(1))
+                back = scaling.inverse
                 metrics |= _moments("target", back(made.detach()[:, middle]), back(truth))
         if context.training:  # the moments are for the summary of held-out rows
             metrics = {name: pair for name, pair in metrics.items() if name.endswith(("error", "accuracy"))}
@@ -323,37 +302,48 @@ class Microbiome(Task):
         self.library.check()
         if "distance" in weights:
             self.library.distances()
-        _ = self._tokens, self._faith, self._targets
+        self._compute_shared()
+
+    def _compute_shared(self) -> None:
+        _ = self._tokens, self.learnt.diversities, self.learnt.targets, self.learnt.encoded_covariates
 
     def facts(self) -> dict[str, Any]:
         """Sizes, and how targets are transformed."""
         facts = self.library.facts()
-        if "target" in self._weights and self._targets[1] is not None:
-            facts["target_transform"] = asdict(self._targets[1])
+        if self.learnt.target_scaling is not None:
+            facts["target_transform"] = describe_scaling(self.learnt.target_scaling)
+        if self.learnt.covariates:
+            facts["covariates"] = {one.name: one.levels or "numbers" for one in self.learnt.covariates}
         return facts
 
     def save_assets(self, directory: Path) -> None:
         """What a reader needs besides the weights: sizes, transforms and classes, and the taxa of the training."""
-        target, transform = self.library.target, self._targets[1]
-        assets = {
+        target, scaling = self.library.target, self.learnt.target_scaling
+        fitted = {name: asdict(transform) for name, (_, transform) in self.learnt.diversities.items()}
+        assets: dict[str, Any] = {
             "shape": asdict(self.shape),
             "taxa": self.library.taxa,
-            "faith_pd": asdict(self._faith[1]) if "faith_pd" in self._weights else None,
+            "faith_pd": fitted.get("faith_pd"),
+            "shannon": fitted.get("shannon"),
             "target": None,
+            "covariates": [asdict(one) for one in self.learnt.covariates],
+            "distance_scale": self.learnt.distance_scale,
         }
         if "target" in self._weights and target is not None:
+            categories = {} if scaling is None else {name: asdict(one) for name, one in scaling.categories.items()}
             assets["target"] = {
-                "column": self.data_config.target,
+                "column": target.name,
                 "classes": target.classes,
-                "transform": None if transform is None else asdict(transform),
+                "transform": None if scaling is None else asdict(scaling.overall),
+                "categories": categories,
             }
-        (directory / ASSETS).write_text(json.dumps(assets), encoding="utf-8")
+        (directory / FILE).write_text(json.dumps(assets), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
         """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
         from unisono_microbiome.model import ModelShape
 
-        self.assets: dict[str, Any] = read_asset(directory, ASSETS, Assets)
+        self.assets: Assets = read_asset(directory, FILE, Assets)
         self._of_run = self.assets
         self.shape = ModelShape(**self.assets["shape"])
         self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
@@ -392,13 +382,15 @@ class Microbiome(Task):
         longest = int(np.diff(library.counts.indptr).max())
         length = 0 if encoder == "taxon" else 1 + max(map(len, library.dna()))
         if self.model_config.from_run is not None:
-            length = read_asset(self.model_config.from_run / "assets", ASSETS, Assets)["shape"]["length"]
+            length = read_asset(self.model_config.from_run / "assets", FILE, Assets)["shape"]["length"]
         outputs = 0
         if "target" in self._weights:
             assert library.target is not None
             few = len(self.config.target.quantiles) if self.config.target.loss == "quantile" else 1
             outputs = few if library.target.classes is None else len(library.target.classes)
-        return ModelShape(len(library.taxa), min(longest, self.data_config.max_taxa or longest), length, outputs)
+        covariates = sum(one.width for one in self.learnt.covariates)
+        most = min(longest, self.data_config.max_taxa or longest)
+        return ModelShape(len(library.taxa), most, length, outputs, covariates)
 
     @cached_property
     def _weights(self) -> dict[str, float]:
@@ -413,46 +405,17 @@ class Microbiome(Task):
         return nucleotides.encode(self.library.dna(), self.shape.length)
 
     @cached_property
-    def _faith(self) -> tuple[NDArray[np.float64], Scaling]:
-        """Faith's diversity of every sample, standardised, (samples,), and how."""
-        if "faith_pd" not in self._weights:
-            return np.zeros(0), Scaling("none")
-        values = self.library.faith_pd()
-        if known := self._of_run.get("faith_pd"):
-            transform = Scaling(**known)
-        else:
-            transform = Scaling.fit("zscore", values[self.library.training().rows], "Faith's PD")
-        return transform(values), transform
-
-    @cached_property
-    def _targets(self) -> tuple[NDArray[Any], Scaling | None]:
-        """The target of every sample, (samples,): transformed, NaN for none, or a class, -1 for none; and how."""
-        target = self.library.target
-        if target is None or "target" not in self._weights:
-            return np.zeros(0), None
-        if target.classes is not None:
-            return np.asarray(target.values, dtype=np.int64), None
-        values, name = np.asarray(target.values, dtype=np.float64), f"'{self.data_config.target}'"
-        hint = "; set task.target.transform=zscore"
-        if known := self._of_run.get("target"):
-            transform = Scaling(**known["transform"])
-        else:
-            transform = Scaling.fit(self.config.target.transform, values[self.library.training().rows], name, hint)
-        made = transform(values)
-        if (bad := np.flatnonzero(~np.isfinite(made) & ~np.isnan(values))).size:
-            sample = self.library.samples[bad[0]]
-            raise DataError(
-                f"{name} of the held-out sample '{sample}' is {values[bad[0]]:g}, which has no logarithm of 1 + it; "
-                "set task.target.transform=zscore"
-            )
-        return made, transform
+    def learnt(self) -> LearntValues:
+        """What is learnt of each sample besides distances and sequences."""
+        kind = self.config.target.transform
+        return LearntValues(self.library, self.weighted_losses, kind, dict(self._of_run))
 
     def _truth(self, device: torch.device) -> Tensor:
         """True distances on a device, (samples, samples)."""
         if self._distances is None or self._distances.device != device:
             import torch
 
-            found = torch.from_numpy(self.library.distances())
+            found = torch.from_numpy(self.library.distances() / self.learnt.distance_scale)
             self._distances = found.to(device, torch.float32 if device.type == "mps" else None)
         return self._distances
 

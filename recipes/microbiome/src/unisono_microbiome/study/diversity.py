@@ -33,7 +33,7 @@ def pairwise_distances(
     """Distances between all pairs of non-empty samples, (samples, samples) float64, symmetric, with a diagonal of 0.
 
     Bray-Curtis is of the shares of the reads, so that it compares compositions and not depths; Jaccard, as unweighted
-    UniFrac, is of presence alone.
+    UniFrac, is of presence alone. Aitchison's is the Euclidean one of centred log-ratios of the reads plus 1.
 
     Raises:
         ConfigError: for UniFrac without a tree.
@@ -47,6 +47,14 @@ def faith_pd(table: CountTable, tree: Tree | None, cache: Path | None) -> NDArra
     """Branch length from a sample's taxa to the root, (samples,) float64; errors as of `pairwise_distances`."""
     shape = (len(table.samples),)
     return _compute_cached("faith_pd", table, tree, cache, shape, lambda: _compute_faith_pd(table, tree))
+
+
+def shannon(table: CountTable) -> NDArray[np.float64]:
+    """Shannon diversity of each sample in bits, (samples,) float64."""
+    counts, depths = table.counts, table.depths
+    shares = counts.data / np.repeat(depths, np.diff(counts.indptr))
+    rows = np.repeat(np.arange(len(depths)), np.diff(counts.indptr))
+    return np.asarray(np.bincount(rows, -shares * np.log2(shares), len(depths)), dtype=np.float64)
 
 
 def rarefy_once(table: CountTable, depth: int) -> CountTable:
@@ -71,6 +79,10 @@ def _compute_distances(metric: PairMetric, table: CountTable, tree: Tree | None)
         found = beta_diversity("braycurtis", counts / counts.sum(axis=1, keepdims=True), table.samples)
     elif metric == "jaccard":
         found = beta_diversity("jaccard", counts > 0, table.samples)
+    elif metric == "aitchison":
+        from skbio.stats.composition import clr
+
+        found = beta_diversity("euclidean", clr(counts + 1.0), table.samples, validate=False)
     else:
         normalised = {"normalized": metric == "weighted_normalized_unifrac"} if metric.startswith("weighted") else {}
         name = "weighted_unifrac" if normalised else metric

@@ -24,7 +24,6 @@ from unisono_microbiome.study.table import CountTable
 from unisono_microbiome.study.tree import Tree
 
 KeptIndices = NDArray[np.bool_]
-_NEEDED: tuple[tuple[Reason, str], ...] = (("no_group", "group"), ("no_target", "target"))
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,10 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
         leave_out("shallow", table.depths < config.rarefy, f"have fewer reads than data.rarefy={config.rarefy}")
     if known is not None:
         leave_out_absent("no_metadata", known.ids, f"{known.path} (data.metadata)", "; choose data.id_column")
-        for reason, setting in _NEEDED:
-            if (name := getattr(config, setting)) is not None:
-                none = metadata_.is_missing(known.column(name, f"data.{setting}"), config.missing)
-                lacking = {known.ids[row] for row in np.flatnonzero(none)}
-                leave_out(reason, [sample in lacking for sample in names], f"have no value of '{name}'")
+        for reason, key, name in _list_columns(config):
+            none = metadata_.is_missing(known.column(name, key), config.missing)
+            lacking = {known.ids[row] for row in np.flatnonzero(none)}
+            leave_out(reason, [sample in lacking for sample in names], f"have no value of '{name}'")
     matrix = load_matrix(config)
     if matrix is not None and matrix.ids is not None:
         leave_out_absent("no_distances", matrix.ids, str(matrix))
@@ -157,13 +155,23 @@ def _keep_samples(config: Study, table: CountTable, known: Metadata | None, filt
 
 
 def _read_metadata(config: Study) -> Metadata | None:
-    named = {key: name for _, key in reversed(_NEEDED) if (name := getattr(config, key)) is not None}
+    columns = _list_columns(config)
     if config.metadata is None:
-        for key, name in named.items():
-            raise ConfigError(f"data.{key}={name} is a column of the metadata: set data.metadata")
+        for _, key, name in reversed(columns):
+            raise ConfigError(f"{key}={name} is a column of the metadata: set data.metadata")
         return None
     strip = config.white_space == "strip"
-    found = metadata_.read_metadata(config.metadata, "data.metadata", config.id_column, strip, list(named.values()))
-    for key, name in named.items():
-        found.column(name, f"data.{key}")
+    used = [name for _, _, name in reversed(columns)]
+    found = metadata_.read_metadata(config.metadata, "data.metadata", config.id_column, strip, used)
+    for _, key, name in reversed(columns):
+        found.column(name, key)
     return found
+
+
+def _list_columns(config: Study) -> list[tuple[Reason, str, str]]:
+    """The columns of the metadata that are needed: why a sample without a value is left out, the setting, its name."""
+    single: tuple[tuple[Reason, str], ...] = (
+        ("no_group", "group"), ("no_target", "target"), ("no_covariate", "target_by"),
+    )  # fmt: skip
+    found = [(reason, f"data.{key}", name) for reason, key in single if (name := getattr(config, key)) is not None]
+    return [*found, *(("no_covariate", "data.covariates", name) for name in config.covariates)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def open_library(config: Study | Simulated) -> Library:
     groups = list(table.samples) if config.group is None else columns[config.group]
     library = Library(
         config, table.samples, table.taxa, table.counts, kept.sequences, columns, taxonomy, target, groups,
-        kept.left_out, kept.rows,
+        kept.left_out, kept.rows, kept.types,
     )  # fmt: skip
     library.check_split()
     return library
@@ -92,6 +92,7 @@ class Library:
         groups: name of each sample's group.
         left_out: ids of what is left out, by reason.
         rows: of the samples in the file of the table, (samples,).
+        types: numeric or categorical, of the columns of the metadata of which QIIME 2 says it.
     """
 
     config: Study
@@ -105,6 +106,7 @@ class Library:
     groups: list[str]
     left_out: dict[str, list[str]]
     rows: Numbers
+    types: dict[str, str] = field(default_factory=dict)
 
     # samples ----------------------------------------------------------------------------------------------------
 
@@ -161,9 +163,16 @@ class Library:
                 )
         return self._distances[metric]
 
-    def faith_pd(self) -> NDArray[np.float64]:
-        """Faith's phylogenetic diversity of each sample, (samples,) float64; errors as of `distances`."""
+    def diversity(self, name: str) -> NDArray[np.float64]:
+        """One of `settings.DIVERSITIES` of each sample, (samples,) float64; errors as of `distances`."""
+        if name == "shannon":
+            return diversity.shannon(self._distance_table)
         return diversity.faith_pd(self._distance_table, self.tree, self.config.cache)
+
+    @property
+    def categories(self) -> list[str] | None:
+        """The category of each sample by which its target is transformed; None where all are alike."""
+        return None if self.config.target_by is None else self.metadata[self.config.target_by]
 
     @cached_property
     def tree(self) -> Tree | None:
@@ -248,10 +257,12 @@ class Library:
     def fingerprint(self) -> str:
         """A digest of the samples and of what is learnt from them, in hex."""
         config, table = self.config, self._table.digest
+        more = [self.config.target_by, *self.config.covariates]
+        columns = [[name, self.metadata[name]] for name in more if name is not None]
         target = None if self.target is None else [self.target.kind, self.target.classes, self.target.values.tolist()]
         sources = [None if found is None else found.digest for found in (self.tree, self._matrix)]
         depth = config.rarefy if config.distances_of == "rarefied" else None
-        decisive = [table, self.sequences, target, sources, config.metric, depth]
+        decisive = [table, self.sequences, target, sources, config.metric, depth, *columns]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
     @cached_property

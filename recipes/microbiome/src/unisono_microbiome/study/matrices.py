@@ -32,10 +32,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "weighted_normalized_unifrac": ("weighted_normalized_unifrac", "weighted_normalized"),
     "bray_curtis": ("bray_curtis", "braycurtis"),
     "jaccard": ("jaccard",),
+    "aitchison": ("aitchison",),
 }
 """What arrays of each metric are called."""
 
-BOUNDED = frozenset(NAMES) - {"weighted_unifrac"}
+BOUNDED = frozenset(NAMES) - {"weighted_unifrac", "aitchison"}
 """Metrics that are never above 1."""
 
 _ID_NAMES = ("sample_ids", "ids", "order", "samples")

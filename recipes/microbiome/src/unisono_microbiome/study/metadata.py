@@ -133,7 +133,7 @@ def parse_target(
         DataError: for values that are not numbers in a regression, not finite, all the same, or of no known class.
     """
     named = [f"{value} of {sample}" for value, sample in zip(values, samples, strict=True)]
-    numbers = [_parse_number(value) for value in values]
+    numbers = [parse_number(value) for value in values]
     if kind == "auto" and classes is not None:
         kind = "classification"
     elif kind == "auto":  # one typing error must not make classes of numbers, so a mixture is neither
@@ -183,7 +183,8 @@ def is_missing(values: Sequence[str], markers: Sequence[str]) -> NDArray[np.bool
     return np.array([value.strip().lower() in known for value in values], dtype=bool)
 
 
-def _parse_number(value: str) -> float | None:
+def parse_number(value: str) -> float | None:
+    """The number that a value is; None for a text."""
     try:
         return float(value)
     except ValueError:
