@@ -15,9 +15,9 @@ from unisono.config import foreign_run
 from unisono.data import ledger
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, DataError
+from unisono.runtime.text_table import format_table
 from unisono.runtime.untrusted import safe_paths
 from unisono_sweeps import search
-from unisono_sweeps.text_table import format_table
 
 
 @pytest.mark.parametrize(

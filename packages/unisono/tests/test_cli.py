@@ -215,8 +215,8 @@ def test_check_says_what_would_run_and_leaves_nothing_behind(unisono: Command, h
     assert code == 0
     assert told.splitlines() == [
         f"{SPIRALS} can run: 1 × cpu, single, fp32", "  rows: 2000", "  held_out: 500", "  steps: 3",
-        "  parameters: 4,417", "    adamw, lr 0.0003, weight decay 0.01: 4,288 parameters in *.weight",
-        "    adamw, lr 0.0003, weight decay 0: 129 parameters in *.bias", "  run: runs/a",
+        "  parameters: 4,417", "  adamw, lr 0.0003, weight decay 0.01: 4,288 parameters in *.weight",
+        "  adamw, lr 0.0003, weight decay 0: 129 parameters in *.bias", "  run: runs/a",
     ]  # fmt: skip
     assert list(here.iterdir()) == []
 

@@ -158,7 +158,7 @@ def test_list_shows_the_state_and_the_progress_of_every_run_the_newest_first(uni
 def test_describe_takes_a_run_as_it_takes_its_task(unisono: Command) -> None:
     code, said, errors = unisono("describe", started(unisono, "task.features=5"))
     assert (code, errors) == (0, "")
-    assert said.splitlines()[0].split() == ["layer", "kind", "shapes", "parameters"]
+    assert said.splitlines()[0].split() == ["layer", "kind", "parameters", "shapes"]
     assert said == unisono("describe", LINEAR, "task.features=5")[1]
 
 

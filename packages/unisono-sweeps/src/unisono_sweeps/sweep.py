@@ -12,16 +12,17 @@ from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.run import Run
 from unisono.launch import run_directory
 from unisono.launch.launcher import Ended, Job, Launcher, describe_job
-from unisono.runtime.console import say
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_bytes, one_line
+from unisono.runtime.text_table import format_table
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, list_variants, shorten_keys
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
 from unisono_sweeps.settings import SweepSettings
-from unisono_sweeps.text_table import format_number, format_seconds, format_table
+from unisono_sweeps.text_table import format_number, format_seconds
 
 _LONGEST_SENTENCE = 600  # characters of an error that are shown
 
@@ -156,7 +157,7 @@ def describe_plan(sweep: Sweep, planned: Sequence[PlannedRun]) -> list[str]:
             format_bytes(estimate.disk) if estimate else "–",
         ])  # fmt: skip
     head = [*(short[key] for key in keys), "state", "steps", "parameters", "FLOPs", "time", "disk"]
-    lines = format_table(head, rows, left=len(keys) + 1)
+    lines = format_table(head, rows, left=len(keys) + 1, width=terminal_width())
     estimates = [run.estimate for run in planned if run.estimate is not None]
     summary = f"{_count(len(planned), 'run')} in {sweep.folder}"
     if estimates:

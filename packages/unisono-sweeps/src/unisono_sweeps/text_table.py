@@ -1,27 +1,6 @@
-"""Tables for the terminal: columns as wide as what is in them, numbers to the right."""
+"""Numbers and durations in tables and reports."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-from unisono.runtime.text import one_line
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """The lines of a table; the first `left` columns are texts.
-
-    >>> format_table(["run", "loss"], [["a", "1.5"], ["longer", "10.25"]])
-    ['run      loss', 'a         1.5', 'longer  10.25']
-    """
-    head, rows = [one_line(cell) for cell in head], [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *rows]
-    ]
 
 
 def format_number(value: float | None) -> str:

@@ -101,11 +101,11 @@ def test_a_jax_model_is_checked_by_its_shapes() -> None:
 def test_layers_are_described_with_shapes_and_parameters_and_repeated_blocks_once() -> None:
     lines = list(describe_model(Fitting(), configuration()))
     assert [line.split() for line in lines] == [
-        ["layer", "kind", "shapes", "parameters"],
-        ["0", "Linear", "8×3,", "8", "32"],
-        ["1", "BatchNorm1d", "8,", "8", "16"],
-        ["3", "…", "5.0", "Linear", "8×8,", "8", "216"],
-        ["6", "Linear", "1×8,", "1", "9"],
+        ["layer", "kind", "parameters", "shapes"],
+        ["0", "Linear", "32", "8×3,", "8"],
+        ["1", "BatchNorm1d", "16", "8,", "8"],
+        ["3", "…", "5.0", "Linear", "216", "8×8,", "8"],
+        ["6", "Linear", "9", "1×8,", "1"],
         ["273", "parameters,", "273", "trained"],
     ]
     assert "4 parameters, 4 trained" in list(

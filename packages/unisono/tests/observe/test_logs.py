@@ -82,3 +82,18 @@ def test_stopping_leaves_the_logger_as_it_was_even_if_nothing_was_started(tmp_pa
         assert (logger.level, logger.propagate, logger.handlers) == before
     finally:
         logger.removeHandler(own)
+
+
+def test_in_a_proof_each_warning_of_rank_0_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("unisono")
+    before, propagated = list(logger.handlers), logger.propagate
+    try:
+        logs.warn_once(ProcessInfo(rank=1, world_size=2))
+        logger.warning("of rank 1")
+        assert capsys.readouterr().err == ""
+        logs.warn_once(ProcessInfo())
+        for text in ("one", "two", "one"):
+            logger.warning(text)
+        assert capsys.readouterr().err == "WARNING: one\nWARNING: two\n"
+    finally:
+        logger.handlers, logger.propagate = before, propagated

@@ -89,7 +89,7 @@ def generate(
     if stream:
         shown = _Shown(tokenizer, ends, stops)
         if template is None:
-            say(prompts[0], end="")
+            say(prompts[0], end="", verbatim=True)
         writer.write(encoded, shown)
         return None
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number]))  # little padding
@@ -185,7 +185,7 @@ class _Shown:
 
     def _show(self, text: str) -> None:
         if len(text) > len(self._shown):
-            say(text[len(self._shown) :], end="")
+            say(text[len(self._shown) :], end="", verbatim=True)
             self._shown = text
 
 

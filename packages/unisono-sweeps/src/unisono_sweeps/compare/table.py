@@ -24,7 +24,13 @@ from unisono.supervise import run_status
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps.axes import SEED
 
-_UNTOLD = ("run.name", "run.dir", "run.resume", "run.stop_after")  # differences that say nothing of a run
+_UNTOLD = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.stop_after",
+    "observe.progress",
+)  # differences that say nothing of a run
 _ABOUT_TIME = ("step", "eval", "rows", "seconds")
 # Student's t for 95 % by degrees of freedom, from 1; beyond, the normal distribution's 1.96 is 2 % away at most.
 _STUDENT_T = (

@@ -12,14 +12,15 @@ from pyarrow import parquet
 from pydantic import Field
 
 from unisono.config.schema import Settings
-from unisono.runtime.console import say
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
+from unisono.runtime.text_table import format_table
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw, fit_power_law
 from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs, metric_names
-from unisono_sweeps.text_table import format_number, format_table
+from unisono_sweeps.text_table import format_number
 
 _MOST_SHOWN = 40  # characters of a text in the table
 
@@ -49,7 +50,13 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, out / "runs.parquet")
     shown = aggregate_seeds(table, keys) if SEED in keys else table
-    say("\n".join(format_rows(shown, [key for key in keys if key in shown.column_names], metric, settings.mode)))
+    say(
+        "\n".join(
+            format_rows(
+                shown, [key for key in keys if key in shown.column_names], metric, settings.mode, terminal_width()
+            )
+        )
+    )
     for run in runs:
         if run.state != "finished":
             why = f": {one_line(run.why)}" if run.why else ""
@@ -68,8 +75,8 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
     say(f"\n{out / 'runs.parquet'}, {', '.join(path.name for path in drawn)}")
 
 
-def format_rows(table: pa.Table, keys: Sequence[str], metric: str, mode: str) -> list[str]:
-    """The lines of a table for the terminal, the best run first."""
+def format_rows(table: pa.Table, keys: Sequence[str], metric: str, mode: str, width: int | None = None) -> list[str]:
+    """The lines of a table for a terminal of `width`, the best run first."""
     wanted = dict.fromkeys(["steps", "loss", "best_loss", metric, "seconds", "flops", "memory_gb", "parameters"])
     columns = [name for name in wanted if name in table.column_names]
     rows = table.to_pylist()
@@ -87,7 +94,7 @@ def format_rows(table: pa.Table, keys: Sequence[str], metric: str, mode: str) ->
             cells.append(format_number(row[name]) + (f" ± {spread:.2g}" if spread else ""))
         lines.append(cells)
     head = [*first, *(short[key] for key in keys), *(["runs"] if aggregated else []), *columns]
-    return format_table(head, lines, left=len(first) or 1)
+    return format_table(head, lines, left=len(first) or 1, width=width)
 
 
 def _fit(table: pa.Table, column: str, metric: str) -> PowerLaw:

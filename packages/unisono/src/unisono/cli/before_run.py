@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.runtime.collector import paused_collector
-from unisono.runtime.console import say
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_value
 
@@ -39,7 +39,7 @@ def check(parsed: argparse.Namespace) -> int:
     if model.parameters is not None:
         say(f"  parameters: {model.parameters:,}")
     for line in model.updates:
-        say(f"    {line}")
+        say(f"  {line}")
     for what in model.unchecked:
         say(f"  not checked: {what}")
     for warning in (*model.warnings, *find_data_warnings(task)):
@@ -108,7 +108,7 @@ def print_config(parsed: argparse.Namespace) -> int:
         from unisono.task_config import find_groups
 
         parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-        say(json.dumps(json_schema.build_schema(find_groups(parsed.composed)), indent=1))
+        say(json.dumps(json_schema.build_schema(find_groups(parsed.composed)), indent=1), verbatim=True)
         return 0
     incomplete: MissingKeysError | None = None
     try:
@@ -120,9 +120,10 @@ def print_config(parsed: argparse.Namespace) -> int:
         for key, value in fingerprint.flatten(values).items()
     ]
     lines += [(f"{key}: missing", "has no default") for key in (incomplete.keys if incomplete else ())]
-    width = min(60, max(len(text) for text, _ in lines))
+    width, limit = min(60, max(len(text) for text, _ in lines)), terminal_width()
     for text, origin in lines:
-        say(f"{text:<{width}}  # {origin}")
+        beside = f"{text:<{width}}  # {origin}"
+        say(beside if limit is None or len(beside) <= limit else f"{text}\n  # {origin}", verbatim=True)
     if incomplete is not None:
         raise incomplete
     return 0

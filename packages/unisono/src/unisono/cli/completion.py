@@ -62,7 +62,7 @@ def _print_code(parsed: argparse.Namespace) -> int:
     from unisono.runtime.entry_points import import_extra
 
     argcomplete = import_extra("argcomplete", "completion", "shell completion")
-    say(argcomplete.shellcode(["unisono"], shell=parsed.shell))
+    say(argcomplete.shellcode(["unisono"], shell=parsed.shell), verbatim=True)
     return 0
 
 

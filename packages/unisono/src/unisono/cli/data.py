@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments, plugins
-from unisono.runtime.console import say
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.work_progress import show_progress
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ def _preview(parsed: argparse.Namespace) -> int:
     assert isinstance(config.layout.world_size, int)
     task = build_task(config)
     world = own.world_size or config.layout.world_size
-    say("\n".join(preview.format_table(preview.preview(task, config, own.position, own.count, world))))
+    shown = preview.preview(task, config, own.position, own.count, world)
+    say("\n".join(preview.format_table(shown, terminal_width())))
     return 0
 
 

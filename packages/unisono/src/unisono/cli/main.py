@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs, script
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.collector import paused_collector
-from unisono.runtime.console import say
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.preparing import preparing
 from unisono.version import __version__
 
@@ -313,9 +313,9 @@ def _prove(parsed: argparse.Namespace) -> int:
         verdicts, alone, about = prove.prove(config, proof)
     judged = [*alone, *verdicts]
     code, outcome = verdict.exit_code(judged), report.format_outcome(judged)
-    shown = "\n".join(report.format_verdicts(verdicts, alone, full=parsed.full))
+    shown = "\n".join(report.format_verdicts(verdicts, alone, full=parsed.full, width=terminal_width()))
     if proof.engines:
-        say(certificate.text(verdicts, alone, about) if parsed.json else shown)
+        say(certificate.text(verdicts, alone, about) if parsed.json else shown, verbatim=parsed.json)
         say(f"{outcome}; no certificate, since no layout was proved", error=True)
         return code
     if asked.run.name is None:
@@ -324,7 +324,7 @@ def _prove(parsed: argparse.Namespace) -> int:
     if superseded := certificate.describe_superseded(path, config):
         say(f"unisono: WARNING: {superseded}", error=True)
     file = certificate.write_certificate(path, verdicts, alone, about)
-    say(safe_paths.read_text(file.parent, file.name) if parsed.json else shown)
+    say(safe_paths.read_text(file.parent, file.name) if parsed.json else shown, verbatim=parsed.json)
     say(f"{outcome}; certificate: {file}", error=True)
     return code
 
@@ -335,7 +335,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from unisono.doctor.report import report
 
     found = report(parsed.dir, parsed.processes, measuring=not parsed.no_rates)
-    say(json.dumps(found.to_json(), indent=1) if parsed.json else "\n".join(found.lines()))
+    say(json.dumps(found.to_json(), indent=1) if parsed.json else "\n".join(found.lines()), verbatim=parsed.json)
     return found.exit_code
 
 

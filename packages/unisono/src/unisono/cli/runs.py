@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
-from unisono.runtime.console import say
+from unisono.runtime import text_table
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.text import format_bytes
 
 if TYPE_CHECKING:
@@ -66,29 +67,24 @@ def _list(parsed: argparse.Namespace) -> int:
     if not statuses:
         say(f"there are no runs in {parsed.folder}")
     else:
-        say("\n".join(format_table(statuses)))
+        say("\n".join(format_table(statuses, terminal_width())))
     return 0
 
 
-def format_table(statuses: Sequence[RunStatus]) -> list[str]:
-    """Format runs as a table, a line each; names are not shortened, since they are typed."""
+def format_table(statuses: Sequence[RunStatus], width: int | None = None) -> list[str]:
+    """Format runs as a table for a terminal of `width`, a line each; names stay whole, since they are typed."""
     from unisono.supervise.run_status import measure_size
 
-    rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "age", "size", "where")]
+    head = ("run", "state", "step", "loss", "age", "size", "where")
+    rows = list[tuple[str, ...]]()
     for status in statuses:
         loss = "–" if status.loss is None else f"{status.loss:.4f}"
         size = format_bytes(measure_size(status.folder))
         rows.append(
             (str(status.folder), status.outcome, status.progress, loss, _format_age(status.age), size, status.place)
         )
-    if not any(row[-1] for row in rows[1:]):  # nothing trains
-        rows = [row[:-1] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = "<<>>>><"
-    return [
-        "  ".join(f"{text:{align}{width}}" for text, align, width in zip(row, aligned, widths, strict=False)).rstrip()
-        for row in rows
-    ]
+    shown = len(head) if any(row[-1] for row in rows) else len(head) - 1  # nothing trains
+    return text_table.format_table(head[:shown], [row[:shown] for row in rows], left="<<>>>><", width=width)
 
 
 def _watch(parsed: argparse.Namespace) -> int:

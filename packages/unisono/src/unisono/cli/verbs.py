@@ -264,4 +264,4 @@ def _print(result: Any) -> None:
     if isinstance(result, Mapping):
         result = [f"{name}: {value}" for name, value in result.items()]
     for line in [result] if isinstance(result, str | Path) or not isinstance(result, Iterable) else result:
-        say(line)
+        say(line, verbatim=True)  # it may be anything, e.g. a text that a model wrote

@@ -12,6 +12,7 @@ from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.order.mixture import Joined
 from unisono.data.order.planning import build_plan, build_source
+from unisono.runtime import text_table
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task
 
@@ -102,18 +103,15 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
     return shown
 
 
-def format_table(shown: Sequence[PreviewRow]) -> list[str]:
-    """Preview rows as the lines of a table."""
+def format_table(shown: Sequence[PreviewRow], width: int | None = None) -> list[str]:
+    """Preview rows as the lines of a table, for a terminal of `width`."""
     names = ["position", "step", "slot", "rank", "micro_batch", "source", "row", "epoch", "units", "record"]
     rows = [[_format_cell(getattr(sample, name)) for name in names] for sample in shown]
     columns = [[name, *column] for name, column in zip(names, zip(*rows, strict=True), strict=True)]
     kept = [column for column in columns if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
-    aligned = [
-        [cell.ljust(width) if column[0] in ("source", "record") else cell.rjust(width) for cell in column]
-        for column, width in zip(kept, widths, strict=True)
-    ]
-    return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    aligned = "".join("<" if column[0] in ("source", "record") else ">" for column in kept)
+    head, *lines = zip(*kept, strict=True)
+    return text_table.format_table(head, lines, left=aligned, width=width)
 
 
 def abbreviate(record: Any, width: int = _WIDTH) -> str:

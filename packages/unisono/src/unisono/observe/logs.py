@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from unisono.runtime.communication.communicator import ProcessInfo
-from unisono.runtime.console import clean
+from unisono.runtime.console import clean, terminal_width
+from unisono.runtime.text import fold
 
 _undo = ExitStack()
 
@@ -27,10 +28,25 @@ def start_logging(run: Path, place: ProcessInfo) -> None:
     file.setFormatter(_MaskingFormatter(f"%(asctime)s rank {place.rank} %(levelname)s %(name)s: %(message)s"))
     _add_handler(logger, file)
     if place.is_first:
-        console = _ConsoleHandler()
-        console.setLevel(logging.WARNING)
-        console.setFormatter(_MaskingFormatter("%(levelname)s: %(message)s"))
-        _add_handler(logger, console)
+        _add_handler(logger, _console_handler())
+
+
+def warn_once(place: ProcessInfo) -> None:
+    """Show each warning of rank 0 once: for a process of a proof, which computes many cases and has no log file."""
+    logger, seen = logging.getLogger("unisono"), set[str]()
+    logger.propagate = False
+    if not place.is_first:
+        logger.addHandler(logging.NullHandler())
+        return
+
+    def is_new(record: logging.LogRecord) -> bool:
+        before = len(seen)
+        seen.add(record.getMessage())
+        return len(seen) > before
+
+    console = _console_handler()
+    console.addFilter(is_new)
+    logger.addHandler(console)
 
 
 def stop_logging() -> None:
@@ -42,6 +58,13 @@ def log_fault(run: Path, place: ProcessInfo, text: str) -> None:
     """Write the error that ended this process into its log file, if possible, whether or not logging is started."""
     with suppress(OSError), _log_file(run, place).open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place.rank} ERROR: {clean(text.rstrip())}\n")
+
+
+def _console_handler() -> _ConsoleHandler:
+    console = _ConsoleHandler()
+    console.setLevel(logging.WARNING)
+    console.setFormatter(_FoldingFormatter("%(levelname)s: %(message)s"))
+    return console
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -61,6 +84,14 @@ class _MaskingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))
+
+
+class _FoldingFormatter(_MaskingFormatter):
+    """Lines of a terminal are folded between words too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text, width = super().format(record), terminal_width(sys.stderr)
+        return text if width is None else fold(text, width)
 
 
 def _log_file(run: Path, place: ProcessInfo) -> Path:

@@ -21,6 +21,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
 from unisono.launch import layout as layouts
 from unisono.launch.processes import rank_process
+from unisono.observe import logs
 from unisono.proof.cases import Case, ProofSettings
 from unisono.proof.hangs import HangWatch
 from unisono.proof.recording.trace import count_recorded, read_trace
@@ -170,6 +171,7 @@ def main(folder: Path, task: str) -> NoReturn:
         elsewhere = {case.name for lane in todo.lanes for case in lane} - {case.name for case in cases}
         first = build_case_config(config, cases[0], proof, place)
         rank_process.redirect_native_output(first, folder, place)
+        logs.warn_once(started_as)
         group = rank_process.join_processes(first, place)
         watch = HangWatch(folder, started_as.rank)
         for case in cases:

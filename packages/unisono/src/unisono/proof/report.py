@@ -10,6 +10,7 @@ from unisono.proof.comparison import ComparedQuantity, Difference, Mark
 from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.verdict import DECISIVE, Verdict, abstentions, join_marks
 from unisono.runtime.text import join_names
+from unisono.runtime.text_table import split_columns
 
 _NO_TENSORS = {"sample ids", "loss", "gradient norm", "learning rate", "metrics", "evaluation"}
 
@@ -28,15 +29,20 @@ def format_outcome(verdicts: Sequence[Verdict]) -> str:
 
 
 def format_verdicts(
-    verdicts: list[Verdict], alone: list[Verdict], full: bool = False, mark: Mark | None = None
+    verdicts: list[Verdict],
+    alone: list[Verdict],
+    full: bool = False,
+    mark: Mark | None = None,
+    width: int | None = None,
 ) -> list[str]:
     """What a terminal shows: the verdict, what failed and why; then the table, what was left open, and its words.
 
     Args:
         verdicts: of the cases, a row each.
         alone: of their references.
-        full: with a column for every quantity, not only the largest difference; wider than a terminal.
+        full: with a column for every quantity, not only the largest difference.
         mark: of all, where it is not that of `join_marks`.
+        width: of the terminal, in which columns that do not fit follow below; None for no limit.
     """
     judged = [*alone, *verdicts]
     result = [_format_headline(judged, mark or join_marks(judged)), *_explain_failures(judged)]
@@ -44,10 +50,10 @@ def format_verdicts(
         shown = [quantity for quantity in QUANTITIES if any(_find_quantity(v, quantity) for v in verdicts)]
         heads = ["", *("\n".join(q.split()) for q in shown)]
         rows = [[v.case, *(_format_cell(_find_quantity(v, q)) for q in shown)] for v in verdicts]
-        result += _format_table(heads, rows)
+        result += _format_table(heads, rows, width)
     else:
         result += _format_table(
-            ["", "verdict", "largest difference"], [[v.case, v.mark, _format_worst(v)] for v in verdicts]
+            ["", "verdict", "largest difference"], [[v.case, v.mark, _format_worst(v)] for v in verdicts], None
         )
     result += _describe_cases(judged)
     reasons: dict[str, dict[str, list[str]]] = {}
@@ -197,8 +203,17 @@ def _format_difference(worst: Difference, tensor: bool) -> str:
     return f"{step}{worst.name}{ranks}{values}{size}"
 
 
-def _format_table(heads: list[str], rows: list[list[str]]) -> list[str]:
+def _format_table(heads: list[str], rows: list[list[str]], width: int | None) -> list[str]:
     """Columns of two-line cells."""
+    widths = [max(map(len, "\n".join(column).splitlines())) for column in zip(heads, *rows, strict=True)]
+    return [
+        line
+        for columns in split_columns(widths, width and width - 2, gap=3)
+        for line in _draw_table([[line[column] for column in columns] for line in (heads, *rows)])
+    ]
+
+
+def _draw_table(lines: list[list[str]]) -> list[str]:
     from io import StringIO
 
     from rich.box import SIMPLE
@@ -206,10 +221,10 @@ def _format_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     from rich.table import Table
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
-    for head in heads:
+    for head in lines[0]:
         table.add_column(head, no_wrap=True)
-    for row in rows:
+    for row in lines[1:]:
         table.add_row(*row)
     screen = StringIO()
-    Console(file=screen, width=200, highlight=False, emoji=False, markup=False).print(table)
+    Console(file=screen, width=10_000, highlight=False, emoji=False, markup=False).print(table)
     return [line.rstrip() for line in screen.getvalue().splitlines()]

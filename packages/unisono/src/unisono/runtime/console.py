@@ -20,23 +20,33 @@ def clean(text: object) -> str:
     return escape_controls(secrets.mask(str(text)))
 
 
-def say(text: object = "", *, error: bool = False, end: str = "\n") -> None:
-    """Print and flush a message, then `end`: to stderr if `error` (errors and warnings, folded on a terminal)."""
+def say(text: object = "", *, error: bool = False, end: str = "\n", verbatim: bool = False) -> None:
+    """Print and flush a message, then `end`. On a terminal, lines are folded between words.
+
+    Args:
+        text: For people, or for programs.
+        error: To stderr: errors, warnings, and what is being prepared.
+        end: What follows it.
+        verbatim: Whether it stays as it is: what is copied or parsed, or written by others.
+    """
     stream = sys.stderr if error else sys.stdout
     message = clean(text)
-    if error and stream.isatty():
-        message = fold(message, _width(stream) - 1)  # some terminals wrap a line that fills them
+    if not verbatim and (width := terminal_width(stream)) is not None:
+        message = fold(message, width)
     try:
         print(message, file=stream, flush=True, end=end)
     except BrokenPipeError:
         discard_output(stream)
 
 
-def _width(stream: TextIO) -> int:
-    """Of a terminal, in characters; that of none is 80."""
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """The characters that fit into a line of stdout, or of another stream; None if that is not a terminal."""
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        return None
     with suppress(OSError, ValueError):
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    return 80
+        return (os.get_terminal_size(stream.fileno()).columns or 80) - 1  # some terminals wrap a line that fills them
+    return 79
 
 
 def discard_output(stream: TextIO) -> None:

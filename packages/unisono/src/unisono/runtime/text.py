@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 _COPIED = re.compile(r"  unisono[ .]|    \S")  # lines that are not folded
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between columns
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_IN_LINES = re.compile(_CONTROLS.pattern.replace(r"\x00-\x1f", r"\x00-\x08\x0b-\x1f"))
@@ -99,23 +100,29 @@ def format_bytes(size: float) -> str:
 
 
 def fold(text: str, width: int) -> str:
-    """A message for people folded between words, what follows indented.
+    """A message for people folded between words; what follows is indented, or below the column that it belongs to.
 
     A long word (a path) stays whole, and so does what is copied: a command, or code in a traceback.
 
     >>> print(fold("one two three", 8))
     one two
       three
+    >>> print(fold("host  one two three", 14))
+    host  one two
+          three
     """
     folded = []
     for line in text.splitlines() or [""]:
-        if _COPIED.match(line):
-            folded.append(line)
+        if len(line) <= width or _COPIED.match(line):
+            folded.append(line.rstrip())
             continue
-        indent = line[: len(line) - len(line.lstrip())]
-        lines = textwrap.wrap(
-            line.strip(), width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False,
-            break_on_hyphens=False,
+        if not line.strip("─ "):  # a rule of a table
+            folded.append(line[:width])
+            continue
+        indent = len(line) - len(line.lstrip())
+        columns = [gap.end() for gap in _GAP.finditer(line) if gap.end() <= width // 2]
+        folded += textwrap.wrap(
+            line.rstrip(), width, subsequent_indent=" " * (columns[-1] if columns else indent + 2),
+            break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
-        folded += lines or [""]
     return "\n".join(folded)

@@ -9,6 +9,7 @@ from typing import Any
 from unisono.config.schema.run import RunConfig
 from unisono.launch.model.check import build_without_memory
 from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.runtime.text_table import format_table
 from unisono.task import Task, run_setup
 
 Row = tuple[str, str, str, int]  # a layer's name and kind, the shapes of its own parameters, and their number
@@ -23,13 +24,8 @@ def describe_model(task: Task, config: RunConfig) -> Iterator[str]:
         ConfigError: If the model cannot be built without memory.
     """
     rows, trained, total = (_read_jax if config.layout.engine == "jax" else _read_torch)(task, config)
-    rows = merge_alike(rows)
-    names = max(len("layer"), *(len(row[0]) for row in rows))
-    kinds = max(len("kind"), *(len(row[1]) for row in rows))
-    shapes = max(len("shapes"), *(len(row[2]) for row in rows))
-    yield f"{'layer':{names}}  {'kind':{kinds}}  {'shapes':{shapes}}  parameters"
-    for name, kind, shape, count in rows:
-        yield f"{name:{names}}  {kind:{kinds}}  {shape:{shapes}}  {count:>10,}"
+    lines = [(name, kind, f"{count:,}", shape) for name, kind, shape, count in merge_alike(rows)]
+    yield from format_table(("layer", "kind", "parameters", "shapes"), lines, left="<<><")
     yield f"{total:,} parameters, {trained:,} trained"
 
 

@@ -37,11 +37,10 @@ class Buffers:
         self.local = _buffers_of(model, layers)
         if layers and process.world_size > 1:
             log.warning(
-                "%d batch normalisation layers keep running statistics (first: %s). Each process updates its own from "
+                "Batch normalisation keeps running statistics in %s. Each process updates its own from "
                 "its own micro-batches, so evaluated and saved statistics differ from a run on one process. With "
                 "layout.sync_batch_norm=true they agree.",
-                len(layers),
-                layers[0],
+                layers[0] if len(layers) == 1 else f"{len(layers)} layers (first: {layers[0]})",
             )
 
     @property
