@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import unisono as face
-from tests.screen import Screen
+from packages.unisono.tests.screen import Screen
 from unisono.cli.main import main
 from unisono.proof import report
 from unisono.proof.comparison import ComparedQuantity, Difference, Mark
