@@ -70,6 +70,9 @@ class RunInfo:
             from 0 to 1, or a PNG as bytes), a table (a list of dictionaries), or a PNG or WAV file by its path, which
             must stay where it is. It goes to the run's events and folder, and to its trackers; it never waits for
             them, and does nothing on ranks other than 0.
+        read_outputs: computes the model's outputs for samples of your own, as `read_outputs(samples, read)`, and
+            returns what `read(outputs, batch)` makes of them; both are those of `Task.loss`. As in an evaluation,
+            nothing of the training changes. All processes have to call it at the same point, with the same samples.
     """
 
     directory: Path
@@ -79,6 +82,9 @@ class RunInfo:
     rank: int = 0
     world_size: int = 1
     publish: Callable[[int, str, Any], None] = field(default=lambda step, name, value: None, repr=False, compare=False)
+    read_outputs: Callable[[Sequence[Any], Callable[[Any, Any], Any]], Any] = field(
+        default=lambda samples, read: None, repr=False, compare=False
+    )
 
     @property
     def is_first(self) -> bool:

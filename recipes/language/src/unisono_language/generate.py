@@ -79,7 +79,7 @@ def generate(
     if template is None and any(not isinstance(one, str) for one in prompts):
         raise RunError("a prompt of messages needs a chat template, and this model has none (or chat=false)")
     texts_of_run: ChatTemplate | None = run.task.chat if run.is_trained else None  # type: ignore[attr-defined]
-    encoded = [_encode(one, tokenizer, template, system, texts_of_run) for one in prompts]
+    encoded = [encode_prompt(one, tokenizer, template, system, texts_of_run) for one in prompts]
     import torch
 
     model: Any = run.load_model(ema=ema, device=device)
@@ -253,7 +253,7 @@ def _find_template(run: Run) -> ChatTemplate | None:
     return trained_on if trained_on is not None and trained_on.source else None
 
 
-def _encode(
+def encode_prompt(
     prompt: Any,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,

@@ -21,6 +21,14 @@ class LanguageConfig(Settings):
         64, description="rows of a micro-batch are padded to the longest, rounded up to this"
     )
     loss_chunk: PositiveInt = Field(1024, description="number of tokens whose logits are in memory at a time")
+    prompts: list[str] = Field([], description="prompts to continue after each evaluation, by the likeliest tokens")
+    prompt_tokens: PositiveInt = Field(48, description="number of tokens to continue prompts by")
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> LanguageConfig:
+        if not self.prompts and self.prompt_tokens != type(self).model_fields["prompt_tokens"].default:
+            raise ValueError("task.prompt_tokens has no effect without task.prompts; set them, e.g. to ['Once upon']")
+        return self
 
 
 class ModelGroup(Settings):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono import Batch, ConfigError, Context, Loss, SampleContext, Source, Task
+from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
 from unisono_language import by_source, chat, library, preferences, settings
 from unisono_language.by_source import SourceRow
@@ -313,6 +313,12 @@ class Language(Task):
         return int(getattr(self._skeleton.config.get_text_config(), "num_experts_per_tok", 0))
 
     # around the run ---------------------------------------------------------------------------------------------
+
+    def callbacks(self) -> list[Callback]:
+        """What continues the prompts of the settings."""
+        from unisono_language.prompts import PromptSamples
+
+        return [PromptSamples(self)] if self.config.prompts else []
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""

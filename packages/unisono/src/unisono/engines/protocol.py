@@ -6,7 +6,7 @@ An engine for another framework is a module `unisono.engines.<name>.engine` with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from unisono.engines.observers import ModelView, Observer, StepResult
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.protocols import TaskFeatures, resolve_features
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
-from unisono.task import Task
+from unisono.task import Batch, Task
 
 TRACE_PREFIX = "unisono/"  # of the region names in a trace
 
@@ -131,6 +131,17 @@ class Engine(Protocol):
         """The loss and metrics of all rows together; weights, mode, buffers and random state stay unchanged.
 
         Uses the model's weights, or their moving average if `average` is set.
+        """
+
+    def read_outputs(
+        self, micro: MicroBatch, step: int, scalars: Mapping[str, float], read: Callable[[Any, Batch], Any]
+    ) -> Any:
+        """What `read(outputs, batch)` makes of the task's outputs for rows, as an evaluation computes them.
+
+        All processes call it together, each with rows of the same shape, so that layouts which shard can gather.
+
+        Raises:
+            ConfigError: in JAX, which compiles what it computes.
         """
 
     def peak_memory(self) -> int | None:

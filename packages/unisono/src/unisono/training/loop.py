@@ -164,7 +164,10 @@ class Training:
             self._profile.start_or_stop(self.first)
             opened.push(self._end)
             place = (process.rank, process.world_size)
-            info = RunInfo(run.directory, run.config, self.first, self._total, *place, record.publish)
+            info = RunInfo(
+                run.directory, run.config, self.first, self._total, *place, record.publish,
+                lambda samples, read: parts.read_outputs(samples, read, self.step),
+            )  # fmt: skip
             self._callbacks = Callbacks(self._user_callbacks, process.rank)
             self._initial_requests = self._callbacks.on_start(info, resumption.saved_value("callbacks") or {}, due)
             self._telemetry.introduce(resumption, self.first)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import numpy as np
 
 from unisono.checkpoint.core import provenance, resume
 from unisono.checkpoint.core.resume import Resumption
@@ -23,7 +26,7 @@ from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.communication.consensus import raise_everywhere
 from unisono.runtime.errors import DataError
-from unisono.task import Task, run_setup
+from unisono.task import Batch, Task, run_setup
 
 
 class TrainingParts:
@@ -50,6 +53,7 @@ class TrainingParts:
         writing: bool = True,
     ) -> None:
         config = run.config
+        self._task = task
         self._run, self._process, self._communicator, self._writing = run, process, communicator, writing
         self.source = build_source(task, config, process.world_size)
         self.plan = build_plan(task, self.source, config, process.world_size)
@@ -81,6 +85,12 @@ class TrainingParts:
         with heartbeat.phase("setup"):
             facts = self.engine.setup(next(iter(self.loader.steps(0))), self.scalars(0))
             return facts, resumption.load(self.engine, self.plan)
+
+    def read_outputs(self, samples: Sequence[Any], read: Callable[[Any, Batch], Any], step: int) -> Any:
+        """What `read` makes of the task's outputs for samples after `step` updates; collective."""
+        arrays, rows = self._task.collate(samples), np.arange(len(samples), dtype=np.int64)
+        micro = MicroBatch(0, rows, arrays, counts={}, work={})
+        return self.engine.read_outputs(micro, step, self.scalars(step), read)
 
     def check_files(self) -> None:
         """Check that the data files are unchanged, each process of a host its share of them; collective.

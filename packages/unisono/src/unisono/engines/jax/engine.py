@@ -347,6 +347,10 @@ class JaxEngine:
 
     # state ------------------------------------------------------------------------------------------------------
 
+    def read_outputs(self, *rows: Any) -> Any:
+        """Refused; see `Engine.read_outputs`."""
+        raise ConfigError("outputs of rows are read in torch alone: JAX compiles what it computes")
+
     def peak_memory(self) -> int | None:
         """See `Engine.peak_memory`."""
         device = jax.local_devices()[0]

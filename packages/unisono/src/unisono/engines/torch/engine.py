@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from unisono.engines.observers import Observer, StepResult
 from unisono.engines.protocol import EngineJob, ModelFacts
 from unisono.engines.state import ArrayShard, StateReader
 from unisono.engines.torch.devices import device_name, peak_memory
-from unisono.engines.torch.evaluate import evaluate
+from unisono.engines.torch.evaluate import evaluate, read_outputs
 from unisono.engines.torch.guards import oom
 from unisono.engines.torch.guards.layer_norms import LayerNorms
 from unisono.engines.torch.guards.non_finite import NonFiniteSearch
@@ -28,6 +29,7 @@ from unisono.engines.torch.step import TrainStep
 from unisono.engines.torch.train_state import TrainState
 from unisono.engines.torch.view import TorchModelView
 from unisono.optim import optimizers
+from unisono.task import Batch, Context
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,14 @@ class TorchEngine:
         """Loss and metrics over all rows together; see `Engine.evaluate`."""
         with self._computation("the other processes in the evaluation", f"evaluation after step {step}"):
             return evaluate(self._parts, self.train_state, self._passes, steps, step, scalars, average)
+
+    def read_outputs(
+        self, micro: MicroBatch, step: int, scalars: Mapping[str, float], read: Callable[[Any, Batch], Any]
+    ) -> Any:
+        """What a function makes of the task's outputs for rows; see `Engine.read_outputs`."""
+        with self._computation("the other processes with the same rows", f"rows after step {step}"):
+            context = Context(step, training=False, scalars=scalars)
+            return read_outputs(self._parts, self.train_state, self._passes, micro, context, read)
 
     @contextmanager
     def _computation(self, waiting_for: str, where: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -40,6 +40,7 @@ class StepModule(nn.Module):
 
     Attributes:
         recorded_outputs: what the task returned in passes with gradients; None where nobody wants to see it.
+        reader: what a pass computes of the task's outputs in place of the loss; None for the loss.
     """
 
     def __init__(self, task: Task, model: nn.Module) -> None:
@@ -47,6 +48,7 @@ class StepModule(nn.Module):
         self.model = model
         self.task, self.features = task, resolve_features(task)
         self.recorded_outputs: list[Any] | None = None
+        self.reader: Callable[[Any, Batch], Any] | None = None
 
     def forward(self, batch: Batch, context: Context, scales: Mapping[str, Tensor] | None) -> Any:
         """The part of the global loss that these rows make up, times the wrapper's factor, and the unscaled sums.
@@ -54,6 +56,8 @@ class StepModule(nn.Module):
         Without scales, these rows' part of the task's totals. Of a task whose loss crosses samples, always its outputs.
         """
         outputs = self.task.outputs(self.model, batch, context)
+        if self.reader is not None:
+            return self.reader(outputs, batch)
         if self.recorded_outputs is not None and torch.is_grad_enabled():
             self.recorded_outputs.append(outputs)
         if self.features.cross_sample is not None:
