@@ -53,7 +53,16 @@ def echo(text: str, times: int = 2, how: Literal["plain", "loud"] = "plain", out
 def size(run: unisono.Run):
     return {"rows": len(run.task.data()), "step": run.load_model().weight.shape[1]}
 
-VERBS = {"echo": echo, "size": size}
+def begin(overrides: list[str], count: int = 1):
+    """Start runs.
+
+    Args:
+        overrides: settings of theirs.
+        count: of them.
+    """
+    return overrides * count
+
+VERBS = {"echo": echo, "size": size, "begin": begin}
 '''
 
 Told = tuple[int, str, str]
@@ -75,6 +84,13 @@ def test_a_verb_of_a_file_is_called_with_the_words_of_the_command(mine: str, com
     assert code == 0
     assert "echo " in told and "TEXT [times=2] [how=plain] [out=…]" in told
     assert "Say it again." in told and "  times: how often." in told
+
+
+def test_a_verb_that_starts_runs_is_given_their_settings(mine: str, command: Callable[..., Told]) -> None:
+    given = ("optim=adamw", "train.steps=3", "count=2", "data.x=1")
+    assert command("begin", mine, *given) == (0, "optim=adamw\ntrain.steps=3\ndata.x=1\n" * 2, "")
+    told = command("begin", mine, "--help")[1]
+    assert "[count=1] [SETTING=…]" in told and "overrides" not in told
 
 
 @pytest.mark.parametrize(

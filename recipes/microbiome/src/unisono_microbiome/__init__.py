@@ -5,6 +5,10 @@ from unisono import Recipe
 RECIPE = Recipe(
     tasks={"torch": "unisono_microbiome.task:Microbiome"},
     verbs={
+        "crossvalidate": (
+            "unisono_microbiome.crossvalidation:crossvalidate",
+            "train a model per fold and score them all, beside forests",
+        ),
         "predict": ("unisono_microbiome.predict:predict", "predict samples, as a table with intervals"),
         "look": ("unisono_microbiome.plots:look", "plot a run and rank the taxa that matter to it"),
     },

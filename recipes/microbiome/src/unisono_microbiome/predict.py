@@ -163,6 +163,7 @@ def predict(
     micro_batch: int = 8,
     seed: int = 0,
     baseline: bool = True,
+    ensemble: bool = False,
     device: str = "auto",
 ) -> Iterator[str]:
     """Predict samples with a run's newest checkpoint: a table with intervals, the distances, and how good both are.
@@ -176,9 +177,16 @@ def predict(
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
         baseline: also score random forests, on the model's inputs (reads and covariates) and on the number of reads.
+        ensemble: average the models of all folds of a cross-validation, of which the run is one; its intervals hold
+            the models' error.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
-    predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
+    if ensemble:
+        from unisono_microbiome.crossvalidation import predict_ensemble
+
+        predicted = predict_ensemble(run, rows, draws, micro_batch, seed, device)
+    else:
+        predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"

@@ -6,7 +6,8 @@ The verb is followed by a run, or by a task without a run (a recipe, or `path/to
 verb is meant. A recipe lists its verbs in `RECIPE`, a user's file in `VERBS = {"listen": listen}`. Parameters of the
 function without a default are positional arguments, the others are `key=value`; values are converted to the annotated
 types. A parameter called `run` receives the opened run; then `key=value` arguments that are no parameters override
-settings of the run. What the function returns or yields is printed line by line.
+settings of the run. A parameter called `overrides` receives them as they are, for a verb that starts runs. What the
+function returns or yields is printed line by line.
 
 `--task FILE.py:CLASS` and `--trust` control which code a run may import, as for the built-in verbs on runs.
 """
@@ -188,6 +189,7 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
 
     parameters = dict(inspect.signature(function).parameters)
     has_run = parameters.pop("run", None) is not None
+    starts_runs = parameters.pop("overrides", None) is not None
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     if len(words) < len(needed):
         raise ConfigError(f"{verb} needs {' '.join(name.upper() for name in needed)}: {_usage(verb, target, function)}")
@@ -199,13 +201,15 @@ def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list
             raise ConfigError(f"'{word}': write key=value. {_usage(verb, target, function)}")
         if name in parameters:
             given[name] = text
-        elif has_run and ("." in name or name in ("data", "task", "model")):
+        elif starts_runs or (has_run and ("." in name or name in ("data", "task", "model"))):
             overrides.append(word)
         else:
             raise ConfigError(f"unknown word '{word}', {nearest(name, parameters)}")
     values = {name: _parse_value(function, name, parameters[name], text) for name, text in given.items()}
     if has_run and not Path(target).is_dir():
         raise ConfigError(f"{verb} needs the folder of a run: {_usage(verb, 'RUN', function)}")
+    if starts_runs:
+        values["overrides"] = overrides
     if not has_run:
         return function(**values)
     with preparing(f"opening {target}"), paused_collector():
@@ -238,13 +242,15 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
-    parameters = [p for name, p in inspect.signature(function).parameters.items() if name != "run"]
+    taken = inspect.signature(function).parameters
+    parameters = [p for name, p in taken.items() if name not in ("run", "overrides")]
     needed = [p.name.upper() for p in parameters if p.default is p.empty]
     defaults = {p.name: "…" if p.default is None else p.default for p in parameters if p.default is not p.empty}
     optional = [
         f"[{name}={str(value).lower() if value in (True, False) else value}]" for name, value in defaults.items()
     ]
-    return " ".join(["unisono", verb, target, *needed, *optional])
+    settings = ["[SETTING=…]"] if "overrides" in taken else []
+    return " ".join(["unisono", verb, target, *needed, *optional, *settings])
 
 
 def _help(verb: str, target: str, function: Callable[..., Any]) -> str:
@@ -252,7 +258,7 @@ def _help(verb: str, target: str, function: Callable[..., Any]) -> str:
     text = inspect.getdoc(function) or ""
     described, _, rest = text.partition("\nArgs:\n")
     arguments = re.split(r"\n\S", rest)[0]
-    lines = [line for line in arguments.splitlines() if not line.strip().startswith("run:")]
+    lines = [line for line in arguments.splitlines() if not line.strip().startswith(("run:", "overrides:"))]
     shown = "\n".join(f"  {line.strip()}" if line.startswith("    ") else line for line in lines)
     parts = (f"usage: {_usage(verb, target, function)}", described.strip(), shown)
     return "\n\n".join(part for part in parts if part)

@@ -1,0 +1,252 @@
+"""The verb `crossvalidate`: a model per fold, so that each group is predicted by a model that has never seen it.
+
+All folds stand in one table, beside the forests. The errors of those predictions say how wrong the model is about
+unseen groups, which the spread over rarefactions does not: from them come the intervals of `predict ensemble=true`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import TypedDict
+
+import unisono
+from unisono import ConfigError, Run, open_run, read_asset, write_table
+from unisono.recipe_tools import format_examples, write_whole
+from unisono_microbiome import scoring
+from unisono_microbiome.predict import PredictedTarget, Predictions, Predictor, Rows, predict_samples, scores
+from unisono_microbiome.study.artifacts import write_metadata
+from unisono_microbiome.study.library import Library
+
+FILE = "crossvalidation.json"
+LEVEL = 0.95  # of the intervals
+Array = NDArray[np.float64]
+_OWN = ("data.fold", "data.held_out_groups", "run.name", "run.dir")  # settings that each fold has of its own
+
+
+class CrossValidation(TypedDict):
+    """What `predict ensemble=true` reads: the folds' runs, their samples, and the half width of an interval."""
+
+    folds: list[str]
+    samples: list[str]
+    half_width: float | None
+
+
+def crossvalidate(
+    overrides: list[str], out: Path = Path("runs/crossvalidation"), draws: int = 5, seed: int = 0, device: str = "auto"
+) -> Iterator[str]:
+    """Train a model per fold and score each group by the model that has not seen it, beside random forests.
+
+    Folds that are finished are not trained again. Settings are those of `unisono train microbiome`.
+
+    Args:
+        overrides: settings of the runs.
+        out: folder for the runs fold-0, fold-1, …, and the tables folds.tsv and predictions.tsv.
+        draws: number of rarefactions to average.
+        seed: of the rarefactions and the forests.
+        device: cpu, cuda, …; auto uses an accelerator if there is one.
+    """
+    for word in overrides:
+        if (name := word.partition("=")[0]) in _OWN:
+            raise ConfigError(f"{name}: each fold has its own; the runs go to out={out}")
+    made: list[Predictions] = []
+    told: list[dict[str, float]] = []
+    folds = 1
+    while len(made) < folds:
+        own = [f"data.fold={len(made)}", f"run.dir={out}", f"run.name=fold-{len(made)}"]
+        unisono.train("microbiome", [*overrides, *own])
+        run = open_run(out / f"fold-{len(made)}")
+        predicted = predict_samples(Predictor(run, draws, seed=seed, device=device), "held_out")
+        groups = np.array(predicted.library.groups)
+        folds = -(-len(set(groups)) // len(set(groups[predicted.numbers]))) if not made else folds
+        made.append(predicted)
+        told.append(scores(predicted, baseline=True, seed=seed))
+        yield f"fold {len(made)} of {folds}: " + ", ".join(f"{name} {value:.3f}" for name, value in told[-1].items())
+    half_width, coverage = None, {}
+    if (target := made[0].target) is not None:
+        pooled = pool(made)
+        told.append(score_pooled(made[0].library, pooled))
+        if target.classes is None:
+            coverage = measure_coverage(pooled)
+            half_width = find_half_width(pooled["error"], pooled["group"])
+        yield str(write_predictions(out / "predictions.tsv", made[0].library, pooled))
+    yield str(write_table(out / "folds.tsv", tabulate(made, told)))
+    samples = [made[0].library.samples[number] for one in made for number in one.numbers]
+    record = CrossValidation(folds=[f"fold-{n}" for n in range(folds)], samples=samples, half_width=half_width)
+    write_whole(out / FILE, json.dumps(record))
+    for name, value in coverage.items():
+        yield f"{name}: {value:.3f}"
+
+
+def pool(made: Sequence[Predictions]) -> dict[str, Any]:
+    """The predictions of all folds of a target: arrays by name, with a value per sample.
+
+    Returns:
+        `sample`, `group` and `fold` of each; `predicted` and `true`, numbers or (n, classes) and classes; and, of
+        numbers, `error` (absolute), `drawn` (half width of the interval over rarefactions) and `half_width` (of the
+        interval that holds the model's error, from the errors in the other folds).
+    """
+    library = made[0].library
+    assert library.target is not None
+    numbers = np.concatenate([one.numbers for one in made])
+    targets = [one.target for one in made if one.target is not None]
+    found: dict[str, Any] = {
+        "sample": numbers,
+        "group": np.array(library.groups)[numbers],
+        "fold": np.repeat(np.arange(len(made)), [len(one.numbers) for one in made]),
+        "predicted": np.concatenate([one.mean for one in targets]),
+        "true": library.target.values[numbers],
+    }
+    if library.target.classes is None:
+        found["error"] = np.abs(found["predicted"] - found["true"])
+        found["drawn"] = np.concatenate([one.high - one.mean for one in targets])
+        found["half_width"] = np.zeros(len(numbers))
+        for fold in range(len(made)):
+            others = found["fold"] != fold
+            width = find_half_width(found["error"][others], found["group"][others])
+            found["half_width"][~others] = width
+    return found
+
+
+def find_half_width(errors: Array, groups: NDArray[np.str_], level: float = LEVEL) -> float:
+    """The error that is not exceeded in a share `level` of the samples, every group weighing the same.
+
+    As a conformal interval has it, a group that is predicted counts as one more, with an error of any size, unless
+    there are too few groups for that level: then the largest error.
+    """
+    names, places, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.argsort(errors, kind="stable")
+    share = np.cumsum(1 / sizes[places[order]]) / (len(names) + 1)
+    place = int(np.searchsorted(share, level - 1e-12))
+    return float(errors[order[min(place, len(errors) - 1)]])
+
+
+def measure_coverage(pooled: Mapping[str, Any]) -> dict[str, float]:
+    """How many samples of unseen groups the intervals hold, every group weighing the same."""
+    _, places, sizes = np.unique(pooled["group"], return_inverse=True, return_counts=True)
+    weight = 1 / sizes[places] / len(sizes)
+    return {
+        f"coverage of {LEVEL:.0%} intervals with the model's error": float(
+            (weight * (pooled["error"] <= pooled["half_width"])).sum()
+        ),
+        f"coverage of {LEVEL:.0%} intervals of rarefaction alone": float(
+            (weight * (pooled["error"] <= pooled["drawn"])).sum()
+        ),
+    }
+
+
+def score_pooled(library: Library, pooled: Mapping[str, Any]) -> dict[str, float]:
+    """Scores of all samples at once, each predicted by the model that has not seen it."""
+    assert library.target is not None
+    if library.target.classes is None:
+        mean = float(np.mean(library.target.values))
+        return scoring.score_regression("target", pooled["predicted"], pooled["true"], mean)
+    return scoring.score_classification("target", pooled["predicted"], pooled["true"], pooled["true"])
+
+
+def tabulate(made: Sequence[Predictions], told: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+    """The table of folds: a row for each, their mean and standard deviation, and, of a target, all samples at once."""
+    names = list(dict.fromkeys(name for one in told for name in one))
+    values = np.array([[one.get(name, np.nan) for name in names] for one in told[: len(made)]])
+    rows = [*values, values.mean(0), values.std(0)]
+    labels = [*(str(fold) for fold in range(len(made))), "mean", "sd"]
+    if len(told) > len(made):
+        labels.append("all samples at once")
+        rows.append(np.array([told[-1].get(name, np.nan) for name in names]))
+    held = [", ".join(sorted({one.library.groups[number] for number in one.numbers})) for one in made]
+    blank = [""] * (len(labels) - len(made))
+    return {
+        "fold": labels,
+        "held out": [*held, *blank],
+        "samples": [*(str(len(one.numbers)) for one in made), *blank],
+        **{name: [f"{row[place]:.4f}" for row in rows] for place, name in enumerate(names)},
+    }
+
+
+def write_predictions(path: Path, library: Library, pooled: Mapping[str, Any]) -> Path:
+    """Write what was predicted of each sample by the model that has not seen it, as metadata of QIIME 2."""
+    target = library.target
+    assert target is not None
+    columns: dict[str, Any] = {
+        "sample-id": [library.samples[number] for number in pooled["sample"]],
+        "group": pooled["group"].tolist(),
+        "fold": [f"fold-{number}" for number in pooled["fold"]],
+    }
+    if target.classes is None:
+        made, width = pooled["predicted"], pooled["half_width"]
+        columns |= {f"true {target.name}": pooled["true"], target.name: made}
+        columns |= {f"{target.name}_low": made - width, f"{target.name}_high": made + width}
+    else:
+        columns[f"true {target.name}"] = [target.classes[number] for number in pooled["true"]]
+        columns[target.name] = [target.classes[number] for number in pooled["predicted"].argmax(1)]
+        columns |= {f"p({label})": pooled["predicted"][:, number] for number, label in enumerate(target.classes)}
+    return write_metadata(path, columns)
+
+
+def predict_ensemble(run: Run, rows: Rows, draws: int, micro_batch: int, seed: int, device: str) -> Predictions:
+    """The mean of what the models of all folds predict, with intervals that hold the models' error.
+
+    Raises:
+        ConfigError: for a run that is no fold of `crossvalidate`, or samples that some of the models were trained on.
+    """
+    folder = run.folder.resolve().parent
+    if not (folder / FILE).is_file():
+        raise ConfigError(
+            f"ensemble=true needs a run of a cross-validation, but {folder} has no {FILE}: unisono crossvalidate "
+            "microbiome …"
+        )
+    record: CrossValidation = read_asset(folder, FILE, CrossValidation)
+    made = []
+    for name in record["folds"]:
+        member = open_run(folder / name, task=type(run.task)) if name != run.folder.name else run
+        member.task.data_config = run.task.data_config
+        predictor = Predictor(member, draws, micro_batch, seed, device)
+        if not made:
+            _refuse_known(predictor.library, predictor.numbers(rows), record, folder)
+        made.append(predict_samples(predictor, rows))
+    return combine(made, record["half_width"])
+
+
+def combine(made: Sequence[Predictions], half_width: float | None) -> Predictions:
+    """The mean of several models' predictions of the same samples.
+
+    Of diversities and classes, intervals are those of rarefaction and of the differences between the models.
+    """
+    one = made[0]
+    distances = None if one.distances is None else np.mean([other.distances for other in made], axis=0)
+    diversities = {}
+    for name in one.diversities:
+        means, deviations = (np.array([other.diversities[name][part] for other in made]) for part in (0, 1))
+        diversities[name] = means.mean(0), np.sqrt(means.var(0) + np.square(deviations).mean(0))
+    target = None
+    if one.target is not None:
+        targets = [other.target for other in made if other.target is not None]
+        means = np.array([other.mean for other in targets])
+        mean = means.mean(0)
+        if half_width is not None:
+            covers = f"{LEVEL:.0%} of unseen groups, by the errors in the folds"
+            target = PredictedTarget(one.target.column, None, mean, mean - half_width, mean + half_width, covers)
+        else:
+            inner = np.array([(other.high - other.low) / (2 * 1.96) for other in targets])
+            width = 1.96 * np.sqrt(means.var(0) + np.square(inner).mean(0))
+            low, high = np.clip(mean - width, 0, 1), np.clip(mean + width, 0, 1)
+            covers = "95 % of rarefactions and models, by their standard deviation"
+            target = PredictedTarget(one.target.column, one.target.classes, mean, low, high, covers)
+    return replace(one, distances=distances, target=target, diversities=diversities)
+
+
+def _refuse_known(library: Library, numbers: NDArray[np.int64], record: CrossValidation, folder: Path) -> None:
+    known = set(record["samples"])
+    seen = [library.samples[number] for number in numbers if library.samples[number] in known]
+    if seen:
+        raise ConfigError(
+            f"ensemble=true: {len(seen)} of {len(numbers)} samples ({format_examples(seen)}) were trained on by some "
+            f"of the models; what the others say of them is in {folder / 'predictions.tsv'}. Give new samples with "
+            "data.table and rows=all"
+        )
