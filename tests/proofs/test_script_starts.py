@@ -98,6 +98,51 @@ def test_a_script_for_gpus_alone_is_run_with_a_cpu_in_their_place(arguments: lis
     assert max(allowed) < 1e-9, "it was computed in fp64"
 
 
+FABRIC = """
+import torch
+from lightning_fabric import Fabric
+fabric = Fabric()
+torch.manual_seed(0)
+rows = torch.utils.data.DataLoader(torch.randn(32, 3), batch_size=8 // fabric.world_size)
+rows = fabric.setup_dataloaders(rows)
+module = torch.nn.Linear(3, 1)
+model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+for batch in rows:
+    optimizer.zero_grad()
+    fabric.backward(model(batch).square().mean())
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_fabric_run_starts_joins_its_processes(tmp_path: Path) -> None:
+    """It calls no `launch()`, as `fabric run` does that for it."""
+    (tmp_path / "train.py").write_text(FABRIC)
+    report = prove(tmp_path / "train.py", [], "precision=fp64")
+    assert report.mark == "PASS", report.lines
+
+
+TWO_GPUS = f"""{HEAD}import sys
+if torch.accelerator.device_count() < 2:
+    print("this example is for at least two GPUs")
+    sys.exit()
+device = torch.device(f"{{torch.accelerator.current_accelerator()}}:{{torch.accelerator.current_device_index()}}")
+{TRAIN.replace('"gloo"', "torch.distributed.get_default_backend_for_device(device)")}
+train(1.0)
+"""
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_a_script_that_refuses_fewer_than_two_gpus_is_told_of_two(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_GPUS)
+    report = prove(tmp_path / "train.py", [], "precision=fp64")
+    assert report.mark == "PASS", report.lines
+    (tmp_path / "train.py").write_text(f"{HEAD}print('nothing is trained here')\n")
+    with pytest.raises(ConfigError, match="ended without an update"):
+        prove(tmp_path / "train.py", [], "precision=fp64")
+
+
 @pytest.mark.parametrize(
     ("line", "name"),
     [

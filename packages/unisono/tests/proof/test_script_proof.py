@@ -64,13 +64,24 @@ def test_a_script_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_never_join_are_refused(tmp_path: Path) -> None:
+def test_processes_that_never_join_fail_by_name(tmp_path: Path) -> None:
     text = (
         HEAD + "torch.manual_seed(0)\nfor _ in range(9):\n"
         "    model(torch.ones(2, 3)).sum().backward()\n    optimizer.step()\n"
     )
-    with pytest.raises(ConfigError, match=r"was started on 2 processes, but .* finds a group of 1"):
-        prove(tmp_path, text)
+    report = prove(tmp_path, text)
+    assert report.exit_code == 1
+    assert report.verdicts[0].diagnosis is not None
+    assert report.verdicts[0].diagnosis.fault == "Every process trains alone"
+    assert "the script has not joined its 2 processes: each trains alone" in "\n".join(report.lines)
+
+
+@pytest.mark.slow
+def test_processes_may_join_after_a_first_forward_pass(tmp_path: Path) -> None:
+    """A trial on one process (shapes, a sanity check) comes before `init_process_group` in some scripts."""
+    text = SYNCHRONISED.replace("dist.init_process_group", "model(torch.ones(1, 3))\ndist.init_process_group", 1)
+    report = prove(tmp_path, text + "for _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
+    assert report.mark == "PASS", report.lines
 
 
 @pytest.mark.slow

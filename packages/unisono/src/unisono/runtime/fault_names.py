@@ -100,6 +100,7 @@ class FaultName(StrEnum):
     NOT_FINITE = "Numbers that are not finite"
     MIXED_PRECISIONS = "Single precision meets double"
     DEADLOCK = "Processes wait for each other"
+    TRAINS_ALONE = "Every process trains alone"
     UNEQUAL_UPDATES = "Ranks make different numbers of updates"
     DIFFERENT_COLLECTIVES = "Ranks made different collectives"
     DIFFERENT_PROGRAMS = "Processes have different programs"

@@ -104,6 +104,7 @@ REMEDIES: dict[FaultName, str] = {
     FaultName.NOT_FINITE: "check the rows that are named",
     FaultName.MIXED_PRECISIONS: "create inputs in torch.get_default_dtype(), or compare with precision='fp32'",
     FaultName.DEADLOCK: "make all ranks call the same collectives, equally often and in the same order",
+    FaultName.TRAINS_ALONE: "join the processes before the model is wrapped (torch.distributed.init_process_group)",
     FaultName.UNEQUAL_UPDATES: "decide on all ranks alike whether an update is made",
     FaultName.DIFFERENT_COLLECTIVES: "make all ranks call them in the same order and from the same lines",
     FaultName.DIFFERENT_PROGRAMS: "let outputs() and loss() read nothing that differs between processes",

@@ -9,10 +9,23 @@ import torch.distributed as dist
 
 from unisono.engines.torch.parallel.process_group import TorchCommunicator
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
-from unisono.runtime.errors import ConfigError
+from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.runtime.fault_names import FaultName
 
 if TYPE_CHECKING:
     from unisono.proof.scripts.script_recorder import World
+
+
+class TrainsAloneError(UnisonoError):
+    """A process makes an update, and has not joined the others."""
+
+    exit_code = 1
+    fault = FaultName.TRAINS_ALONE
+
+
+def has_joined(world: World) -> bool:
+    """Whether the script has joined its processes; a group of fewer is not joined either, unless it is of several."""
+    return world.size == 1 or (dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def build_group(world: World) -> Communicator:

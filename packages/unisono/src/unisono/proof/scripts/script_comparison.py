@@ -31,7 +31,7 @@ from unisono.proof.scripts.replay.rows_read import ROWS
 from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.scripts.start.gpu_need import name_kernels
-from unisono.proof.scripts.start.launch_variables import launch_variables
+from unisono.proof.scripts.start.launch_variables import launch_variables, wants_fabric
 from unisono.proof.verdict import Verdict
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, RunError
@@ -134,6 +134,9 @@ class ScriptRuns:
                 trace.facts.per_process = find_local_statistics(trace, reference)
             self.traces[case.name] = trace
         except local_processes.WorkerError as error:
+            if wants_fabric(error) and not self.run.by_fabric:
+                self.run = replace(self.run, by_fabric=True)
+                return self.record(case)
             self.ended[case.name] = error
         return self.traces.get(case.name)
 
@@ -213,7 +216,7 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
         module, world = "unisono.proof.scripts.script_process", case.world_size
-        with launch_variables(world):
+        with launch_variables(world, run.by_fabric):
             local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:
         raise _interpret_error(error, run, trace, world) from None

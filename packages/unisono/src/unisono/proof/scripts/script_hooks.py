@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from unisono.proof.scripts.model_facts import find_living, held_parameters
 from unisono.proof.scripts.rank_progress import RankProgress
+from unisono.proof.scripts.record_group import TrainsAloneError, has_joined
 from unisono.proof.scripts.replay.loss_inputs import LossInputs
 from unisono.proof.scripts.replay.reading import ReadingFacts, write_reading
 from unisono.proof.scripts.replay.replayed_run import ReplayedRun
@@ -36,6 +37,8 @@ from unisono.runtime.errors import ConfigError
 _RECEIVES = ("recv", "irecv", "batch_isend_irecv")  # from the stage before it in a pipeline
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _MEASURES_TIME = re.compile(r"runtime|_time$|_per_second|^epoch$|learning_rate")  # or is compared without it
+
+NO_UPDATE = "ended without an update"
 
 _watches: list[ScriptWatch] = []  # of which there is at most one
 
@@ -71,7 +74,7 @@ def run_watched(
     watch.close()
     if watch.records is None or not watch.records.steps:
         raise ConfigError(
-            f"{name} ended without an update by a torch optimizer in this process, so there is nothing to "
+            f"{name} {NO_UPDATE} by a torch optimizer in this process, so there is nothing to "
             "compare; give it arguments with which it trains, and let it start no processes of its own (mp.spawn)"
         )
     return watch.records
@@ -193,6 +196,11 @@ class ScriptWatch:
         self._updates += 1
         if self._updates > 1 or self.is_over():
             return None
+        if not has_joined(self._world):
+            raise TrainsAloneError(
+                f"rank {self._world.rank} makes its first update, and the script has not joined its "
+                f"{self._world.size} processes: each trains alone"
+            )
         self.progress.begin_update()
         records = self._begin([optimizer])
         if self._replayed is not None:
@@ -276,7 +284,7 @@ class ScriptWatch:
                 self._fetched.drop_latest()
             return original(module, *args, **named)
         if self.records is None:
-            if self._is_trained(module):
+            if self._is_trained(module) and has_joined(self._world):  # a script may join its processes after a trial
                 self._begin(self._living_optimizers())
         elif id(module) not in self._members:
             self._follow_new(module)

@@ -59,6 +59,8 @@ class ScriptRun:
         how: their batches are put together.
         dropout: `off` where the script computes without.
         cuda: `cpu` where the CPU stands in place of a GPU.
+        devices: then, how many GPUs it stands for; 0: one for every process.
+        by_fabric: whether it is started as by `fabric run`.
     """
 
     reference: str
@@ -73,6 +75,8 @@ class ScriptRun:
     how: How = "side by side"
     dropout: Literal["on", "off"] = "on"
     cuda: Literal["auto", "cpu"] = "auto"
+    devices: int = 0
+    by_fabric: bool = False
 
 
 class LowerPrecisions(precision.PromoteToDouble):
@@ -105,7 +109,7 @@ def main(folder: Path) -> NoReturn:
         default = precision.double_by_default() if run.precision == "fp64" else precision.default_dtype(run.precision)
         mode = LowerPrecisions() if run.precision == "fp64" else nullcontext()
         dropout = without_dropout() if run.dropout == "off" else nullcontext()
-        devices = cuda_on_cpu() if run.cuda == "cpu" else nullcontext()
+        devices = cuda_on_cpu(run.devices) if run.cuda == "cpu" else nullcontext()
         with HangWatch(folder, place.rank).limit(run.timeout), files, default, dropout, devices, mode as seen:
             train = _load_watched(run, folder) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments

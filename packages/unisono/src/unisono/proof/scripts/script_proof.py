@@ -131,18 +131,26 @@ def prove_script(
     name = str(script).removeprefix(MODULE) if isinstance(script, Path | str) else sys.argv[0]
     words = {world: [name, *fill_arguments(arguments, world)] for world in (1, *worlds)}
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
-    cuda, report = settings.cuda, None
+    cuda, devices, report = settings.cuda, 0, None
+    refused: ConfigError | None = None
     while report is None:
         with trace_room() as root:
             run = ScriptRun(reference, ladder[0], settings.timeout, steps=settings.steps, dropout=settings.dropout)
-            runs = ScriptRuns(dataclasses.replace(run, cuda=cuda), words, root, quiet)
+            runs = ScriptRuns(dataclasses.replace(run, cuda=cuda, devices=devices), words, root, quiet)
             try:
                 report = _prove(runs, lower=len(ladder) > 1)
+            except ConfigError as error:
+                if devices or not gpu_need.asks_for_devices(error):
+                    raise (refused or error) from None
+                refused = error
             except RunError:
                 if not (cuda == "auto" and gpu_need.asks_for_gpu(runs.ended.values())):
                     raise
             said = "" if report is not None or len(ladder) == 1 else f"{_explain_fp32(runs)}; trying fp32"
-        if cuda == "auto" and gpu_need.asks_for_gpu(runs.ended.values()):
+        if refused is not None and report is None and not devices:
+            cuda, devices = "cpu", max(worlds)
+            said = f"it makes no update here; trying a CPU in place of {devices} GPUs"
+        elif cuda == "auto" and gpu_need.asks_for_gpu(runs.ended.values()):
             cuda, report, said = "cpu", None, "it asks for a GPU, and this host has none; trying a CPU in place of it"
         elif report is None:
             ladder = ladder[1:]

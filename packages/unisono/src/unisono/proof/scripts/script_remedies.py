@@ -34,6 +34,10 @@ _REMEDIES = {
     FaultName.ORDER_OF_SUMS: "make the first pass equal in every start",
     FaultName.REPLICA_DRIFT: "make the same update on all ranks: the same gradient, rate and state of the optimizer",
     FaultName.MIXED_PRECISIONS: "create inputs in torch.get_default_dtype(), or compare with precision=fp32",
+    FaultName.TRAINS_ALONE: (
+        "call torch.distributed.init_process_group() and wrap the model (DDP, fully_shard), or make an Accelerator or "
+        "a Fabric of all processes"
+    ),
     FaultName.UNEQUAL_UPDATES: "decide on all ranks alike: reduce what decides about an update first",
     FaultName.DIFFERENT_PROGRAMS: "let the model and the loss read nothing that differs between processes",
     FaultName.METRIC_NOT_SUMMED: "report sums and counts, reduced over ranks",

@@ -152,8 +152,12 @@ class _Averaged:
 
 
 @contextmanager
-def cuda_on_cpu() -> Iterator[None]:
-    """While a script runs; only where there is no GPU."""
+def cuda_on_cpu(devices: int = 0) -> Iterator[None]:
+    """While a script runs; only where there is no GPU.
+
+    Args:
+        devices: how many GPUs there are said to be; 0: one for every process.
+    """
     with ExitStack() as stack:
 
         def put(home: Any, name: str, value: Any) -> None:
@@ -164,7 +168,7 @@ def cuda_on_cpu() -> Iterator[None]:
             original = getattr(home, name)
             put(home, name, wraps(original)(wrap(original)))
 
-        for home, name, value in _constant_answers():
+        for home, name, value in _constant_answers(devices or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             if hasattr(home, name):
                 put(home, name, value)
         change(nn.Module, "to", _with_devices)
@@ -188,10 +192,10 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
 
 
-def _constant_answers() -> Iterator[tuple[Any, str, Any]]:
+def _constant_answers(count: int) -> Iterator[tuple[Any, str, Any]]:
     """What `torch.cuda`, `torch.accelerator` and the compiler say."""
     cuda, accelerator = torch.cuda, torch.accelerator
-    count, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
     for name in _SILENT:
         yield cuda, name, _answer(None)
     for name in _ZERO:

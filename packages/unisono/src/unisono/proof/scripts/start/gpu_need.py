@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from unisono.proof.scripts.script_hooks import NO_UPDATE
+
 REPLACED = "not seen: what a GPU computes (a CPU stood in place of it, cuda=cpu): its kernels, its precisions, NCCL"
 _ASKS = re.compile(r"cuda|nccl|nvidia driver", re.IGNORECASE)
 _KERNELS = {
@@ -20,6 +22,11 @@ _MISSING = re.compile(r"No module named '(\w+)")
 def asks_for_gpu(errors: Iterable[Exception]) -> bool:
     """Whether one of the errors speaks of CUDA, on a host without a GPU."""
     return not torch.cuda.is_available() and any(_ASKS.search(str(error)) for error in errors)
+
+
+def asks_for_devices(error: Exception) -> bool:
+    """Whether a script ended before it trained, as one does that has looked for GPUs, on a host without one."""
+    return not torch.cuda.is_available() and NO_UPDATE in str(error)
 
 
 def name_kernels(error: Exception) -> str:
