@@ -11,6 +11,7 @@ from packages.unisono.tests.proof.test_comparison import trace
 from unisono.proof import judgement
 from unisono.proof.cases import Case
 from unisono.proof.recording.trace import RunFacts
+from unisono.proof.report import format_verdicts
 
 
 def test_runs_without_a_gradient_are_not_said_to_be_equal(tmp_path: Path) -> None:
@@ -58,6 +59,21 @@ def test_numbers_that_are_zero_all_the_time_are_told_of_the_reference(tmp_path: 
     (alone,) = judgement.judge_cases([Case("one", 1, {}, "fp64")], {"one": one}, adaptive=False)[1]
     assert alone.mark != "FAIL"
     assert "0 in every step, so that nothing can differ there: metric 'hits', evaluated 'hits'" in alone.notes
+
+
+def test_what_differs_first_names_the_function_that_makes_it(tmp_path: Path) -> None:
+    def known(facts: RunFacts, tensors: Any) -> None:
+        facts.places = {"loss": "task.py:12", "outputs": "task.py:9"}
+
+    def other(facts: RunFacts, tensors: Any) -> None:
+        for step in facts.steps:
+            step.loss = 7.0
+
+    cases = [Case("one", 1, {}, "fp64"), Case("two", 2, {}, "fp64", "one")]
+    traces = {"one": trace(tmp_path / "one", 1, known), "two": trace(tmp_path / "two", 2, other)}
+    (judged,), _ = judgement.judge_cases(cases, traces, adaptive=False)
+    assert (judged.first.quantity, judged.place) == ("loss", "loss() at task.py:12")
+    assert "  made by: loss() at task.py:12" in format_verdicts([judged], [])
 
 
 @pytest.mark.parametrize(("off", "mark"), [(1e-3, "ABSTAIN"), (0.5, "FAIL")])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from unisono.proof.user_errors import format_user_error, raise_as_sentences
+import unisono
+from unisono.proof.user_errors import find_functions, format_user_error, raise_as_sentences
 from unisono.runtime.errors import ConfigError, RunError
 
 
@@ -23,6 +25,18 @@ def test_the_frames_of_libraries_are_left_out() -> None:
         "test_the_frames_of_libraries_are_left_out",
         "broken",
     ]
+
+
+class Written(unisono.Task):
+    def loss(self, outputs: Any, batch: Any, context: Any) -> Any: ...
+
+    def outputs(self, model: Any, batch: Any, context: Any) -> Any: ...
+
+
+def test_functions_that_the_user_has_written_have_their_lines() -> None:
+    found = find_functions(Written)
+    assert list(found) == ["outputs", "loss"], "the others are ours"
+    assert found["loss"].endswith(f"test_user_errors.py:{Written.loss.__code__.co_firstlineno}")
 
 
 def test_an_error_that_is_a_sentence_already_stays_as_it_is() -> None:

@@ -10,6 +10,7 @@ from unisono.proof import comparison, engines
 from unisono.proof.cases import EPSILON, Case
 from unisono.proof.diagnoses import diagnosis, predictions
 from unisono.proof.recording.trace import QUANTITIES, RunFacts, Trace
+from unisono.proof.user_errors import describe_makers
 from unisono.proof.verdict import ON_EVERY_LAYOUT, Verdict
 from unisono.runtime.errors import ConfigError, KernelError
 from unisono.runtime.text import join_names
@@ -49,10 +50,21 @@ def judge_cases(
             alone.append(_not_run_verdict(case, proof))
         elif not case.perturbed:
             alone.append(_judge_reference(case, traces[case.name]))
+    for one in (*verdicts, *alone):
+        one.place = _find_place(one, proof)
     for one in alone:
         if one.case in traces and (why := _find_untried_layouts(one.case, every, verdicts)):
             one.compared.append(comparison.ComparedQuantity(ON_EVERY_LAYOUT, "ABSTAIN", why=why))
     return verdicts, alone
+
+
+def _find_place(verdict: Verdict, proof: _Proof) -> str:
+    """The functions of the user that make what differs first; empty where the diagnosis has a line already."""
+    known = verdict.diagnosis.because if verdict.diagnosis else ""
+    root = _root_reference(next(one for one in proof.every if one.name == verdict.case), proof.every)
+    if verdict.first is None or root.name not in proof.traces or ".py:" in known or ", line " in known:
+        return ""
+    return describe_makers(verdict.first.quantity, proof.traces[root.name].facts.places)
 
 
 def _find_untried_layouts(root: str, every: list[Case], verdicts: list[Verdict]) -> str:
@@ -390,7 +402,7 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
         found.notes.append(f"outputs() or loss() changes '{trace.facts.overwritten}' of its batch in place")
     if trace.facts.lower:
         found.notes.append(
-            f"computes partly in a lower precision, whose rounding was measured: {', '.join(trace.facts.lower)}"
+            f"computes partly in a lower precision, whose rounding was measured: {join_names(trace.facts.lower)}"
         )
     found.diagnosis = diagnosis.diagnose(trace, trace, found.invariants, 1)
     return found

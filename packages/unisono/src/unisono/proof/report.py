@@ -144,6 +144,8 @@ def _explain_verdict(verdict: Verdict) -> list[str]:
     first, diagnosis = verdict.first, verdict.diagnosis
     where = _format_difference(first.worst, first.quantity not in _NO_TENSORS) if first else verdict.fault
     result = [f"{verdict.case}: FAIL {first.quantity if first else 'the run'}: {where}"]
+    if verdict.place:
+        result.append(f"  made by: {verdict.place}")
     if diagnosis is not None:
         known = "" if diagnosis.because in where else f" ({diagnosis.because})"
         result += [

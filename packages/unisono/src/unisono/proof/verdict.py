@@ -41,6 +41,7 @@ class Verdict:
         diagnosis: the likely fault, if something failed.
         fault: the error that ended the run, if one did.
         notes: what is worth knowing beside the marks.
+        place: the functions of the user that make what differs first, with their lines; empty where none is known.
     """
 
     case: str
@@ -51,6 +52,7 @@ class Verdict:
     diagnosis: Diagnosis | None = None
     fault: str = ""
     notes: list[str] = field(default_factory=list)
+    place: str = ""
 
     @property
     def mark(self) -> Mark:

@@ -40,7 +40,7 @@ from unisono.proof.recording.trace import (
     trace_folder,
     write_facts,
 )
-from unisono.proof.user_errors import format_user_error
+from unisono.proof.user_errors import find_functions, format_user_error
 from unisono.protocols import resolve_features
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.console import say
@@ -165,7 +165,7 @@ class _CaseRun:
         known = self.engine.setup(first, self.scalars(0))
         facts.kernels, facts.devices = dict(known.kernels), known.devices
         if not self.case.reference:
-            facts.callbacks = name_user_callbacks(self.config, self.task)
+            facts.callbacks, facts.places = name_user_callbacks(self.config, self.task), find_functions(type(self.task))
         view = self.engine.view
         if not self.case.reference and self.config.layout.engine == "torch":  # JAX's refuses fewer bits by itself
             from unisono.proof.recording.lower_precision import LowerPrecision

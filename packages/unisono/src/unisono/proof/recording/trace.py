@@ -143,6 +143,7 @@ class RunFacts:
     unstable_forward: str = ""  # why it gives something else for the same rows, by more than rounding
 
     # The task's functions.
+    places: dict[str, str] = field(default_factory=dict)  # where those begin that the user has written
     probed: bool = False  # whether they were tried by themselves
     unstable_build: str = ""  # why a model that is built again begins otherwise
     unstable_samples: str = ""  # why `sample` or `collate` gives something else for the same rows
