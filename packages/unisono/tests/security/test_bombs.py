@@ -12,7 +12,7 @@ import pytest
 
 from packages.unisono.tests.checkpoint.saved import save
 from unisono.checkpoint.core import commit, manifest
-from unisono.data.sources import open_source
+from unisono.data.sources import open_source, parquet_pages
 from unisono.data.sources.files import records
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import CheckpointError, DataError
@@ -43,6 +43,83 @@ def test_rows_of_such_a_file_are_read_in_order_as_few_at_a_time_need_little(tmp_
     path = repeated(tmp_path / "a.parquet", "plain")
     file = File.from_path(path, "parquet", path.name)
     assert next(iter(records(file, open_source(path)._wanted))) == {"a": LONG}
+
+
+def dictionary_last(path: Path, column: pa.Array) -> Path:
+    """A column whose texts stand plainly in its first pages, and then the dictionary of the others."""
+    options = {"store_schema": False, "dictionary_pagesize_limit": 40_000, "row_group_size": 10**7}
+    pq.write_table(pa.table({"a": column}), path, compression="zstd", **options)
+    chunk = pq.read_metadata(path).row_group(0).column(0)
+    content, at, seen = bytearray(path.read_bytes()), chunk.dictionary_page_offset, 0
+    first: list[bytes] = []
+    then: list[bytes] = []
+    with pa.memory_map(str(path)) as source:
+        while seen < chunk.num_values:
+            header, length = parquet_pages._read_header(source, at)
+            page = bytes(content[at : at + length + header[3]])
+            values = header.get(5, {})
+            (first if values.get(2) == 0 else then).append(page)
+            at, seen = at + len(page), seen + values.get(1, 0)
+    assert first and len(then) > 1
+    content[chunk.dictionary_page_offset : at] = b"".join(first + then)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_dictionary_that_comes_after_values_is_refused(tmp_path: Path, is_list: bool) -> None:
+    """Arrow follows it: 140 kB became 1.3 GB, though the first rows showed nothing."""
+    texts = pa.array([LONG] * 50_000 + [f"{row:08d}" * 3 for row in range(3000)])
+    if is_list:
+        texts = pa.ListArray.from_arrays(pa.array([*range(0, len(texts), 100), len(texts)], pa.int32()), texts)
+    source = open_source(dictionary_last(tmp_path / "a.parquet", texts))
+    with pytest.raises(DataError, match=r"the dictionary of column 'a.*' comes after values, where no writer puts it"):
+        _ = source[0]
+
+
+def test_texts_that_continue_each_other_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    """The delta encoding repeats a text without a dictionary; large honest files of it were refused."""
+    path, few = tmp_path / "a.parquet", tmp_path / "few.parquet"
+    options = {"use_dictionary": False, "column_encoding": {"a": "DELTA_BYTE_ARRAY"}, "compression": "zstd"}
+    pq.write_table(pa.table({"a": ["short", *[LONG] * ROWS]}), path, **options)
+    source = open_source(path)
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 1\.[123] GB, more than 1 GiB"):
+        _ = source[0]
+    honest = [f"{row}" + LONG for row in range(20_000)]
+    pq.write_table(pa.table({"a": honest}), few, **options)
+    assert [row["a"] for row in open_source(few)] == honest
+
+
+def test_lists_of_a_row_count_by_their_values(tmp_path: Path) -> None:
+    """600 bytes became 1.6 GB: one row, whose list repeats one number."""
+    count = 140_000_000
+    lists = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.array(np.zeros(count, dtype=np.int64)))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": lists}), path, compression="zstd", write_statistics=False)
+    assert path.stat().st_size < 2000
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 1\.1 GB, more than 1 GiB"):
+        _ = open_source(path)[0]
+
+
+def test_a_footer_that_names_a_small_size_changes_nothing(tmp_path: Path) -> None:
+    """Arrow does not look at a row group's total size, so it bounds nothing."""
+    path = repeated(tmp_path / "a.parquet", "plain")
+    size, content = pq.read_metadata(path).row_group(0).total_byte_size, path.read_bytes()
+    assert size > 8191, "three bytes of a number, as those that replace it"
+    at = content.index(b"\x16" + _number(size) + b"\x16", len(content) - 2000)
+    path.write_bytes(content[: at + 1] + b"\x82\x80\x00" + content[at + 4 :])
+    assert pq.read_metadata(path).row_group(0).total_byte_size == 1
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 1\.[123] GB, more than 1 GiB"):
+        _ = open_source(path)[0]
+
+
+def _number(value: int) -> bytes:
+    """An integer as Thrift's compact protocol has it."""
+    value, found = value << 1, bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
 
 
 @pytest.mark.parametrize("form", ["file", "stream"])

@@ -52,6 +52,17 @@ def test_nothing_is_decided_where_nobody_wishes_anything(tmp_path: Path):
     assert StepSync(Beside(), tmp_path, 30).decide() == Decision()
 
 
+@pytest.mark.parametrize("target", ["nowhere", "private"])
+def test_a_link_in_the_folder_is_no_wish(tmp_path: Path, target: str):
+    """Whoever may write into a run's folder for a moment could leave one, and a dangling one ended the run."""
+    made = StepSync(SingleProcess(), tmp_path, 30)
+    (tmp_path / "private").touch()
+    for name in ("stop", "save"):
+        (tmp_path / name).symlink_to(target)
+    assert look(made) == Decision()
+    assert (tmp_path / "private").exists() and (tmp_path / "stop").is_symlink()
+
+
 @pytest.mark.parametrize(("name", "decided"), [("stop", Decision(save=True, stop=True)), ("save", Decision(save=True))])
 def test_a_file_in_the_folder_is_a_wish_that_is_taken_once(tmp_path: Path, name: str, decided: Decision):
     made = StepSync(SingleProcess(), tmp_path, 30)

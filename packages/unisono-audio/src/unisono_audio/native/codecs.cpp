@@ -308,8 +308,9 @@ void refuse_joined(Bytes bytes, const std::string& format) {
         for (const char* name : {"Xing", "Info"})
             for (const uint8_t* at = bytes.data; (at = find(at, name, 4)) != end; at++)
                 for (const int64_t side : {9, 17, 32}) {  // bytes of side information, which are zero in such a frame
+                    if (at - bytes.data < side + 4) continue;
                     const uint8_t* const head = at - side - 4;
-                    if (head < bytes.data || head[0] != 0xff || (head[1] & 0xe0) != 0xe0) continue;
+                    if (head[0] != 0xff || (head[1] & 0xe0) != 0xe0) continue;
                     if (!std::all_of(head + 4, at, [](uint8_t byte) { return byte == 0; })) continue;
                     if (first != nullptr) refuse("MP3", std::max(first, head));
                     first = head;

@@ -37,6 +37,7 @@ uint32_t checksum(const uint8_t* page, int64_t size) {
 }  // namespace
 
 Packets::Packets(Bytes bytes) : bytes_(bytes) {
+    if (bytes.size < 27) throw BadRecording("is cut off in its first Ogg page");
     const uint32_t serial = little(bytes.data + 14, 4);
     bool ended = false;
     for (int64_t at = 0; at < bytes.size;) {

@@ -8,6 +8,7 @@ the maximum of each applies to all. So all ranks act on the same request at the 
 from __future__ import annotations
 
 import math
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -202,15 +203,17 @@ class StepSync:
         return tuple(r if len(who) == alike else f"{r} (rank {', '.join(who)})" for r, who in ranks.items())
 
     def _take_requests(self) -> set[str]:
-        """Return the request files found in the run's directory, and remove them."""
+        """Return the request files found in the run's directory, and remove them; a link is no request."""
         if time.monotonic() - self._last_look < _REQUEST_INTERVAL:
             return set()
         self._last_look = time.monotonic()
         requests = set()
         for name in (STOP, SAVE):
             with suppress(OSError):
-                (self._directory / name).unlink()
-                requests.add(name)
+                path = self._directory / name
+                if stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
+                    requests.add(name)
         return requests
 
     def _check_takeover(self) -> str | None:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,7 @@ from unisono.observe import events
 from unisono.runtime import notebook
 from unisono.runtime.console import say
 from unisono.runtime.text import format_count
+from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import run_facts, run_status
 from unisono.supervise.step_sync import STOP
 
@@ -52,7 +53,8 @@ def _stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
         if asked or _newest_step(run) <= (run.resume.step if run.resume else 0):
             raise KeyboardInterrupt  # there is nothing to save
         asked = True
-        (run.directory / STOP).touch()
+        with suppress(FileExistsError):
+            safe_paths.create_inside(run.directory, STOP)
         say("interrupted: the run stops after this step, and saves; interrupt again to end it at once")
 
     before = signal.signal(signal.SIGINT, on_interrupt)
