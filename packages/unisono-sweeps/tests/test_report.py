@@ -44,11 +44,13 @@ def run(tmp_path: Path) -> Path:
     write_fault(folder, f"sample 7 cannot be built: {EVIL}")
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"step": 120, "restart": 1, "why": EVIL}) + "\n")
+        file.write(json.dumps({"step": 120, "changed": {"config": {"layout.world_size": [1, 2]}, EVIL: EVIL}}) + "\n")
     facts = {"data": {"rows": 100, "steps": 400, "source": EVIL}, "versions": {"torch": "2.13"}, "host": EVIL}
     (folder / "fingerprint.json").write_text(json.dumps(facts))
     command = ["unisono", "train", "language", f"data.path={EVIL}"]
     (folder / "resolved.json").write_text(json.dumps({"command": command}))
-    cases = [{"case": "ddp:2", "mark": "PASS"}, {"case": EVIL, "mark": "FAIL"}]
+    cases: list[dict[str, object]] = [{"case": "single", "mark": "ABSTAIN", "reference": "", "compared": []}]
+    cases += [{"case": "ddp:2", "mark": "PASS", "reference": "single"}, {"case": EVIL, "mark": "FAIL"}]
     (folder / "certificate.json").write_text(json.dumps({"verdict": "FAIL", "time": "2026", "cases": cases}))
     (folder / "profile").mkdir()
     parts = {"unit": "ms per step", "ranks": [{"forward": 1.5, EVIL: 2.0}]}
@@ -72,7 +74,16 @@ def test_what_the_data_say_is_text_and_no_markup(run: Path) -> None:
 
 def test_a_report_has_what_happened_to_the_run(run: Path) -> None:
     page = describe(run).render()
-    shown = ("failed after step 300 of 400", "sample 7 cannot be built", "ddp:2", "torch", "ms per step", "restart 1")
+    shown: tuple[str, ...] = (
+        "failed after step 300 of 400",
+        "sample 7 cannot be built",
+        "ddp:2",
+        "torch",
+        "ms per step",
+        "restart 1",
+    )
+    shown += ("resumed with layout.world_size 1 → 2", "PASS, compared with single", "the others are compared with it")
+    shown += ("The same in all steps: grad_norm 1, lr 0.001",)
     for text in (*shown, "step-00000050-one.png", "data:audio/wav;base64"):
         assert text in page, text
     assert "not.png" not in page
@@ -125,6 +136,18 @@ def test_a_report_of_a_sweep_names_every_run_with_its_state(sweep: Path, command
     assert " ± " in page
 
 
+def test_runs_that_differ_in_their_seed_share_a_colour_and_a_place_in_the_legend(sweep: Path) -> None:
+    page = describe(sweep).render()
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', page)
+    assert legend is not None
+    assert re.findall("</svg> ([^<]+)</li>", legend[1]) == ["lr 0.001", "lr 0.01", "lr 0.1"]
+    drawn = json.loads(re.findall('<script type="application/json">(.*?)</script>', page)[0])["series"]
+    colours = {one["name"]: one["colour"] for one in drawn}
+    assert len(colours) == 6
+    assert len(set(colours.values())) == 3
+    assert colours["lr0.1-seed0"] == colours["lr0.1-seed1"]
+
+
 def test_the_command_refuses_what_is_no_run(tmp_path: Path, command: Command) -> None:
     code, _, err = command("report", tmp_path)
     assert code == 2
@@ -162,6 +185,12 @@ def test_a_browser_shows_the_report(kind: str, request: pytest.FixtureRequest, t
         assert tab.evaluate(f"[...{labels}].map(t => t.textContent).join()") != before
         tab.click(".chart .tools button:last-child")
         assert tab.evaluate(f"[...{labels}].map(t => t.textContent).join()") == before
+        tab.click(".chart .values summary")
+        tab.wait("document.querySelector('.chart .values tbody tr') !== null")
+        rows = "document.querySelectorAll('.chart .values tbody tr').length"
+        assert tab.evaluate(rows) == {"run": 6, "sweep": 26}[kind]
+        assert tab.evaluate("document.querySelector('.chart .values th').textContent") == "step"
+        tab.click(".chart .values summary")
         assert tab.errors == []
         tab.photograph(shots / f"{kind}-1280.png", most=6000)
         tab.size(390, 844, phone=True)

@@ -1,6 +1,10 @@
-"""Numbers and durations in tables and reports."""
+"""How numbers and durations are shown in tables, in reports and on an axis."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_WIDE = 10.0
 
 
 def format_number(value: float | None) -> str:
@@ -10,6 +14,15 @@ def format_number(value: float | None) -> str:
     ('0.0001234', '1.235e+06', '3', '–')
     """
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether numbers differ so much that a logarithmic axis shows them better.
+
+    >>> is_wide([12, 24, 192]), is_wide([1, 2, 3]), is_wide([0, 100])
+    (True, False, False)
+    """
+    return min(values) > 0 and max(values) >= _WIDE * min(values)
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -16,11 +16,11 @@ from unisono_sweeps.compare.power_law import PowerLaw
 from unisono_sweeps.compare.table import aggregate_seeds
 from unisono_sweeps.extras import import_plots
 from unisono_sweeps.pareto import pareto_front
+from unisono_sweeps.text_table import is_wide
 
 _MOST_NAMED = 12  # curves with a legend
 _MOST_AXES = 8  # of parallel coordinates
 _POINTS = 2000  # of a curve: more than a picture has pixels
-_WIDE = 30.0  # ratio of the largest to the smallest number from which on an axis is logarithmic
 
 
 def draw_figures(
@@ -92,7 +92,7 @@ def _draw_metric(plot: Any, path: Path, table: pa.Table, keys: Sequence[str], ke
     x = [row[key] if numeric else labels.index(str(row[key])) for row in rows]
     errors = [row[f"{metric} ±"] or 0.0 for row in rows]
     axes.errorbar(x, [row[metric] for row in rows], yerr=errors, fmt="o", capsize=3)
-    if numeric and _is_wide(x):
+    if numeric and is_wide(x):
         axes.set_xscale("log")
     if not numeric:
         axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
@@ -111,7 +111,7 @@ def _draw_pareto(plot: Any, path: Path, table: pa.Table, cost: str, metric: str,
         front = [points[number] for number in pareto_front(points, mode)]
         axes.plot(*zip(*front, strict=True), "o-", color="tab:blue", label="no run is cheaper and better")
         axes.legend(fontsize="small")
-        if _is_wide([x for x, _ in points]):
+        if is_wide([x for x, _ in points]):
             axes.set_xscale("log")
     about = {"flops": "FLOPs of all steps", "seconds": "seconds of all steps", "parameters": "parameters"}
     axes.set_xlabel(about[cost])
@@ -151,7 +151,7 @@ def _place(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]
     """
     if all(isinstance(value, int | float) for value in values):
         numbers = [float(value) for value in values]
-        scaled = [math.log(number) for number in numbers] if _is_wide(numbers) else numbers
+        scaled = [math.log(number) for number in numbers] if is_wide(numbers) else numbers
         low, spread = min(scaled), (max(scaled) - min(scaled)) or 1.0
         heights = [(number - low) / spread for number in scaled]
         return heights, sorted({(height, f"{value:.3g}") for height, value in zip(heights, numbers, strict=True)})
@@ -179,10 +179,6 @@ def _save(plot: Any, figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=150)
     plot.close(figure)
     return path
-
-
-def _is_wide(values: Sequence[float]) -> bool:
-    return min(values) > 0 and max(values) > _WIDE * min(values)
 
 
 def _file_name(key: str) -> str:

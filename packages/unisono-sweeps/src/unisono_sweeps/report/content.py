@@ -17,15 +17,14 @@ from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Object
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps import record
-from unisono_sweeps.axes import SEED
+from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs, metric_names
 from unisono_sweeps.report.page import Chart, Curve, Page
 from unisono_sweeps.report.series import collect_series
-from unisono_sweeps.text_table import format_number, format_seconds
+from unisono_sweeps.text_table import format_number, format_seconds, is_wide
 
 _POINTS = 2000  # of a curve of a run
 _POINTS_OF_MANY = 40_000  # of all curves of a chart of a sweep
-_WIDE = 30.0
 _MOST_NAMES = 40  # curves of a run
 _MEDIA_BYTES = 2_000_000  # of all pictures and sounds together
 _MEDIA = {".png": ("image/png", b"\x89PNG"), ".wav": ("audio/wav", b"RIFF")}
@@ -70,8 +69,11 @@ def describe_run(run: RunFacts) -> Page:
     page.heading("Steps")
     curves = collect_series(run.steps, _POINTS)
     names = [*(name for name in _FIRST if name in curves), *(name for name in curves if name not in _FIRST)]
-    charts = [Chart(name, [Curve(name, *curves[name])]) for name in names[:_MOST_NAMES]]
+    constant = {name: curves[name][1][0] for name in names if len(run.steps) > 1 and len(set(curves[name][1])) == 1}
+    charts = [Chart(n, [Curve(n, *curves[n])]) for n in names if n not in constant][:_MOST_NAMES]
     page.charts(charts) if charts else page.paragraph("No step is recorded.")
+    if constant:
+        page.paragraph("The same in all steps: " + ", ".join(f"{n} {format_number(v)}" for n, v in constant.items()))
     if charts and len(run.steps) > _POINTS:
         page.paragraph(
             f"Of {len(run.steps)} steps, each chart shows the smallest and largest value of short stretches."
@@ -100,13 +102,15 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
     page = Page(folder.resolve().name)
     finished = sum(run.state == "finished" for run in runs)
     listed = record.read_sweep(folder)
+    place = {name: number for number, name in enumerate(listed["runs"])}  # as the command has them
+    runs = sorted(runs, key=lambda run: place.get(run.folder.name, len(place)))
     missing = sorted(set(listed["runs"]) - {run.folder.name for run in runs})
     total = len(runs) + len(missing)
     page.paragraph(f"{finished} of {total} runs finished", "state")
     if listed["command"]:
         page.code(shlex.join(listed["command"]))
     table, keys = compare_runs(runs), different_keys(runs)
-    metrics = metric_names(table, keys)
+    metrics, short = metric_names(table, keys), shorten_keys(keys)
     metric = "eval/loss" if "eval/loss" in metrics else "loss"
     if SEED in keys:
         page.heading("Means over seeds, with 95 % intervals")
@@ -117,27 +121,28 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
             [_cell(row[key]) for key in settings] + [str(row["runs"])] + [_mean(row, m) for m in metrics]
             for row in means
         ]
-        page.table([*settings, "runs", *metrics], rows, texts=len(settings))
+        page.table([*(short[key] for key in settings), "runs", *metrics], rows, texts=len(settings))
     page.heading("Runs")
     rows = [[_cell(row[name]) for name in ("run", "state", *keys, *metrics)] for row in table.to_pylist()]
-    page.table(["run", "state", *keys, *metrics], rows, texts=2)
+    page.table(["run", "state", *(short[key] for key in keys), *metrics], rows, texts=2)
     if missing:
         page.paragraph(f"Not started: {', '.join(missing)}")
     page.heading("Curves")
     each = max(50, min(_POINTS, _POINTS_OF_MANY // max(1, len(runs))))
     steps = {run.folder.name: collect_series(run.steps, each) for run in runs}
     evaluations = {run.folder.name: collect_series(run.evaluations, each) for run in runs}
+    groups = {run.folder.name: _group(row, keys) for run, row in zip(runs, table.to_pylist(), strict=True)}
     charts = []
     for title, curves, name in (("loss", steps, "loss"), ("eval/loss", evaluations, "loss")):
-        drawn = [Curve(run, *found[name]) for run, found in curves.items() if name in found]
+        drawn = [Curve(run, *found[name], group=groups[run]) for run, found in curves.items() if name in found]
         if drawn:
             charts.append(Chart(title, drawn))
     for key in keys:
         if key != SEED and (points := _points(table.to_pylist(), key, metric)):
-            charts.append(Chart(f"{metric} by {key}", [points], key, points=True, logx=_is_wide(points.x)))
+            charts.append(Chart(f"{metric} by {short[key]}", [points], key, points=True, logx=is_wide(points.x)))
     for cost in ("flops" if "flops" in metrics else "seconds", *(["parameters"] if "parameters" in metrics else [])):
         if points := _points(table.to_pylist(), cost, metric):
-            charts.append(Chart(f"{metric} by {cost}", [points], cost, points=True, logx=_is_wide(points.x)))
+            charts.append(Chart(f"{metric} by {cost}", [points], cost, points=True, logx=is_wide(points.x)))
     page.charts(charts)
     if problems := [[run.folder.name, run.state, run.why] for run in runs if run.state != "finished"]:
         page.heading("Runs that are not finished")
@@ -172,12 +177,28 @@ def _notes(run: RunFacts) -> Iterator[list[str]]:
         values = {name: value for name, value in event.items() if name not in ("step", "seconds")}
         if "sample" in values:
             continue
-        if "loss" not in values:
+        if isinstance(changed := values.get("changed"), dict):
+            yield [str(event["step"]), f"resumed with {_describe_changes(changed)}"]
+        elif "loss" not in values:
             yield [str(event["step"]), format_value(values)]
         elif "skipped" in values:
             yield [str(event["step"]), f"update skipped: {values['skipped']}"]
     if run.why:
         yield [str(run.steps_done), run.why]
+
+
+def _describe_changes(changed: Mapping[str, Any]) -> str:
+    """What is different since a run was resumed.
+
+    >>> _describe_changes({"config": {"layout.world_size": [1, 2]}, "machine": {"threads": [None, 1]}})
+    'layout.world_size 1 → 2, threads none → 1'
+    """
+    parts = []
+    for values in changed.values():
+        for key, pair in values.items() if isinstance(values, dict) else ():
+            two = pair if isinstance(pair, list) and len(pair) == 2 else ["unknown", pair]
+            parts.append(f"{key} " + " → ".join("none" if one is None else format_value(one) for one in two))
+    return ", ".join(parts) or "the same settings"
 
 
 def _profile(page: Page, folder: Path) -> None:
@@ -198,8 +219,16 @@ def _certificate(page: Page, folder: Path) -> None:
     page.facts({"verdict": certificate.get("verdict", "unknown"), "time": certificate.get("time", "unknown")})
     cases = certificate.get("cases")
     if isinstance(cases, list):
-        rows = [[str(case.get("case")), str(case.get("mark"))] for case in cases if isinstance(case, dict)]
+        rows = [[str(case.get("case")), _verdict(case)] for case in cases if isinstance(case, dict)]
         page.table(["case", "verdict"], rows, texts=2)
+
+
+def _verdict(case: Mapping[str, Any]) -> str:
+    """The mark of a case; those of one process are what the others are compared with."""
+    mark, reference = str(case.get("mark")), case.get("reference")
+    if mark == "ABSTAIN" and reference == "" and case.get("compared") == []:
+        return "the others are compared with it"
+    return f"{mark}, compared with {reference}" if reference else mark
 
 
 def _samples(page: Page, run: RunFacts) -> None:
@@ -236,17 +265,18 @@ def _media(folder: Path) -> Iterator[tuple[str, str, bytes]]:
                 yield str(path.relative_to(folder)), kind, content
 
 
+def _group(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """What runs have in common that differ only in their seed; empty if there are none."""
+    short, settings = shorten_keys(list(keys)), [key for key in keys if key != SEED]
+    return ", ".join(f"{short[key]} {_cell(row[key])}" for key in settings) if SEED in keys else ""
+
+
 def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> Curve | None:
     """The runs as points; None where x is not a number."""
     kept = [row for row in rows if isinstance(row[x], int | float) and row[y] is not None]
     if len(kept) < 2:
         return None
     return Curve(y, [row[x] for row in kept], [row[y] for row in kept], [str(row["run"]) for row in kept])
-
-
-def _is_wide(x: Sequence[float]) -> bool:
-    """Whether numbers differ so much that a logarithmic axis shows them better."""
-    return min(x) > 0 and max(x) > _WIDE * min(x)
 
 
 def _mean(row: Mapping[str, Any], name: str) -> str:

@@ -1,7 +1,8 @@
 // Draws the charts of a report from the JSON in the page. Everything that comes from data is set as text.
 "use strict";
 const NS = "http://www.w3.org/2000/svg";
-const COLOURS = ["#3b7dd8", "#d9662b", "#2f9e63", "#b04fc4", "#c9a227", "#d1495b", "#3aa6b9", "#7d7d7d"];
+const MOST_SHOWN = 3, MOST_READ = 8;  // curves whose values are shown at the pointer, and by the arrow keys
+const MOST_ROWS = 25, MOST_COLUMNS = 12;  // of the table of a chart
 const W = 560, H = 300, LEFT = 78, RIGHT = 24, TOP = 10, BOTTOM = 46;
 
 function make(parent, name, attributes, text) {
@@ -37,7 +38,7 @@ function chart(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const svg = figure.querySelector("svg"), output = figure.querySelector("output");
   const logs = {x: Boolean(data.logx), y: Boolean(data.logy)};
-  let zoom = null, drag = null, cursor = null, spans = null;
+  let zoom = null, drag = null, cursor = null, shown = [], spans = null;
 
   const scale = (value, axis) => logs[axis] ? (value > 0 ? Math.log10(value) : null) : value;
   const place = (value, axis) => {
@@ -60,7 +61,7 @@ function chart(figure) {
       const ends = zoom.map(x => scale(x, "x"));
       if (ends[0] !== null) [low, high] = ends;
     }
-    const room = high > low ? (axis === "y" ? (high - low) * 0.05 : 0) : Math.abs(high) * 0.05 || 1;
+    const room = high > low ? (axis === "y" || data.points ? (high - low) * 0.05 : 0) : Math.abs(high) * 0.05 || 1;
     return [low - room, high + room];
   }
 
@@ -77,17 +78,16 @@ function chart(figure) {
       make(svg, "text", where, format(value, 4));
     }
     make(svg, "text", {x: (W + LEFT) / 2, y: H - 6, "text-anchor": "middle"}, data.xlabel);
-    data.series.forEach((one, number) => {
-      const colour = COLOURS[number % COLOURS.length];
+    data.series.forEach(one => {
       let path = "", open = false;
       one.x.forEach((x, n) => {
         const px = inside(x) ? place(x, "x") : null, py = px === null || one.y[n] === null ? null : place(one.y[n], "y");
         if (py === null) { open = false; return; }
-        if (data.points || one.x.length === 1) make(svg, "circle", {cx: px, cy: py, r: 4, fill: colour});
+        if (data.points || one.x.length === 1) make(svg, "circle", {cx: px, cy: py, r: 4, fill: one.colour});
         path += `${open ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`;
         open = true;
       });
-      if (!data.points) make(svg, "path", {d: path, fill: "none", stroke: colour, "stroke-width": 1.5});
+      if (!data.points) make(svg, "path", {d: path, fill: "none", stroke: one.colour, "stroke-width": 1.5});
     });
     if (cursor !== null) mark();
   }
@@ -95,6 +95,10 @@ function chart(figure) {
   function mark() {
     const spot = place(cursor, "x");
     if (spot !== null) make(svg, "line", {x1: spot, x2: spot, y1: TOP, y2: H - BOTTOM, stroke: "var(--ink)", "stroke-dasharray": "3 3"});
+    for (const [one, n] of shown) {
+      const at = [place(one.x[n], "x"), place(one.y[n], "y")];
+      if (!at.includes(null)) make(svg, "circle", {cx: at[0], cy: at[1], r: 6, fill: "none", stroke: "var(--ink)"});
+    }
   }
 
   function nearest(one, x) {
@@ -103,14 +107,56 @@ function chart(figure) {
     return best;
   }
 
-  function show(x) {
+  function closest(x, height) {
+    const known = data.series.flatMap(one => (data.points ? one.x.map((_, n) => n) : [nearest(one, x)])
+      .filter(n => one.y[n] !== null).map(n => [one, n]));
+    const far = ([one, n]) => {
+      const across = data.points ? (place(one.x[n], "x") ?? 1e9) - (place(x, "x") ?? 0) : 0;
+      return Math.hypot(across, height === null ? 0 : (place(one.y[n], "y") ?? 1e9) - height);
+    };
+    if (height !== null || data.points) known.sort((a, b) => far(a) - far(b));
+    return known.slice(0, data.points ? 1 : height === null ? MOST_READ : MOST_SHOWN);
+  }
+
+  function show(x, height = null) {
     cursor = x;
-    const parts = data.series.slice(0, 8).map(one => {
-      const n = nearest(one, x), name = data.points && one.names ? one.names[n] : one.name;
-      return `${name}: ${format(one.y[n])} at ${format(one.x[n])}`;
+    shown = closest(x, height);
+    const parts = shown.map(([one, n]) => {
+      return `${data.points && one.names.length ? one.names[n] : one.name}: ${format(one.y[n])} at ${format(one.x[n])}`;
     });
-    output.textContent = parts.join("; ");
+    const rest = data.points ? 0 : data.series.length - parts.length;
+    output.textContent = parts.join("; ") + (rest > 0 ? `; and ${rest} more` : "");
     draw();
+  }
+
+  function cell(row, tag, text) {
+    const node = document.createElement(tag);
+    node.textContent = text;
+    if (tag === "th") node.scope = "col";
+    row.appendChild(node);
+  }
+
+  function tabulate(details) {
+    const frame = document.createElement("div"), table = document.createElement("table"), columns = data.series.slice(0, MOST_COLUMNS);
+    const first = data.points ? columns[0].x : columns.reduce((a, b) => b.x.length > a.x.length ? b : a).x;
+    const every = Math.max(1, Math.ceil(first.length / MOST_ROWS));
+    const kept = data.points ? first.map((_, n) => n) : first.map((_, n) => n).filter(n => n % every === 0 || n === first.length - 1);
+    const caption = table.createCaption(), head = table.createTHead().insertRow(), body = table.createTBody();
+    const left = data.series.length - columns.length;
+    caption.textContent = `${data.title}, ${kept.length} of ${first.length} values` + (left ? `, of ${columns.length} of ${data.series.length} lines` : "");
+    if (data.points) cell(head, "th", "run");
+    cell(head, "th", data.xlabel);
+    for (const one of columns) cell(head, "th", one.name);
+    for (const n of kept) {
+      const row = body.insertRow();
+      if (data.points) cell(row, "td", columns[0].names[n]);
+      cell(row, "td", format(first[n]));
+      for (const one of columns) cell(row, "td", format(one.y[data.points ? n : nearest(one, first[n])]));
+    }
+    frame.className = "wide";
+    frame.tabIndex = 0;
+    frame.appendChild(table);
+    details.appendChild(frame);
   }
 
   function under(event) {
@@ -120,8 +166,12 @@ function chart(figure) {
     return logs.x ? 10 ** at : at;
   }
 
-  svg.addEventListener("pointerdown", event => { drag = under(event); });
-  svg.addEventListener("pointermove", event => show(under(event)));
+  const height = event => {
+    const box = svg.getBoundingClientRect();
+    return (event.clientY - box.top) / box.height * H;
+  };
+  svg.addEventListener("pointerdown", event => { drag = under(event); show(drag, height(event)); });
+  svg.addEventListener("pointermove", event => show(under(event), height(event)));
   svg.addEventListener("pointerup", event => {
     const end = under(event), width = Math.abs((scale(end, "x") ?? 0) - (scale(drag ?? end, "x") ?? 0));
     if (drag !== null && width > (spans.x[1] - spans.x[0]) / 50) zoom = [Math.min(drag, end), Math.max(drag, end)];
@@ -136,6 +186,9 @@ function chart(figure) {
     const x = data.series[0].x, n = cursor === null ? 0 : nearest(data.series[0], cursor) + move;
     show(x[Math.min(x.length - 1, Math.max(0, n))]);
   });
+  const values = figure.querySelector(".values");
+  values.addEventListener("toggle", () => { if (!values.querySelector("table")) tabulate(values); });
+  values.hidden = !data.series.length;
   figure.querySelector(".tools").hidden = false;
   for (const button of figure.querySelectorAll("button")) button.addEventListener("click", () => {
     const axis = button.dataset.log;

@@ -18,16 +18,28 @@ from typing import Any
 from unisono.runtime.console import clean
 
 _HERE = Path(__file__).parent
+_COLOURS = ("#3b7dd8", "#d9662b", "#2f9e63", "#b04fc4", "#c9a227", "#d1495b", "#3aa6b9", "#7d7d7d")
+_MOST_NAMED = 24  # entries of a legend
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line, or points, of a chart; `names` are those of points."""
+    """A line, or points, of a chart.
+
+    Attributes:
+        name: of the line.
+        x: of its points.
+        y: of its points; None is a gap.
+        names: of the points, if they are not joined.
+        group: of lines that belong together, as runs that differ in their seed do: they share a colour and a place in
+            the legend. Empty: the line stands for itself.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     names: Sequence[str] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,11 @@ class Page:
 
     title: str
     _parts: list[str] = field(default_factory=list)
+    _section: str = ""
 
     def heading(self, text: str) -> None:
         """Begin a section."""
+        self._section = text
         self._parts.append(f"<h2>{escape(text)}</h2>")
 
     def paragraph(self, text: str, kind: str = "") -> None:
@@ -87,8 +101,8 @@ class Page:
         body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
         top = line(head, "th", ' scope="col"')
         self._parts.append(
-            f'<div class="wide" tabindex="0" role="region" aria-label="table"><table><thead><tr>{top}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
+            f'<div class="wide" tabindex="0" role="region" aria-label="{escape(self._section)}"><table>'
+            f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
     def charts(self, charts: Sequence[Chart]) -> None:
@@ -142,18 +156,25 @@ def embed_json(value: Any) -> str:
 
 
 def _chart(chart: Chart) -> str:
+    groups = list(dict.fromkeys(one.group or one.name for one in chart.curves))
+    colours = {group: number % len(_COLOURS) for number, group in enumerate(groups)}
     data = {
         "title": clean(chart.title), "xlabel": chart.xlabel, "points": chart.points, "logx": chart.logx,
         "logy": chart.logy,
         "series": [
-            {"name": clean(one.name), "x": list(one.x), "y": list(one.y), "names": [clean(name) for name in one.names]}
+            {
+                "name": clean(one.name), "x": list(one.x), "y": list(one.y), "names": [clean(n) for n in one.names],
+                "colour": _COLOURS[colours[one.group or one.name]],
+            }
             for one in chart.curves
         ],
     }  # fmt: skip
     described = f"{chart.title}: " + "; ".join(_describe(one) for one in chart.curves[:8])
     legend = ""
     if len(chart.curves) > 1:
-        items = (f"<li>{_swatch(number)}{escape(one.name)}</li>" for number, one in enumerate(chart.curves))
+        items = [f"<li>{_swatch(_COLOURS[colours[group]])}{escape(group)}</li>" for group in groups[:_MOST_NAMED]]
+        if len(groups) > _MOST_NAMED:
+            items.append(f"<li>and {len(groups) - _MOST_NAMED} more</li>")
         legend = f'<ul class="legend">{"".join(items)}</ul>'
     return (
         f'<figure class="chart"><h3>{escape(chart.title)}</h3>'
@@ -162,14 +183,13 @@ def _chart(chart: Chart) -> str:
         '<button type="button" data-log="x" aria-pressed="false">log x</button>'
         '<button type="button" data-log="y" aria-pressed="false">log y</button>'
         '<button type="button">whole</button></p>'
+        '<details class="values" hidden><summary>values as a table</summary></details>'
         f'<script type="application/json">{embed_json(data)}</script></figure>'
     )
 
 
-def _swatch(number: int) -> str:
+def _swatch(colour: str) -> str:
     """A sample of a curve's colour, which the style sheet cannot know."""
-    colours = ("#3b7dd8", "#d9662b", "#2f9e63", "#b04fc4", "#c9a227", "#d1495b", "#3aa6b9", "#7d7d7d")
-    colour = colours[number % len(colours)]
     return (
         f'<svg width="18" height="8" viewBox="0 0 18 8" aria-hidden="true"><rect width="18" height="4" y="2" '
         f'fill="{colour}"/></svg> '
