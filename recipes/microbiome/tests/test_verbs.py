@@ -16,7 +16,7 @@ import unisono
 from recipes.microbiome.tests.made import TINY, data, task
 from unisono.cli import main
 from unisono.runtime.errors import ConfigError, DataError
-from unisono_microbiome import plots, scoring
+from unisono_microbiome import attention, plots, residuals, scoring
 from unisono_microbiome.predict import Predictions, Predictor, predict_samples, scores
 from unisono_microbiome.study.library import open_library
 from unisono_microbiome.study.simulate import simulate_study
@@ -241,14 +241,62 @@ def test_scores_are_their_definitions() -> None:
 def test_plots_and_a_table_of_taxa_are_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["look", str(run), "draws=1", "rows=all"]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [path.name for path in written] == ["taxa.tsv", "distances.png", "ordination.png", "target.png"]
-    assert all(path.stat().st_size > 10_000 for path in written[1:])
+    pictures = ["distances", "ordination", "target", "residuals", "attention", "sequence"]
+    assert [path.name for path in written] == ["taxa.tsv", "residuals.tsv", *(f"{name}.png" for name in pictures)]
+    assert all(path.stat().st_size > 10_000 for path in written[2:])
     rows = read(written[0])
     assert all(row["taxonomy"] for row in rows)
     effects = [abs(float(row["gradient"]) * float(row["samples"])) for row in rows]
     assert effects == sorted(effects, reverse=True)
-    events = (run / "tensorboard").glob("events*")
-    assert sum(b"plots/distances" in path.read_bytes() for path in events) == 1
+    tracked = [path.read_bytes() for path in (run / "tensorboard").glob("events*")]
+    for name in (*(f"plots/{picture}" for picture in pictures), "residuals"):
+        assert sum(name.encode() in content for content in tracked) == 1
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (shown,) = [event for event in lines if event.get("sample") == "residuals"]
+    assert shown["columns"] == ["by", "value", "samples", "mean", "mean absolute"]
+
+
+def test_residuals_by_group_and_quarters_add_up_to_those_of_all_samples(run: Path) -> None:
+    found = predicted(run, ("data.covariates=[kind]",), rows="all", draws=1)
+    made = residuals.find_residuals(found, None)
+    assert made is not None and found.target is not None and found.library.target is not None
+    label, values = made
+    assert label == "predicted - true share"
+    assert np.allclose(values, found.target.mean - found.library.target.values)
+    rows = residuals.tabulate_residuals(found, values)
+    assert list(dict.fromkeys(row["by"] for row in rows)) == ["group (subject)", "reads", "taxa", "kind"]
+    for by in ("group (subject)", "reads", "taxa", "kind"):
+        parts = [row for row in rows if row["by"] == by]
+        assert len(parts) == {"group (subject)": 6, "kind": 2}.get(by, 4)
+        assert sum(row["samples"] for row in parts) == 18
+        assert sum(row["samples"] * row["mean"] for row in parts) == pytest.approx(values.sum())
+    one = next(row for row in rows if row["value"] == "calm")
+    calm = np.array(found.library.metadata["kind"]) == "calm"
+    assert one["mean absolute"] == pytest.approx(np.abs(values[calm]).mean())
+
+
+def test_attention_maps_are_what_the_model_computes(run: Path) -> None:
+    predictor = Predictor(unisono.open_run(run), draws=1)
+    taxa = attention.map_taxa(predictor, 3)
+    batch = predictor.batch([3], 0)
+    assert len(taxa.labels) == batch["taxa"].shape[1]
+    assert taxa.between is not None
+    assert taxa.between.sum(1) == pytest.approx(np.ones(len(taxa.labels)), abs=1e-6)
+    assert taxa.pooled.sum() == pytest.approx(1, abs=1e-6)
+    positions = attention.map_positions(predictor, 5)
+    assert positions is not None and positions.between is not None
+    assert "".join(positions.labels[1:]) == predictor.library.dna()[5]
+    assert positions.between.shape == (17, 17)
+    mixer = predictor.model.body.samples[-1].mixer
+    x, seen = torch.randn(2, 5, 8), torch.tensor([[True] * 5, [True, True, False, False, True]])
+    value = mixer._project(x)[2]
+    mixed = (mixer.weights(x, seen) @ value).transpose(1, 2).reshape(2, 5, 8)
+    assert torch.allclose(mixer.out(mixed), mixer(x, seen), atol=1e-6)
+
+
+def test_a_sample_that_is_not_there_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["look", str(run), "draws=1", "sample=S0.9"]) != 0
+    assert "sample=S0.9: there is no such sample, did you mean" in capsys.readouterr().err
 
 
 def test_the_attention_of_a_sample_comes_to_one(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.config import foreign_run, safe_yaml
-from unisono.observe.trackers import show_figures
+from unisono.observe.trackers import show_samples
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.diagnose import diagnose_run
 
@@ -35,7 +35,7 @@ def test_it_is_refused(tmp_path: Path, text: str, told: str) -> None:
         safe_yaml.check_yaml(tmp_path / "mine.yaml")
 
 
-@pytest.mark.parametrize("reads", [diagnose_run, read_adapter_settings, lambda run: show_figures(run, {})])
+@pytest.mark.parametrize("reads", [diagnose_run, read_adapter_settings, lambda run: show_samples(run, {})])
 def test_whatever_reads_a_run_that_came_from_elsewhere_refuses_it(tmp_path: Path, reads: Callable[[Path], Any]) -> None:
     (tmp_path / "config.yaml").write_text(BOMB)
     with pytest.raises(ConfigError, match="stand for"):

@@ -38,7 +38,7 @@ def ended(folder: Path, *names: str, of: tuple[str, ...] | None = None) -> dict[
 
 def test_they_stand_beside_the_curves_in_tensorboard(tmp_path: Path) -> None:
     made = ended(tmp_path / "run", "tensorboard")
-    assert trackers.show_figures(tmp_path / "run", made) == ["tensorboard"]
+    assert trackers.show_samples(tmp_path / "run", made) == ["tensorboard"]
     shown = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
     shown.Reload()
     (image,) = shown.Images("looking/red")
@@ -53,7 +53,7 @@ def test_they_are_in_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = ended(tmp_path / "run", "wandb")
     id_ = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
-    assert trackers.show_figures(tmp_path / "run", made) == ["wandb"]
+    assert trackers.show_samples(tmp_path / "run", made) == ["wandb"]
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == 2 * [f"run-{id_}.wandb"], "one per process; `wandb sync` joins them by id"
     rows: list[tuple[Path, dict[str, Any]]] = [
@@ -106,7 +106,7 @@ def test_sounds_are_in_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_tracker_that_has_not_followed_the_run_is_not_begun(tmp_path: Path) -> None:
     made = ended(tmp_path / "run", of=("tensorboard",))
-    assert trackers.show_figures(tmp_path / "run", made) == []
+    assert trackers.show_samples(tmp_path / "run", made) == []
     assert not (tmp_path / "run" / "tensorboard").exists()
     assert not (tmp_path / "run" / trackers.IDS).exists()
 
@@ -115,5 +115,5 @@ def test_a_tracker_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.Log
     made = ended(tmp_path / "run", "tensorboard")
     made["looking/red"].write_text("no picture")
     with caplog.at_level(logging.WARNING):
-        assert trackers.show_figures(tmp_path / "run", made) == ["tensorboard"]
+        assert trackers.show_samples(tmp_path / "run", made) == ["tensorboard"]
     assert "tensorboard failed (UnidentifiedImageError" in caplog.text

@@ -202,7 +202,7 @@ def predict_ensemble(run: Run, rows: Rows, draws: int, micro_batch: int, seed: i
             "microbiome …"
         )
     record: CrossValidation = read_asset(folder, FILE, CrossValidation)
-    made = []
+    made: list[Predictions] = []
     for name in record["folds"]:
         member = open_run(folder / name, task=type(run.task)) if name != run.folder.name else run
         member.task.data_config = run.task.data_config
@@ -219,7 +219,8 @@ def combine(made: Sequence[Predictions], half_width: float | None) -> Prediction
     Of diversities and classes, intervals are those of rarefaction and of the differences between the models.
     """
     one = made[0]
-    distances = None if one.distances is None else np.mean([other.distances for other in made], axis=0)
+    parts = [other.distances for other in made if other.distances is not None]
+    distances = np.mean(parts, axis=0) if parts else None
     diversities = {}
     for name in one.diversities:
         means, deviations = (np.array([other.diversities[name][part] for other in made]) for part in (0, 1))

@@ -53,10 +53,21 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # (rows, length, features), (rows, length)
         """What each place gathers from those that are seen."""
         rows, length, features = x.shape
-        query, key, value = self.inputs(x).view(rows, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = self._project(x)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None, None, :])
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, features))
         return result
+
+    def weights(self, x: Tensor, seen: Tensor) -> Tensor:  # -> (rows, heads, length, length)
+        """How much each place (third axis) gathers from each other."""
+        query, key, _ = self._project(x)
+        scores = query @ key.transpose(-1, -2) / key.shape[-1] ** 0.5
+        result: Tensor = scores.masked_fill(~seen[:, None, None, :], float("-inf")).softmax(-1)
+        return result
+
+    def _project(self, x: Tensor) -> Tensor:  # -> (3, rows, heads, length, features of a head)
+        projected: Tensor = self.inputs(x).view(*x.shape[:2], 3, self._heads, -1)
+        return projected.permute(2, 0, 3, 1, 4)
 
 
 class Convolution(nn.Module):
@@ -136,6 +147,11 @@ class SequenceEncoder(nn.Module):
         self.pool = Pooling(features)
         self.nucleotides = nn.Linear(features, VOCABULARY) if nucleotides else None
         self._chunk, self._recompute = config.chunk, config.recompute
+
+    @property
+    def last_mixer(self) -> nn.Module:
+        """What mixes positions in the last layer."""
+        return self.get_submodule(f"block_{self._layers - 1}.mixer")
 
     def forward(self, taxa: Tensor) -> Tensor:  # (sequences,) -> (sequences, features)
         """A vector for each taxon."""

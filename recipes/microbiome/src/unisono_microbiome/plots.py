@@ -1,4 +1,4 @@
-"""The verb `look`: predicted against true values, ordinations of both distances, and the importance of taxa."""
+"""The verb `look`: predicted against true values, ordinations, residuals, attention, and the importance of taxa."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono import Run, write_table
-from unisono_microbiome import losses
+from unisono import ConfigError, Run, write_table
+from unisono.recipe_tools import nearest
+from unisono_microbiome import attention, losses, residuals
 from unisono_microbiome.model import Body, Network
 from unisono_microbiome.predict import Predictions, Predictor, Rows, predict_samples, true_distances
 
@@ -26,9 +27,10 @@ def look(
     draws: int = 5,
     micro_batch: int = 8,
     seed: int = 0,
+    sample: str | None = None,
     device: str = "auto",
 ) -> list[Path]:
-    """Plot a run's newest checkpoint, also in its trackers, and write a table of important taxa.
+    """Plot a run's newest checkpoint, and write tables of residuals and important taxa; all goes to its trackers, too.
 
     Args:
         run: its folder; settings of data may be replaced, e.g. data.table=FILE.
@@ -37,6 +39,7 @@ def look(
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
+        sample: id of the sample whose attention is drawn; by default the first.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
     out = out or run.folder / "plots"
@@ -45,18 +48,49 @@ def look(
     predicted = predict_samples(predictor, rows)
     truth = None if predicted.distances is None else true_distances(predicted.library)
     drawn: dict[str, Any] = {}
-    if predicted.distances is not None and truth is not None and len(predicted.numbers) > 2:
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if truth is not None:
         truth = truth[np.ix_(predicted.numbers, predicted.numbers)]
+    if predicted.distances is not None and truth is not None and len(predicted.numbers) > 2:
         drawn["distances"] = _plot_distances(predicted, truth)
         drawn["ordination"] = _plot_ordination(predicted, truth)
     if predicted.target is not None and predicted.library.target is not None:
         drawn["target"] = _plot_target(predicted)
     written = [_write_taxa(out / "taxa.tsv", predictor, predicted)]
+    if (found := residuals.find_residuals(predicted, truth)) is not None:
+        label, values = found
+        drawn["residuals"] = residuals.plot_residuals(predicted, values, label)
+        tables["residuals"] = residuals.tabulate_residuals(predicted, values)
+        columns = {name: [row[name] for row in tables["residuals"]] for name in tables["residuals"][0]}
+        written.append(write_table(out / "residuals.tsv", columns))
+    drawn |= _plot_attention(predictor, _find_sample(predicted, sample))
     for name, figure in drawn.items():
         written.append(out / f"{name}.png")
         figure.savefig(written[-1], dpi=150)
-    run.show({f"plots/{name}": out / f"{name}.png" for name in drawn})
+    run.show({**{f"plots/{name}": out / f"{name}.png" for name in drawn}, **tables})
     return written
+
+
+def _find_sample(predicted: Predictions, name: str | None) -> int:
+    """The number of the sample whose attention is drawn."""
+    names = predicted.library.samples
+    if name is None:
+        return int(predicted.numbers[0])
+    if name not in names:
+        raise ConfigError(f"sample={name}: there is no such sample, {nearest(name, names)}")
+    return names.index(name)
+
+
+def _plot_attention(predictor: Predictor, number: int) -> dict[str, Any]:
+    """Figures of the attention within a sample, and within the sequence of the taxon that it attends to most."""
+    taxa = attention.map_taxa(predictor, number)
+    drawn = {"attention": attention.plot_attention(taxa, f"taxa of {predictor.library.samples[number]}")}
+    most = int(predictor.batch([number], 0)["taxa"][0, int(taxa.pooled.argmax())])
+    positions = attention.map_positions(predictor, most)
+    if positions is not None:
+        label = taxa.labels[int(taxa.pooled.argmax())]
+        drawn["sequence"] = attention.plot_attention(positions, f"positions of {label}")
+    return drawn
 
 
 def importance(predictor: Predictor, numbers: NDArray[np.int64]) -> dict[str, Array]:

@@ -85,11 +85,16 @@ class Run:
         """Step of the newest checkpoint."""
         return parse_step(find_checkpoint(self.folder).name)
 
-    def show(self, figures: Mapping[str, Path]) -> None:
-        """Show image files in the run's trackers, if it has any, under the given names."""
+    def show(self, samples: Mapping[str, Any]) -> None:
+        """Show what was found out about a run in its trackers, if it has any, and in its events, for its report.
+
+        Args:
+            samples: By name: the path of a PNG file (of which the report has those in the run's folder), a text, a
+                picture as an array, or a table as a list of dictionaries.
+        """
         from unisono.observe import trackers
 
-        trackers.show_figures(self.folder, figures)
+        trackers.show_samples(self.folder, samples)
 
 
 def open_run(

@@ -236,14 +236,14 @@ def open_trackers(
     return Trackers(runs, timeout)
 
 
-def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
-    """Send pictures to the trackers of a run, waiting no longer than at the end of a run.
+def show_samples(folder: Path, samples: Mapping[str, Any]) -> list[str]:
+    """Send samples to the events and the trackers of a run, waiting no longer than at the end of a run.
 
     As in training, a tracker that fails only causes a warning.
 
     Args:
         folder: The run's directory.
-        pictures: PNG files by display name.
+        samples: By display name; see `samples.prepare_sample`.
 
     Returns:
         The names of the run's trackers.
@@ -253,12 +253,17 @@ def show_figures(folder: Path, pictures: Mapping[str, Path]) -> list[str]:
     """
     observe = safe_yaml.read_yaml(folder / "config.yaml")["observe"]
     names = [name for name in observe["trackers"] if name in read_ids(folder)]
-    if names and pictures:
-        step = max((event["step"] for event in events.read_events(folder / "events.jsonl")), default=0)
+    path = folder / "events.jsonl"
+    step = max((event["step"] for event in events.read_events(path)), default=0) if samples else 0
+    prepared = {name: prepare_sample(folder, step, name, value) for name, value in samples.items()}
+    for name, sample in prepared.items():
+        if sample.event is not None:
+            events.append_event(path, {"step": step, "sample": name, **sample.event})
+    if names and prepared:
         timeout, group = observe["tracker_timeout"], observe.get("group")
         opened = open_trackers(names, folder, observe["project"], step, {}, {}, timeout, group)
-        for name, path in pictures.items():
-            opened.publish(step, name, prepare_sample(folder, step, name, path))
+        for name, sample in prepared.items():
+            opened.publish(step, name, sample)
         opened.close()
     return names
 
