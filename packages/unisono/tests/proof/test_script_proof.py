@@ -9,13 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from packages.unisono.tests.launch import jobs
 from unisono.launch.processes.local_processes import WorkerError
-from unisono.proof.scripts import script_proof, self_check
+from unisono.proof.scripts import script_hooks, script_proof, self_check
 from unisono.proof.scripts.script_comparison import LATE, Report
 from unisono.proof.scripts.script_process import ScriptRun
 from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
+from unisono.proof.scripts.script_recorder import World
 from unisono.runtime.errors import ConfigError, RunError
 
 HEAD = """
@@ -82,6 +84,59 @@ def test_processes_may_join_after_a_first_forward_pass(tmp_path: Path) -> None:
     text = SYNCHRONISED.replace("dist.init_process_group", "model(torch.ones(1, 3))\ndist.init_process_group", 1)
     report = prove(tmp_path, text + "for _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
     assert report.mark == "PASS", report.lines
+
+
+class _Meter:
+    """Of a script: what it does when it is left fails where the loop was not finished."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        raise AttributeError("no end was measured")
+
+
+def test_what_fails_while_a_script_is_ended_is_no_error_of_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with _Meter():
+            for _ in range(5):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+
+    records = script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 2)
+    assert records.steps == 2
+    with pytest.raises(AttributeError, match="no end was measured"):
+        script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 9)
+
+
+LOW_KERNEL = """
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(context, rows, weight, bias):
+        outputs = rows @ weight.t() + bias
+        context.save_for_backward(rows, outputs)
+        return outputs.square().mean()
+
+    @staticmethod
+    def backward(context, gradient):
+        rows, outputs = context.saved_tensors
+        each = (2 * outputs / outputs.numel() * gradient).float()
+        return None, (each.t() @ rows.float()).to(rows.dtype), each.sum(0).to(rows.dtype)
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_that_casts_in_its_backward_pass_is_computed_in_fp64(tmp_path: Path) -> None:
+    """As fused losses do: what float32 rounds there would look like a fault of 1e-8."""
+    loop = "x = torch.randn(8, 3)\nfor _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+    step = STEP.replace("model(x).square().mean()", "Squares.apply(x, model.weight, model.bias)")
+    report = prove(tmp_path, SEEDED + LOW_KERNEL + step + loop)
+    assert report.mark == "PASS", report.lines
+    worst = max(c.worst.size for c in report.verdicts[0].compared if c.quantity == "raw gradients")
+    assert worst < 1e-12
 
 
 @pytest.mark.slow

@@ -68,7 +68,10 @@ def run_watched(
         try:
             train()
         except SystemExit as error:
-            if error.code not in (None, 0):
+            if error.code not in (None, 0) and not _is_of_the_end(error):
+                raise
+        except Exception as error:
+            if not _is_of_the_end(error):
                 raise
         watch.progress.end()
     watch.close()
@@ -78,6 +81,12 @@ def run_watched(
             "compare; give it arguments with which it trains, and let it start no processes of its own (mp.spawn)"
         )
     return watch.records
+
+
+def _is_of_the_end(error: BaseException) -> bool:
+    """Whether a script failed while it was ended, as in the `__exit__` of a meter that has not met its numbers yet."""
+    before = error.__context__
+    return before is not None and (isinstance(before, _EnoughSteps) or _is_of_the_end(before))
 
 
 def find_watch() -> ScriptWatch | None:

@@ -108,9 +108,10 @@ def main(folder: Path) -> NoReturn:
         files = precision.loaded_as_double() if run.precision == "fp64" else nullcontext()
         default = precision.double_by_default() if run.precision == "fp64" else precision.default_dtype(run.precision)
         mode = LowerPrecisions() if run.precision == "fp64" else nullcontext()
+        inside = nullcontext() if isinstance(mode, nullcontext) else precision.promoted_inside_backward(mode)
         dropout = without_dropout() if run.dropout == "off" else nullcontext()
         devices = cuda_on_cpu(run.devices) if run.cuda == "cpu" else nullcontext()
-        with HangWatch(folder, place.rank).limit(run.timeout), files, default, dropout, devices, mode as seen:
+        with HangWatch(folder, place.rank).limit(run.timeout), files, default, dropout, devices, inside, mode as seen:
             train = _load_watched(run, folder) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)

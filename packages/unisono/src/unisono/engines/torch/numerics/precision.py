@@ -113,6 +113,25 @@ def promotion(precision: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def promoted_inside_backward(mode: TorchFunctionMode) -> Iterator[None]:
+    """A mode that is in force inside `backward` too, where losses and kernels in Python may cast as they like.
+
+    It changes torch for all threads, as `loaded_as_double` does.
+    """
+    original = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original
+
+
+@contextmanager
 def loaded_as_double() -> Iterator[None]:
     """Tensors of files are promoted once they are read as what they are: `torch.load` makes them by asking for a dtype.
 

@@ -10,7 +10,7 @@ import torch
 from unisono.proof.scripts.script_hooks import NO_UPDATE
 
 REPLACED = "not seen: what a GPU computes (a CPU stood in place of it, cuda=cpu): its kernels, its precisions, NCCL"
-_ASKS = re.compile(r"cuda|nccl|nvidia driver", re.IGNORECASE)
+_ASKS = re.compile(r"cuda|nccl|nvidia driver|device_ids and output_device", re.IGNORECASE)
 _KERNELS = {
     "triton": "Triton", "flash_attn": "flash-attn", "apex": "apex", "transformer_engine": "Transformer Engine",
     "xformers": "xFormers", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "flashinfer": "FlashInfer",
