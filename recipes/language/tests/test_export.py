@@ -19,13 +19,14 @@ from recipes.language.tests import corpora
 from recipes.language.tests.corpora import GROUPED, sentences, trained, write_jsonl
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.arrays import ArrayReader
-from unisono.checkpoint.exchange.export import _plan_model, _write, find_checkpoint, read_adapter_settings
+from unisono.checkpoint.exchange.export import _plan_model, find_checkpoint, read_adapter_settings, write
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
 from unisono.engines.torch import saved_tensors
 from unisono.engines.torch.lora import Adapter
 from unisono.engines.torch.sharded_tensors import load, model_tensors
+from unisono.runtime.errors import ConfigError, Preempted
 from unisono.task_config import read_run
 from unisono_language.model import build_model
 from unisono_language.settings import Pretrained
@@ -113,7 +114,7 @@ def test_tensors_have_the_names_and_cuts_with_which_transformers_writes_them(tmp
     plan = _plan_model(model, tmp_path, Export(shard_mb=0.05))
     assert len(plan.files) > 1
     (tmp_path / "mine").mkdir()
-    _write(plan, tmp_path / "mine", {file.name for file in plan.files})
+    write(plan, tmp_path / "mine", {file.name for file in plan.files})
     mine = {n: t for file in plan.files for n, t in load_file(tmp_path / "mine" / file.name).items()}
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     assert mine.keys() == theirs.keys()
@@ -306,3 +307,73 @@ def test_a_model_that_is_not_the_one_of_the_assets_is_refused(
     assert main.main(["export", str(copy), f"out={tmp_path / 'out'}"]) == 2
     assert "has shape (48, 32) in the run, but (50, 32) in LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# at the end of a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_what_transformers_loads(folder: Path) -> None:
+    """The claim: `checkpoint.final=hf` writes what `unisono export` writes, beside a checkpoint that can be resumed."""
+    run = train(folder, "final", **{"checkpoint.final": "hf"})
+    made = run / "exports" / "step-00000002-hf"
+    again = exported(run, folder / "again")
+    assert {path.name for path in made.iterdir()} == {path.name for path in again.iterdir()}
+    assert all((made / path.name).read_bytes() == path.read_bytes() for path in again.iterdir())
+    assert train(folder, "final", **{"checkpoint.final": "hf", "train.steps": 3}) == run
+    assert (run / "exports" / "step-00000003-hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_process_writes_files_of_the_export_at_the_end(folder: Path, strategy: str) -> None:
+    layout = {"layout.world_size": 2, "layout.strategy": strategy, "train.global_batch": 4}
+    run = train(folder, strategy, **{"checkpoint.final": "hf", **layout})
+    made = run / "exports" / "step-00000002-hf"
+    assert len(list(made.glob("*.safetensors"))) >= 2
+    assert json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
+    loaded = AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, unisono.load_model(run)(input_ids=TOKENS).logits)
+
+
+@pytest.mark.slow
+def test_a_preempted_run_leaves_what_transformers_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim: a run that is asked to end by a signal saves, exports what it saved, and can be resumed."""
+    (folder / "preempting.py").write_text(
+        "import os, signal, unisono\n\n\nclass Preempt(unisono.Callback):\n    def on_step(self, step, values):\n"
+        "        if step == 1:\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    words = {"checkpoint.final": "hf", "train.steps": 200, "callbacks": [f"{folder / 'preempting.py'}:Preempt"]}
+    with pytest.raises(Preempted):
+        train(folder, "preempted", **words)
+    (made,) = (folder / "runs" / "preempted" / "exports").iterdir()
+    assert AutoModelForCausalLM.from_pretrained(made).config.model_type == "llama"
+    assert made.name.startswith("step-") and made.name < "step-00000200"
+
+
+PLAIN = """
+import numpy as np, torch, unisono
+
+
+class Plain(unisono.Task):
+    def data(self):
+        return [{"x": np.ones(2, dtype=np.float32)}] * 4
+
+    def build(self):
+        return torch.nn.Linear(2, 1)
+
+    def outputs(self, model, batch, context):
+        return model(batch["x"])
+
+    def loss(self, outputs, batch, context):
+        return unisono.Loss({"square": outputs.square().sum()})
+"""
+
+
+def test_a_task_without_a_configuration_cannot_end_with_an_export(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    with pytest.raises(ConfigError, match=r"saves no config.json"):
+        unisono.train(f"{tmp_path / 'plain.py'}:Plain", {
+            "train.steps": 1, "train.global_batch": 4, "checkpoint.final": "hf",
+            "run.dir": str(tmp_path), "run.name": "a", "layout.world_size": 1, "observe.progress": False,
+        })  # fmt: skip

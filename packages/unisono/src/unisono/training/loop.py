@@ -144,6 +144,7 @@ class Training:
                 run, parts, communicator, self._sync, resumption, self._evaluation, self._last_step,
                 finished=self._on_saved, callbacks=lambda: self._callbacks.state(), say=lambda line: self.say(line),
             )  # fmt: skip
+            self._saving.check_export()
             self._saving.check_disk_space(facts.parameters)
             self._evaluation.check_metric(self.first)
             due = RankRequests(evaluate=self._evaluation.was_missed(run.directory, self.first))
@@ -238,6 +239,8 @@ class Training:
         say, resumes = self.say, self._run.resume_hint
         if not decision.preempted:
             self._saving.saver.finish()
+        if (exported := self._saving.export(decision.seconds_left)) is not None:
+            say(exported)
         cut_short = self._wait_for_uploads(decision)
         if decision.preempted or cut_short:
             raise self._sync.preempted_error(

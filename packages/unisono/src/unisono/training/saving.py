@@ -9,17 +9,20 @@ from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
+from unisono.checkpoint.exchange import hf_config
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, Json
 from unisono.runtime.communication.consensus import raise_everywhere
-from unisono.runtime.errors import CallbackError, Preempted
+from unisono.runtime.errors import CallbackError, ConfigError, Preempted
 from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync
 from unisono.training.evaluation import Evaluation
 from unisono.training.parts import TrainingParts
+
+ASSETS = "assets"  # in the run directory
 
 
 class Saving:
@@ -103,6 +106,32 @@ class Saving:
             if at_once:
                 self.saver.finish()
 
+    def check_export(self) -> None:
+        """Refuse `checkpoint.final=hf` for a task that has saved no configuration of a transformers model."""
+        if self._settings.final == "hf" and not (self._run.directory / ASSETS / hf_config.CONFIG).is_file():
+            raise ConfigError(
+                "checkpoint.final=hf: this task saves no config.json of a transformers model (save_assets), so the run "
+                "could not be exported; use checkpoint.final=resumable"
+            )
+
+    def export(self, seconds_left: float) -> str | None:
+        """Export the newest checkpoint if the settings ask for it, all ranks together; returns what to say of it.
+
+        Args:
+            seconds_left: until the run has to be gone; it is not exported if saving took longer than that.
+        """
+        if self._settings.final != "hf" or not self.saver.saved:
+            return None
+        step = self.saver.saved
+        command = f"unisono export {self._run.directory} step={step}"
+        is_late = int(seconds_left < self.saver.seconds)  # each process has measured its own
+        if self._communicator.reduce_max([is_late], "the time for an export")[0]:
+            return f"not exported, since the run has to end: {command}"
+        with heartbeat.phase("save", "the export"):
+            from unisono.checkpoint.exchange import collective_export
+
+            return collective_export.export_together(self._run.directory, step, self._communicator)
+
     def close(self, kind: type[BaseException] | None, *error: object) -> None:
         """Wait for the save in flight; only briefly if the run has failed."""
         failed = kind is not None and not issubclass(kind, Preempted)
@@ -112,7 +141,7 @@ class Saving:
         engine = self._parts.engine
         engine.check_replicas(step)  # a checkpoint combines pieces of replicas from different ranks
         state = self._collect_state(step, ledger)
-        holds = self._settings.final if step == self._parts.plan.steps else "everything"
+        holds = "model" if self._settings.final == "model" and step == self._parts.plan.steps else "everything"
         shards = engine.state()
         if holds == "model":
             shards = [shard for shard in shards if shard.name.startswith(WEIGHT_PREFIXES)]

@@ -64,7 +64,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What to write, and from which arrays: their shapes, and what reads a piece of one (name, offset, shape)."""
 
     form: ExportFormat
@@ -87,9 +87,7 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
     """
     checkpoint = commit.open_checkpoint(find_checkpoint(folder, words.step))  # every byte is verified here, once
     assets.check(checkpoint, folder)
-    marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
-    name = "-".join([folder_name(checkpoint.step), *filter(None, marks)])
-    out = words.out or folder / "exports" / name
+    out = words.out or default_folder(folder, checkpoint.step, words)
     if os.path.lexists(out):
         raise RunError(f"{out} already exists and is not overwritten; choose another folder: out=DIR")
     if words.merge and read_adapter_settings(folder) is None:
@@ -98,19 +96,16 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
         assert build_merged is not None
         plan = _plan_model(build_merged(folder, words.ema, checkpoint.step), folder, words)
     else:
-        plan = _plan_checkpoint(checkpoint, folder, words)
+        plan = plan_checkpoint(checkpoint, folder, words)
     _check_room(out, sum(file.size for file in plan.files))
     try:
         with atomic_folder(out) as temporary:
-            shares = _assign_files(plan.files, 1 if words.merge else _count_processes(words, plan.files))
+            shares = assign_files(plan.files, 1 if words.merge else _count_processes(words, plan.files))
             if len(shares) == 1:
-                _write(plan, temporary, {file.name for file in plan.files})
+                write(plan, temporary, {file.name for file in plan.files})
             else:
                 _write_together(plan, shares, checkpoint.path, folder, words, temporary)
-            if plan.form.indexed or len(plan.files) > 1:
-                name = f"{plan.form.stem}.safetensors.index.json"
-                (temporary / name).write_text(hf_shards.index_json(plan.files), encoding="utf-8")
-            plan.form.finish(temporary)
+            finish(plan, temporary)
     except FileExistsError as error:
         raise RunError(
             f"{out} was created by someone else meanwhile and was not changed. Choose another out=DIR"
@@ -123,6 +118,20 @@ def export(folder: Path, words: Export, build_merged: Callable[[Path, bool, int]
         ) from error
     size = sum(file.size for file in plan.files)
     return Exported(out, plan.form.description, checkpoint.step, len(plan.files), len(plan.form.outputs), size)
+
+
+def default_folder(folder: Path, step: int, words: Export) -> Path:
+    """Where an export of a run goes, if its words do not say it."""
+    marks = (words.to, "ema" * words.ema, words.dtype if words.dtype != "kept" else "", "merged" * words.merge)
+    return folder / "exports" / "-".join([folder_name(step), *filter(None, marks)])
+
+
+def finish(plan: Plan, folder: Path) -> None:
+    """Write what stands beside the files of tensors: their index, the configuration, the tokenizer."""
+    if plan.form.indexed or len(plan.files) > 1:
+        name = f"{plan.form.stem}.safetensors.index.json"
+        (folder / name).write_text(hf_shards.index_json(plan.files), encoding="utf-8")
+    plan.form.finish(folder)
 
 
 def read_adapter_settings(folder: Path) -> Lora | None:
@@ -151,7 +160,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     return checkpoints[step]
 
 
-def _plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> _Plan:
+def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan:
     """The plan of a checkpoint, from its manifest alone."""
     arrays = _select_entries(checkpoint.arrays, words.ema, folder)
     arrays = {name: TensorEntry(e.name, _target_dtype(e.dtype, words), e.shape) for name, e in arrays.items()}
@@ -163,10 +172,10 @@ def _plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> _Pl
         form = export_formats.peft_format(arrays, folder / "assets", adapter, base)
     else:
         form = export_formats.transformers_format(arrays, folder / "assets")
-    return _Plan(form, _plan_files(form, words), *_array_access(checkpoint))
+    return Plan(form, _plan_files(form, words), *_array_access(checkpoint))
 
 
-def _plan_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
+def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
     """The plan of a model that is in memory."""
     from unisono.engines.torch import sharded_tensors
 
@@ -184,7 +193,7 @@ def _plan_model(model: nn.Module, folder: Path, words: Export) -> _Plan:
     def read(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
-    return _Plan(form, _plan_files(form, words), shapes, read)
+    return Plan(form, _plan_files(form, words), shapes, read)
 
 
 def _array_access(checkpoint: Checkpoint) -> tuple[Mapping[str, tuple[int, ...]], Any]:
@@ -231,7 +240,7 @@ def _count_processes(words: Export, files: Sequence[TensorFile]) -> int:
     return min(len(files), usable_cores(), 1 + sum(file.size for file in files) // _BYTES_PER_PROCESS)
 
 
-def _assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
+def assign_files(files: Sequence[TensorFile], count: int) -> list[list[str]]:
     """Assign files to processes, largest first, each to the one with the least to write."""
     shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(count)]
     for file in sorted(files, key=lambda file: -file.size):
@@ -250,7 +259,7 @@ def _check_room(out: Path, size: int) -> None:
         )
 
 
-def _write(plan: _Plan, folder: Path, names: set[str]) -> None:
+def write(plan: Plan, folder: Path, names: set[str]) -> None:
     """Write these files of a plan."""
     outputs = {output.entry.name: output for output in plan.form.outputs}
     converted: dict[str, Mapping[str, Tensor]] = {}  # the tensors that the last array was converted to
@@ -290,7 +299,7 @@ def _cast(block: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def _write_together(
-    plan: _Plan, shares: Sequence[list[str]], checkpoint: Path, folder: Path, words: Export, temporary: Path
+    plan: Plan, shares: Sequence[list[str]], checkpoint: Path, folder: Path, words: Export, temporary: Path
 ) -> None:
     """Write the files of a plan, each process its own; the first that fails ends the others.
 
@@ -354,11 +363,11 @@ def _write_share(
     try:
         saved = commit.read_manifest(checkpoint)
         if part is None:
-            plan = _plan_checkpoint(saved, folder, words)
+            plan = plan_checkpoint(saved, folder, words)
         else:
             form = ExportFormat("", tuple(part[1]), "", False, lambda folder: None)
-            plan = _Plan(form, part[0], *_array_access(saved))
-        _write(plan, temporary, names)
+            plan = Plan(form, part[0], *_array_access(saved))
+        write(plan, temporary, names)
     except (OSError, CheckpointError) as error:
         fault = error
     except Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from unisono.config.schema import NonNegative, Positive, Settings, foreign_settings, store_options
 from unisono.config.schema.layout import Launch, Layout
@@ -201,8 +201,13 @@ class Checkpoint(Settings):
     keep_every: PositiveInt | None = Field(None, description="also keep checkpoints of steps divisible by this")
     keep_best: KeepBest | None = Field(None, description="also keep the best checkpoints by a metric")
     at_end: bool = True
-    final: Literal["everything", "model"] = Field(
-        "everything", description="what the last checkpoint contains; model: weights alone, which cannot be resumed"
+    final: Annotated[
+        Literal["resumable", "model", "hf"],
+        BeforeValidator(lambda value: "resumable" if value == "everything" else value),  # what it was called before
+    ] = Field(
+        "resumable",
+        description="what a run ends with; resumable: a whole checkpoint; model: weights alone, which cannot be "
+        "resumed; hf: a whole checkpoint, and in RUN/exports what transformers loads, also when preempted",
     )
     retry_for: NonNegative = Field(60.0, description="seconds to retry a save after a temporary disk error")
     background: bool = Field(True, description="write while training continues; takes memory for one copy of the state")

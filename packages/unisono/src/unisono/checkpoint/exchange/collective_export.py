@@ -1,0 +1,70 @@
+"""An export at the end of a run, written by its processes: each writes files of its own from the checkpoint on disk.
+
+There are at least as many files as processes, if there are as many tensors, so that each has one to write.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from math import ceil
+from pathlib import Path
+
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.exchange import export
+from unisono.config.schema.verbs import Export
+from unisono.runtime.communication.communicator import Communicator
+from unisono.runtime.communication.consensus import raise_everywhere
+from unisono.runtime.errors import RunError
+from unisono.runtime.files import atomic_folder
+from unisono.runtime.text import format_bytes
+
+
+def export_together(folder: Path, step: int, communicator: Communicator) -> str:
+    """Write the checkpoint of a step for transformers (or PEFT), as `unisono export` does; collective.
+
+    Args:
+        folder: of the run.
+        step: of a finished checkpoint.
+        communicator: of all processes.
+
+    Returns:
+        What was written, for the console.
+
+    Raises:
+        UnisonoError: on every rank, as `export.export` raises it; the partial export is removed.
+    """
+    rank, world = communicator.rank, communicator.size
+    checkpoint = commit.read_manifest(export.find_checkpoint(folder, step))
+    out = export.default_folder(folder, step, Export())
+    words = Export()
+    plan = export.plan_checkpoint(checkpoint, folder, words)
+    total = sum(file.size for file in plan.files)
+    if world > 1:
+        words = Export(shard_mb=min(words.shard_mb, max(1, ceil(total / world)) / 1e6))
+        plan = export.plan_checkpoint(checkpoint, folder, words)
+    with ExitStack() as opened:
+
+        def begin() -> str | None:
+            return None if out.exists() else str(opened.enter_context(atomic_folder(out)))
+
+        where = raise_everywhere(communicator, begin if rank == 0 else None, "the folder of the export")[0]
+        if where is None:
+            return f"{out} exists already: the step was exported before"
+        temporary = Path(str(where))
+        mine = export.assign_files(plan.files, world)[rank]
+        raise_everywhere(communicator, lambda: _write(plan, temporary, set(mine), out), "the files of the export")
+        if rank == 0:
+            export.finish(plan, temporary)
+
+        def end() -> None:
+            opened.close()
+
+        raise_everywhere(communicator, end if rank == 0 else None, "the end of the export")
+    return f"exported: {out} ({len(plan.files)} files, {format_bytes(total)})"
+
+
+def _write(plan: export.Plan, temporary: Path, names: set[str], out: Path) -> None:
+    try:
+        export.write(plan, temporary, names)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}; the partial export was removed") from error
