@@ -33,7 +33,7 @@ from unisono.runtime.untrusted.safe_paths import parse_json
 from unisono.runtime.untrusted.shapes import Object
 
 TOKEN = "UNISONO_TOKEN"  # set in the environment of every node or process; never sent
-VERSION = 2
+VERSION = 3
 MAX_GREETING_BYTES = 4096  # per message, before both sides are authenticated
 MAX_MESSAGE_BYTES = 64 << 20  # per message, afterwards
 GRACE_SECONDS = 5.0  # by which a member waits longer than member 0, whose reason then arrives first; and to send one
@@ -138,7 +138,10 @@ class AuthenticatedLine:
         Raises:
             OSError: If the connection fails.
         """
-        text = json.dumps(message)
+        self.send_text(json.dumps(message), deadline)
+
+    def send_text(self, text: str, deadline: float) -> None:
+        """Send a message that is JSON already, as it goes to many."""
         with self._sending:
             if self._key is not None:
                 text = f"{_mac(self._key, self._directions[0], str(self._sent_count), text)} {text}"
@@ -274,14 +277,30 @@ def gather(
     Raises:
         DeadlineError: On every member, naming the one that is gone or late, with `advice` after it.
     """
+    values = reduce(lines, rank, value, list, timeout, what, advice)
+    if not isinstance(values, list) or len(values) != size:
+        raise DeadlineError(f"{lines[0].name} sent an invalid answer while waiting for {what}")
+    return values
+
+
+def reduce(
+    lines: Mapping[int, AuthenticatedLine],
+    rank: int,
+    value: Json,
+    combine: Callable[[list[Json]], Json],
+    timeout: float,
+    what: str,
+    advice: str = "",
+) -> Json:
+    """Return, on every member, what member 0 makes of the values of all; see `gather`.
+
+    What member 0 sends grows with the number of members and not with its square, as a list of all values does.
+    """
     if rank:
         answer = lines[0].exchange({"value": value}, timeout + GRACE_SECONDS, what)
         if "fault" in answer:
             raise DeadlineError(one_line(answer["fault"], 2000))
-        values = answer.get("values")
-        if not isinstance(values, list) or len(values) != size:
-            raise DeadlineError(f"{lines[0].name} sent an invalid answer while waiting for {what}")
-        return values
+        return answer.get("result")
     deadline = time.monotonic() + timeout
     try:
         values = [value, *(line.receive(deadline, what).get("value") for line in lines.values())]
@@ -289,15 +308,17 @@ def gather(
         fault = f"{error}{advice}"
         broadcast(lines, {"fault": fault})
         raise DeadlineError(fault) from error
-    broadcast(lines, {"values": values})
-    return values
+    result = combine(values)
+    broadcast(lines, {"result": result})
+    return result
 
 
 def broadcast(lines: Mapping[int, AuthenticatedLine], message: Json) -> None:
     """Send a message to all members that can still be reached."""
+    text = json.dumps(message)
     for line in lines.values():
         with suppress(OSError):
-            line.send(message, time.monotonic() + GRACE_SECONDS)
+            line.send_text(text, time.monotonic() + GRACE_SECONDS)
 
 
 def _hex_field(message: dict[str, Any], name: str, length: int) -> str:

@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from unisono.runtime import heartbeat
 from unisono.runtime.communication import authenticated_line
@@ -61,17 +61,27 @@ class TcpCommunicator:
         Raises:
             DeadlineError: Naming the rank that is gone or late.
         """
-        advice = f" (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
         with heartbeat.phase("wait", what):
-            return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what, advice)
+            return authenticated_line.gather(self._lines, self.rank, self.size, value, self.timeout, what, self._advice)
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
-        self.gather(None, what)
+        self._reduce(None, lambda values: None, what)
 
     def reduce_max(self, numbers: Sequence[int], what: str) -> list[int]:
         """Return the elementwise maximum over all ranks."""
-        return [max(column) for column in zip(*self.gather(list(numbers), what), strict=True)]
+        most = self._reduce(list(numbers), lambda values: [max(column) for column in zip(*values, strict=False)], what)
+        if not isinstance(most, list) or len(most) != len(numbers):
+            raise DeadlineError(f"rank 0 sent an invalid answer while waiting for {what}")
+        return most
+
+    def _reduce(self, value: Json, combine: Callable[[list[Json]], Json], what: str) -> Json:
+        with heartbeat.phase("wait", what):
+            return authenticated_line.reduce(self._lines, self.rank, value, combine, self.timeout, what, self._advice)
+
+    @property
+    def _advice(self) -> str:
+        return f" (launch.timeout is {self.timeout:g} s). Look at the logs of the other ranks"
 
     def duplicate(self) -> TcpCommunicator:
         """Return a communicator of the same processes with its own connections, for other threads; collective."""
