@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 
 from recipes.microbiome.tests import studies
-from recipes.microbiome.tests.studies import COUNTS, DNA, METADATA, NEWICK, SAMPLES, TAXA, changed, study, write_matrix
+from recipes.microbiome.tests.studies import (
+    COUNTS,
+    DNA,
+    METADATA,
+    NEWICK,
+    SAMPLES,
+    TAXA,
+    changed,
+    study,
+    write_hdf5,
+    write_matrix,
+)  # fmt: skip
 from unisono import Subset
 from unisono.runtime.errors import ConfigError, DataError
+from unisono_microbiome.rarefy import rarefy
 from unisono_microbiome.settings import Simulated, Study
 from unisono_microbiome.study.library import Library, SampleRecord, open_library
 
@@ -384,3 +396,21 @@ def test_facts_say_what_is_there_and_what_is_held_out(tmp_path: Path) -> None:
     assert open_library(study(tmp_path, unread)).facts()["taxa_without_reads"] == 1
     age = open_library(study(tmp_path, target="age", group="subject", held_out_groups=["u1"])).facts()["target"]
     assert age["held_out"] == {"mean": 31.25, "std": 0.25}
+
+
+def test_a_sample_costs_as_many_taxa_as_are_drawn_of_it(tmp_path: Path) -> None:
+    whole = open_library(study(tmp_path / "whole"))
+    assert whole.lengths.tolist() == (COUNTS > 0).sum(1).tolist()
+    assert open_library(study(tmp_path / "few", max_taxa=2)).lengths.max() == 2
+    counts = np.zeros((2, 40), dtype=np.int64)
+    counts[0, 0], counts[0, 1:] = 1000, 1  # one common taxon, and 39 that are drawn rarely
+    counts[1, :20] = 100
+    taxa = [f"t{number}" for number in range(40)]
+    table = write_hdf5(tmp_path / "t.biom", counts, ["a", "b"], taxa)
+    library = open_library(Study(kind="study", table=table, rarefy=200))
+    drawn = [
+        np.mean([(rarefy(counts[row], 200, np.random.default_rng(seed)) > 0).sum() for seed in range(200)])
+        for row in range(2)
+    ]
+    assert library.lengths == pytest.approx(drawn, abs=0.75)  # they are whole numbers
+    assert library.training().lengths is not None

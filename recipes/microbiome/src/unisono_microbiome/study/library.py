@@ -127,6 +127,19 @@ class Library:
         """The samples kept apart; there can be none."""
         return Subset(self, np.flatnonzero(self._held_out))
 
+    @cached_property
+    def lengths(self) -> Numbers:
+        """About how many taxa a sample has when it is drawn, (samples,): what it costs (`data.group_by_length`)."""
+        config, counts = self.config, self.counts
+        rows = np.repeat(np.arange(len(self)), np.diff(counts.indptr))
+        chances = np.ones(counts.nnz)
+        if config.rarefy is not None:  # that a taxon is drawn at least once
+            depths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
+            left_out = np.clip(1 - config.rarefy / depths, 0, 1)
+            chances -= left_out[rows] ** counts.data
+        taxa = np.bincount(rows, chances, len(self))
+        return np.rint(np.minimum(taxa, config.max_taxa or np.inf)).astype(np.int64)
+
     def dna(self) -> list[str]:
         """The sequences, where they are needed, (taxa,); refused where they are not known of all taxa."""
         if self.sequences is not None:
