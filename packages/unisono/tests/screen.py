@@ -72,8 +72,19 @@ class Showing:
     code: int
 
 
-def show(command: Sequence[str], cwd: Path, width: int, timeout: float = 120) -> Showing:
-    """Run a program on a pseudo-terminal to its end."""
+def show(
+    command: Sequence[str], cwd: Path, width: int, timeout: float = 120, typed: Sequence[tuple[str, str]] = ()
+) -> Showing:
+    """Run a program on a pseudo-terminal to its end.
+
+    Args:
+        command: Its words.
+        cwd: Where it runs.
+        width: Of the terminal.
+        timeout: Seconds that it has.
+        typed: What is typed in turn, each when a text is on the screen: ("step 3", "\\x03").
+    """
+    to_type = list(typed)
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(cwd)
@@ -97,6 +108,8 @@ def show(command: Sequence[str], cwd: Path, width: int, timeout: float = 120) ->
         whole, rest = rest[:end], rest[end:]
         screen.write(whole.decode())
         pictures.append((time.monotonic() - began, screen.text))
+        if to_type and to_type[0][0] in screen.text:
+            os.write(terminal, to_type.pop(0)[1].encode())
     screen.write(rest.decode())
     os.close(terminal)
     return Showing(pictures, screen, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from packages.unisono.tests import jax_tasks, tasks
 from packages.unisono.tests.runs import configuration
+from unisono.config.schema import Settings
 from unisono.launch.model.check import build_without_memory, check_model
 from unisono.launch.model.summary import describe_model
 from unisono.runtime.errors import ConfigError
-from unisono.task import Context, Loss
+from unisono.task import Context, Loss, Task
 
 
 class Fitting(tasks.LinearTask):
@@ -111,3 +113,40 @@ def test_layers_are_described_with_shapes_and_parameters_and_repeated_blocks_onc
     assert "4 parameters, 4 trained" in list(
         describe_model(jax_tasks.LinearTask(), configuration(layout={"engine": "jax"}))
     )
+
+
+class Texts(Task):
+    """A model of transformers, which looks at the content of its mask."""
+
+    class Config(Settings):
+        positions: int = 8
+
+    def data(self) -> list[dict[str, Any]]:
+        return [{"ids": np.arange(8), "mask": np.ones(8, np.int64), "label": 1}] * 4
+
+    def build(self) -> Any:
+        transformers = pytest.importorskip("transformers")
+        small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        sizes = {**small, "vocab_size": 16, "max_position_embeddings": self.config.positions}
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+
+    def outputs(self, model: Any, batch: Any, context: Any) -> Any:
+        return model(input_ids=batch["ids"], attention_mask=batch["mask"]).logits
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> Loss:
+        return Loss({"label": torch.nn.functional.cross_entropy(outputs, batch["label"], reduction="sum")})
+
+
+def test_shapes_of_a_model_that_needs_content_on_meta_are_checked_all_the_same() -> None:
+    assert check_model(Texts(), configuration()).unchecked == ()
+    with pytest.raises(ConfigError, match=r"Texts, on the first \d+ rows: the forward pass fails: .*size"):
+        check_model(Texts(Texts.Config(positions=4)), configuration())
+
+
+def test_a_forward_pass_that_depends_on_content_is_named_as_not_checked() -> None:
+    class Counts(Texts):
+        def outputs(self, model: Any, batch: Any, context: Any) -> Any:
+            return super().outputs(model, batch, context) * int(batch["ids"].sum())
+
+    (unchecked,) = check_model(Counts(), configuration()).unchecked
+    assert unchecked.startswith("the forward pass (DataDependentOutputException")

@@ -273,14 +273,26 @@ def shrinking_factor(norm: Any, largest: Any) -> Any:
     return largest / (norm + _CLIP_EPSILON)
 
 
-def check_moved(before: Mapping[str, Any], after: Mapping[str, Any], with_gradient: Sequence[str], lr: float) -> None:
+def check_moved(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    with_gradient: Sequence[str],
+    is_visible: Callable[[], bool],
+) -> None:
     """Check that parameters with a gradient were changed by an update, by their digests before and after it.
 
+    Args:
+        before: digests.
+        after: digests.
+        with_gradient: names of the parameters that have one.
+        is_visible: whether an update at this rate is larger than what rounding loses; called if nothing changed. At the
+            beginning of a long warm-up it may not be.
+
     Raises:
-        GuardError: if none changed although the learning rate is not zero; a few may stay equal by rounding.
+        GuardError: if none changed although the update is large enough; a few may stay equal by rounding.
     """
     still = [name for name in with_gradient if np.array_equal(before[name], after[name])]
-    if lr > 0 and still and len(still) == len(with_gradient):
+    if still and len(still) == len(with_gradient) and is_visible():
         raise GuardError(
             f"the update changed none of the {len(still)} parameters that have a gradient ({format_names(still)}): "
             "the optimizer does not reach the parameters that the model computes with",

@@ -33,6 +33,8 @@ def explain_exit(run: ResolvedRun, launcher: str = "unisono") -> Iterator[None]:
     """
     try:
         yield
+    except Interrupted:  # after it was saved, which the run has said
+        raise
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted. {resume_advice(run, launcher)}") from error
     except UnisonoError as error:

@@ -14,10 +14,10 @@ from unisono.config.compose import ComposedConfig, compose
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import WORKER_VARIABLE
-from unisono.launch import cluster, exit_advice, layout, preflight, resolve
+from unisono.launch import cluster, exit_advice, interrupts, layout, preflight, resolve
 from unisono.launch.host import host_check, memory_allocators
 from unisono.launch.nodes import agreement, tcp_rendezvous
-from unisono.launch.notebook import cell_source, control
+from unisono.launch.notebook import bar, cell_source
 from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
 from unisono.launch.processes.fork_server import ForkServer
 from unisono.launch.resolve import Request, StartCheck
@@ -260,7 +260,12 @@ def _run_as_launcher(
     task = task or build_task(config)
     if config.launch.nodes > 1:
         return _run_as_node(request, task, server)
-    with resolve.resolve_run(request, task) as run, exit_advice.explain_exit(run), control.control_run(run):
+    with (
+        resolve.resolve_run(request, task) as run,
+        exit_advice.explain_exit(run),
+        interrupts.stop_on_interrupt(run),
+        bar.show_run(run),
+    ):
         local_processes.remove_old_faults(run.directory)
         if layout.is_single(config):
             return _run_as_single(run, task, callbacks)

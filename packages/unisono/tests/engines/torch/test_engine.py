@@ -25,6 +25,7 @@ from packages.unisono.tests.runs import (
 )
 from packages.unisono.tests.tasks import LinearTask, TransformerTask
 from unisono.data.order.order import Order
+from unisono.engines.torch.guards.replicas import exceeds_rounding
 from unisono.engines.torch.numerics import precision
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import ConfigError, GuardError, NonFiniteError
@@ -34,7 +35,7 @@ STRATEGIES = ["ddp", "fsdp"]
 
 
 def outcome(
-    place: ProcessInfo, group: Communicator, task: Any, config: Any
+    place: ProcessInfo, group: Communicator, task: Any, config: Any, lr: float = 0.1
 ) -> tuple[str, str, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What stops a run: the error's kind and text, and the parameters before it and after it."""
     engine, steps = started(place, group, task, config)
@@ -42,7 +43,7 @@ def outcome(
     try:
         for number, batches in enumerate(steps):
             before = parameters(engine)
-            engine.step(batches, number, {"lr": 0.1})
+            engine.step(batches, number, {"lr": lr})
     except (NonFiniteError, GuardError) as error:
         return type(error).__name__, str(error), before, parameters(engine)
     return "", "", before, parameters(engine)
@@ -166,6 +167,22 @@ def test_an_update_that_changes_nothing_is_refused(monkeypatch: pytest.MonkeyPat
     kind, text, _, _ = processes.alone(outcome, LinearTask(), configuration(train={"global_batch": 8}))
     assert kind == "GuardError"
     assert "the update changed none of the 2 parameters that have a gradient" in text
+
+
+def test_an_update_that_is_lost_to_rounding_is_no_fault_and_one_that_is_not_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the beginning of a warm-up of 60,000 steps the rate is below the rounding of two parameters."""
+    config = configuration(train={"global_batch": 8, "steps": 1})
+    kind, _, before, after = processes.alone(outcome, LinearTask(), config, 1e-12)
+    assert kind == ""
+    assert all(np.array_equal(before[name], after[name]) for name in before), "or this would not be tested"
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    assert [exceeds_rounding(weight, lr) for lr in (5e-9, 1e-6)] == [False, True]
+    weight.grad = torch.full((3,), 1e-6)  # plain gradient descent changes it by the product
+    assert [exceeds_rounding(weight, lr) for lr in (1e-3, 1.0)] == [False, True]
+    with torch.no_grad():
+        weight[0] = 0.0  # any change is visible there
+    assert exceeds_rounding(weight, 5e-9)
 
 
 def test_master_weights_stay_fp32_under_bf16_and_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from unisono.data.loading.loader import MicroBatch
@@ -282,6 +283,19 @@ class JaxEngine:
         after = jax.jit(update, out_shardings=placed)(self.train_state, gradients, inputs)
         self.train_state = replace(after, carry=self.train_state.carry)
 
+    def _exceeds_rounding(self, squares: Mapping[str, float], lr: float) -> bool:
+        """Whether an update at this rate changes a parameter by more than rounding loses; collective.
+
+        As in the torch engine, but by the norm of a parameter's gradient: its elements are not there any more.
+        """
+        parameters = self.train_state.parameters
+        smallest = jax.jit(lambda arrays: jax.tree.map(lambda array: jnp.abs(array).min(), arrays))(parameters)
+        return any(
+            lr * min(1.0, (squares[f"{state.MODEL}{name}"] / array.size) ** 0.5)
+            > float(jnp.finfo(array.dtype).eps * smallest[name])
+            for name, array in parameters.items()
+        )
+
     def _check_update(self, step: int, scalars: Scalars, squares: Any) -> None:
         self._steps_made += 1
         if self._steps_made > 1 and (step + 1) % self._config.train.guard_every:
@@ -292,7 +306,7 @@ class JaxEngine:
             names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
             moving = [name for name, square in gradients.items() if square > 0]
-            rules.check_moved(before, self._digests, moving, scalars["lr"])
+            rules.check_moved(before, self._digests, moving, lambda: self._exceeds_rounding(gradients, scalars["lr"]))
             if still := [name for name, square in gradients.items() if square == 0]:
                 log.warning(
                     "no gradient in the first step of %s; they decay like the others. `frozen` keeps them unchanged",

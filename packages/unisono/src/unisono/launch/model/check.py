@@ -6,7 +6,9 @@ cannot be seen in that way is named, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.data_check import describe_empty_counts
 from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError, UnisonoError
-from unisono.task import Context, Task, run_setup
+from unisono.task import Context, Loss, Task, run_setup
 
 if TYPE_CHECKING:
     from unisono.data.loading.loader import MicroBatch
@@ -108,6 +110,7 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
         ConfigError: If they fail for another reason than that tensors have no content there.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from unisono.engines.nested import map_leaves
     from unisono.engines.torch.transfer import Transfer
@@ -118,15 +121,25 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
         return
     micro = first_micro_batch(task, config)
     arrays, rows = micro.arrays, micro.size
-    batch = map_leaves(
-        lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value,
-        Transfer(torch.device("cpu"), "fp32").to_device(arrays),  # shapes are the same in any precision
-    )
+    batch = Transfer(torch.device("cpu"), "fp32").to_device(arrays)  # shapes are the same in any precision
+
+    def compute(module: Any, place: Any, move: Callable[[Any], Any]) -> Loss:
+        with place:
+            moved = map_leaves(lambda value: move(value) if isinstance(value, torch.Tensor) else value, batch)
+            context = Context(0, True, _Scalars(), features.initial_carry(moved))
+            return task.loss(task.outputs(module, moved, context), moved, context)
+
     where = f"{type(task).__name__}, on the first {rows} rows"
     try:
-        with torch.device("meta"):
-            context = Context(0, True, _Scalars(), features.initial_carry(batch))
-            loss = task.loss(task.outputs(model, batch, context), batch, context)
+        try:
+            loss = compute(model, torch.device("meta"), lambda value: value.to("meta"))
+        except Exception as error:
+            if not _needs_content(error):
+                raise
+            # transformers looks at the content of masks, but for tensors that are traced, as these are
+            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it all
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            loss = compute(_as_fake(model, mode), mode, mode.from_tensor)
     except Exception as error:
         if _needs_content(error):
             yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
@@ -139,6 +152,30 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
     for name, value in loss.sums.items():
         if getattr(value, "ndim", 0):
             raise ConfigError(f"{where}: the term '{name}' has the shape {tuple(value.shape)}; return a scalar sum")
+
+
+def _as_fake(model: Any, mode: Any) -> Any:
+    """A copy of a module on `meta` whose parameters and buffers are tensors of the CPU without content.
+
+    Parameters that modules share stay shared.
+    """
+    import torch
+
+    fakes: dict[int, Any] = {}
+
+    def make(tensor: Any) -> Any:
+        if tensor is not None and id(tensor) not in fakes:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        return fakes.get(id(tensor))
+
+    copied = copy.deepcopy(model)
+    with mode:
+        for module in copied.modules():
+            for tensors in (module._parameters, module._buffers):
+                tensors |= {name: make(tensor) for name, tensor in tensors.items()}
+    return copied
 
 
 class _Scalars(dict[str, float]):
@@ -169,7 +206,9 @@ def first_micro_batch(task: Task, config: RunConfig) -> MicroBatch:
 def _needs_content(error: Exception) -> bool:
     """Whether an error says that a tensor without content was asked for it, or met one that has some."""
     text = str(error).lower()
-    return isinstance(error, NotImplementedError) or "meta" in text or "data-dependent" in text
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    dynamic = kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}
+    return isinstance(error, NotImplementedError) or bool(dynamic) or "meta" in text or "data-dependent" in text
 
 
 def _check_jax(task: Task, config: RunConfig) -> ModelCheck:

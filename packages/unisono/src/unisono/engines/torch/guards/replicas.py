@@ -44,12 +44,14 @@ class UpdateGuard(Observer):
     def on_update(self, step: int, scalars: Mapping[str, float]) -> None:
         """If the update is to be checked, remember the parameters' digests before it."""
         checked = self._is_first or (step + 1) % self._every == 0
-        self._is_first, self._lr = False, scalars["lr"]
+        self._is_first = False
         parameters = dict(self._module.named_parameters()) if checked else {}
         self._before = digests(parameters) if checked else None
         self._with_gradient = [
             name for name, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())
         ]
+        # Of an ordinary rate, the first parameter says so.
+        self._is_visible = any(exceeds_rounding(parameters[name], scalars["lr"]) for name in self._with_gradient)
 
     def on_step_end(self, step: int, result: StepResult) -> None:
         """Check the parameters after the update; collective.
@@ -59,9 +61,22 @@ class UpdateGuard(Observer):
         """
         if result.skipped or self._before is None:
             return
-        rules.check_moved(self._before, digests(dict(self._module.named_parameters())), self._with_gradient, self._lr)
+        after = digests(dict(self._module.named_parameters()))
+        rules.check_moved(self._before, after, self._with_gradient, lambda: self._is_visible)
         check_dtype(self._module, self._dtype)
         self._check_replicas(step + 1)
+
+
+def exceeds_rounding(parameter: Tensor, lr: float) -> bool:
+    """Whether an update at this rate changes an element by more than rounding loses.
+
+    An optimizer that divides by the gradient's size changes an element by about the rate, others by the rate times the
+    gradient; the smaller counts.
+    """
+    assert parameter.grad is not None
+    value, gradient = local(parameter.detach()).abs(), local(parameter.grad).abs()
+    update = lr * gradient.to(value.dtype).clamp(max=1.0)
+    return bool((update > torch.finfo(value.dtype).eps * value).any())
 
 
 def digest(tensor: Tensor) -> int:

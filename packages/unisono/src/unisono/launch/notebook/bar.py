@@ -1,67 +1,29 @@
-"""A run that is trained below a cell: an interrupt of the kernel saves and stops it, and several processes have a bar.
-
-The kernel asks for the stop as `unisono stop` does, so one process and several end alike: after a step, with a
-checkpoint. A second interrupt ends the run at once.
-"""
+"""A run that is trained below a cell: several processes have a bar there, as one has."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from unisono.config.resolved_run import ResolvedRun
 from unisono.observe import events
 from unisono.runtime import notebook
-from unisono.runtime.console import say
 from unisono.runtime.text import format_count
-from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import run_facts, run_status
-from unisono.supervise.step_sync import STOP
 
 _POLL = 0.3  # seconds between looks at what the processes have recorded
 _HIDDEN = ("step", "loss", "seconds", "data_wait", "grad_norm", "clip_norm", "flops", "memory_gb")
 
 
 @contextmanager
-def control_run(run: ResolvedRun) -> Iterator[None]:
-    """Let a notebook's kernel interrupt a run, and show the run of several processes; elsewhere, do nothing."""
-    if not notebook.in_notebook():
+def show_run(run: ResolvedRun) -> Iterator[None]:
+    """Show the run of several processes below the cell of a notebook; elsewhere, do nothing."""
+    shown = notebook.in_notebook() and run.world_size > 1 and run.config.observe.progress is True
+    with _follow(run) if shown else nullcontext():
         yield
-        return
-    with ExitStack() as stack:
-        stack.enter_context(_stop_on_interrupt(run))
-        if run.world_size > 1 and run.config.observe.progress is True:
-            stack.enter_context(_follow(run))
-        yield
-
-
-@contextmanager
-def _stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
-    """Turn the first interrupt after a step of this start into a request to save and stop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked or _newest_step(run) <= (run.resume.step if run.resume else 0):
-            raise KeyboardInterrupt  # there is nothing to save
-        asked = True
-        with suppress(FileExistsError):
-            safe_paths.create_inside(run.directory, STOP)
-        say("interrupted: the run stops after this step, and saves; interrupt again to end it at once")
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -123,8 +85,3 @@ def _format_values(event: Mapping[str, Any]) -> list[str]:
         unit = name.removesuffix("_per_second")
         values.append(f"{name} {value:.4g}" if unit == name else f"{format_count(value)} {unit}/s")
     return values
-
-
-def _newest_step(run: ResolvedRun) -> int:
-    steps = events.step_events(run_status.read_tail(run.directory)[0])
-    return int(steps[-1]["step"]) if steps else 0
