@@ -11,7 +11,14 @@ import pytest
 from pyarrow import parquet
 
 from unisono.runtime.errors import UnisonoError
-from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, count_parameters, different_keys, find_runs
+from unisono_sweeps.compare.table import (
+    aggregate_seeds,
+    compare_runs,
+    count_parameters,
+    different_keys,
+    find_runs,
+    name_setting,
+)
 from unisono_sweeps.compare.verb import CompareSettings, compare
 
 from .written import TASK, write_fault, write_run
@@ -48,6 +55,14 @@ def test_seeds_are_aggregated_with_the_interval_of_their_mean(sweep: Path) -> No
     assert (row["optim.lr"], row["runs"]) == (0.01, 3)
     assert row["best_loss"] == pytest.approx(2.11)
     assert row["best_loss ±"] == pytest.approx((high - low) / 2, rel=1e-3)
+
+
+def test_runs_that_differ_in_their_seed_have_one_name_together(sweep: Path) -> None:
+    """By which curves share a colour and a place in the legend."""
+    runs = find_runs([sweep])
+    keys, rows = different_keys(runs), compare_runs(runs).to_pylist()
+    assert {name_setting(row, keys) for row in rows} == {"lr 0.1", "lr 0.01"}
+    assert name_setting(rows[0], ["optim.lr"]) == ""
 
 
 def test_states_and_reasons_of_runs_that_are_not_finished_are_shown(

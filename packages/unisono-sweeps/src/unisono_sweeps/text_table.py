@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 _WIDE = 10.0
 
@@ -14,6 +15,15 @@ def format_number(value: float | None) -> str:
     ('0.0001234', '1.235e+06', '3', '–')
     """
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def format_cell(value: Any) -> str:
+    """Any value for a table.
+
+    >>> format_cell(0.5), format_cell("adamw"), format_cell(None)
+    ('0.5', 'adamw', '–')
+    """
+    return format_number(value) if isinstance(value, int | float | None) else str(value)
 
 
 def is_wide(values: Sequence[float]) -> bool:

@@ -13,13 +13,14 @@ import pyarrow as pa
 from unisono.supervise.run_facts import RunFacts
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw
-from unisono_sweeps.compare.table import aggregate_seeds
+from unisono_sweeps.compare.table import aggregate_seeds, name_setting
 from unisono_sweeps.extras import import_plots
 from unisono_sweeps.pareto import pareto_front
 from unisono_sweeps.text_table import is_wide
 
 _MOST_NAMED = 12  # curves with a legend
 _MOST_AXES = 8  # of parallel coordinates
+_APART = 0.04  # of the height of an axis, between its labels
 _POINTS = 2000  # of a curve: more than a picture has pixels
 
 
@@ -47,7 +48,7 @@ def draw_figures(
     import_plots("matplotlib", "drawing pictures").use("Agg")  # without a display
     plot = import_plots("matplotlib.pyplot", "drawing pictures")
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [_draw_curves(plot, folder / "curves.png", runs, table, metric)]
+    drawn = [_draw_curves(plot, folder / "curves.png", runs, table, keys, metric)]
     short = shorten_keys(list(keys))
     for key in keys:
         if key != SEED:
@@ -64,21 +65,31 @@ def draw_figures(
     return drawn
 
 
-def _draw_curves(plot: Any, path: Path, runs: Sequence[RunFacts], table: pa.Table, metric: str) -> Path:
+def _draw_curves(
+    plot: Any, path: Path, runs: Sequence[RunFacts], table: pa.Table, keys: Sequence[str], metric: str
+) -> Path:
+    """A line for each run; those of one setting, which differ in their seed, have one colour."""
     figure, axes = plot.subplots(figsize=(8, 5), layout="constrained")
     evaluated = metric.removeprefix("eval/") if metric.startswith("eval/") else None
-    names = table.column("run").to_pylist()
-    for run, name in zip(runs, names, strict=True):
+    rows = table.to_pylist()
+    rows.sort(key=lambda row: [(isinstance(row[key], str), row[key] or 0) for key in keys if key != SEED])
+    by_name = dict(zip(table.column("run").to_pylist(), runs, strict=True))
+    colours: dict[str, Any] = {}
+    for row in rows:
+        name, run = name_setting(row, keys) or row["run"], by_name[row["run"]]
         events = run.evaluations if evaluated else run.steps
         field = evaluated or ("loss" if metric in ("loss", "best_loss") else metric)
         points = [(event["step"], event[field]) for event in events if isinstance(event.get(field), int | float)]
         points = points[:: max(1, len(points) // _POINTS)]
         if points:
             steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, linewidth=1.2, label=name, marker="." if len(points) == 1 else None)
+            mark, label = "." if len(points) == 1 else None, None if name in colours else name
+            colour = colours.get(name)
+            (line,) = axes.plot(steps, values, linewidth=1.2, label=label, marker=mark, color=colour)
+            colours[name] = line.get_color()
     axes.set_xlabel("step")
     axes.set_ylabel(metric if evaluated else field)
-    if 1 < len(runs) <= _MOST_NAMED:
+    if 1 < len(colours) <= _MOST_NAMED:
         axes.legend(fontsize="small")
     return _save(plot, figure, path)
 
@@ -94,6 +105,9 @@ def _draw_metric(plot: Any, path: Path, table: pa.Table, keys: Sequence[str], ke
     axes.errorbar(x, [row[metric] for row in rows], yerr=errors, fmt="o", capsize=3)
     if numeric and is_wide(x):
         axes.set_xscale("log")
+    if numeric and len(set(x)) <= _MOST_AXES:
+        axes.set_xticks(sorted(set(x)), [f"{value:.4g}" for value in sorted(set(x))])
+        axes.minorticks_off()
     if not numeric:
         axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
     axes.set_xlabel(key)
@@ -134,7 +148,11 @@ def _draw_parallel(plot: Any, path: Path, table: pa.Table, keys: Sequence[str], 
     for place, name in enumerate(columns):
         axes.axvline(place, color="tab:gray", linewidth=0.8)
         labels = places[name][1]
-        for height, label in labels[:: max(1, len(labels) // _MOST_AXES)]:
+        last = -1.0
+        for height, label in labels:
+            if height - last < _APART:
+                continue
+            last = height
             axes.text(place + 0.03, height, label, fontsize="x-small", va="center")
     axes.set_xticks(range(len(columns)), [short[name] for name in columns])
     axes.set_xlim(-0.1, len(columns) - 0.6)

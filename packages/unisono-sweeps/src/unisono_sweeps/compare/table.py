@@ -22,7 +22,8 @@ from unisono.runtime.errors import RunError, UnisonoError
 from unisono.runtime.text import one_line
 from unisono.supervise import run_status
 from unisono.supervise.run_facts import RunFacts, read_run_facts
-from unisono_sweeps.axes import SEED
+from unisono_sweeps.axes import SEED, shorten_keys
+from unisono_sweeps.text_table import format_cell
 
 _UNTOLD = (
     "run.name",
@@ -114,6 +115,12 @@ def count_parameters(folder: Path) -> int | None:
             arrays = read_manifest(path).arrays
             return sum(int(math.prod(one["shape"])) for name, one in arrays.items() if name.startswith("model/"))
     return None
+
+
+def name_setting(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """What a run has in common with those that differ from it only in their seed; empty if no runs do."""
+    short, settings = shorten_keys(keys), [key for key in keys if key != SEED]
+    return ", ".join(f"{short[key]} {format_cell(row[key])}" for key in settings) if SEED in keys else ""
 
 
 def metric_names(table: pa.Table, keys: Sequence[str]) -> list[str]:

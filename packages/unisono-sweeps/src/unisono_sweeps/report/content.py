@@ -18,10 +18,17 @@ from unisono.runtime.untrusted.shapes import Object
 from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import SEED, shorten_keys
-from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs, metric_names
+from unisono_sweeps.compare.table import (
+    aggregate_seeds,
+    compare_runs,
+    different_keys,
+    find_runs,
+    metric_names,
+    name_setting,
+)
 from unisono_sweeps.report.page import Chart, Curve, Page
 from unisono_sweeps.report.series import collect_series
-from unisono_sweeps.text_table import format_number, format_seconds, is_wide
+from unisono_sweeps.text_table import format_cell, format_number, format_seconds, is_wide
 
 _POINTS = 2000  # of a curve of a run
 _POINTS_OF_MANY = 40_000  # of all curves of a chart of a sweep
@@ -118,12 +125,12 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
         settings = [key for key in keys if key != SEED]
         means.sort(key=lambda row: float("inf") if row[metric] is None else row[metric])
         rows = [
-            [_cell(row[key]) for key in settings] + [str(row["runs"])] + [_mean(row, m) for m in metrics]
+            [format_cell(row[key]) for key in settings] + [str(row["runs"])] + [_mean(row, m) for m in metrics]
             for row in means
         ]
         page.table([*(short[key] for key in settings), "runs", *metrics], rows, texts=len(settings))
     page.heading("Runs")
-    rows = [[_cell(row[name]) for name in ("run", "state", *keys, *metrics)] for row in table.to_pylist()]
+    rows = [[format_cell(row[name]) for name in ("run", "state", *keys, *metrics)] for row in table.to_pylist()]
     page.table(["run", "state", *(short[key] for key in keys), *metrics], rows, texts=2)
     if missing:
         page.paragraph(f"Not started: {', '.join(missing)}")
@@ -131,7 +138,7 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
     each = max(50, min(_POINTS, _POINTS_OF_MANY // max(1, len(runs))))
     steps = {run.folder.name: collect_series(run.steps, each) for run in runs}
     evaluations = {run.folder.name: collect_series(run.evaluations, each) for run in runs}
-    groups = {run.folder.name: _group(row, keys) for run, row in zip(runs, table.to_pylist(), strict=True)}
+    groups = {run.folder.name: name_setting(row, keys) for run, row in zip(runs, table.to_pylist(), strict=True)}
     charts = []
     for title, curves, name in (("loss", steps, "loss"), ("eval/loss", evaluations, "loss")):
         drawn = [Curve(run, *found[name], group=groups[run]) for run, found in curves.items() if name in found]
@@ -246,7 +253,9 @@ def _samples(page: Page, run: RunFacts) -> None:
         elif isinstance(columns := event.get("columns"), list) and isinstance(rows := event.get("rows"), list):
             page.paragraph(label)
             whole = [row for row in rows if isinstance(row, list) and len(row) == len(columns)]
-            page.table([str(one) for one in columns], [[_cell(cell) for cell in row] for row in whole], len(columns))
+            page.table(
+                [str(one) for one in columns], [[format_cell(cell) for cell in row] for row in whole], len(columns)
+            )
     if media:
         page.media(media)
 
@@ -265,12 +274,6 @@ def _media(folder: Path) -> Iterator[tuple[str, str, bytes]]:
                 yield str(path.relative_to(folder)), kind, content
 
 
-def _group(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """What runs have in common that differ only in their seed; empty if there are none."""
-    short, settings = shorten_keys(list(keys)), [key for key in keys if key != SEED]
-    return ", ".join(f"{short[key]} {_cell(row[key])}" for key in settings) if SEED in keys else ""
-
-
 def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> Curve | None:
     """The runs as points; None where x is not a number."""
     kept = [row for row in rows if isinstance(row[x], int | float) and row[y] is not None]
@@ -282,10 +285,6 @@ def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> Curve | None:
 def _mean(row: Mapping[str, Any], name: str) -> str:
     spread = row[f"{name} ±"]
     return format_number(row[name]) + (f" ± {spread:.2g}" if spread else "")
-
-
-def _cell(value: Any) -> str:
-    return format_number(value) if isinstance(value, int | float) else "–" if value is None else str(value)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
