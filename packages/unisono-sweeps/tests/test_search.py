@@ -18,7 +18,7 @@ from .written import ROOT, write_run
 
 optuna = pytest.importorskip("optuna")
 Command = Callable[..., tuple[int, str, str]]
-TASK = f"{ROOT / 'tests' / 'tasks.py'}:TransformerTask"
+TASK = f"{ROOT / 'packages' / 'unisono' / 'tests' / 'tasks.py'}:TransformerTask"
 BASE = ("optim=adamw", "train.steps=4", "train.global_batch=9", "layout.device=cpu", "name=q")
 LR = "optim.lr=tag(log,interval(1e-4,1e-1))"
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[3]
-TASK = f"{ROOT / 'tests' / 'tasks.py'}:LinearTask"
+TASK = f"{ROOT / 'packages' / 'unisono' / 'tests' / 'tasks.py'}:LinearTask"
 
 
 def write_run(
