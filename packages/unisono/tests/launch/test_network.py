@@ -112,12 +112,28 @@ def test_processes_of_one_host_meet_at_the_loopback_of_either_kind(
     monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], found: str
 ):
     monkeypatch.setattr(network, "reserve_port", reserved_at(*there))
+    monkeypatch.setattr(network, "_is_reachable", lambda address: True)
     assert network.find_loopback() == found
 
 
 def test_a_host_whose_loopback_is_down_is_told_how_to_mend_it(host: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network, "reserve_port", reserved_at())
-    with pytest.raises(ConfigError, match=r"neither 127\.0\.0\.1 nor ::1.* eth0 10\.0\.0\.5.*`ip link set lo up`"):
+    with pytest.raises(
+        ConfigError, match=r"reach neither 127\.0\.0\.1 nor ::1.* eth0 10\.0\.0\.5.*`ip link set lo up`"
+    ):
+        network.find_loopback()
+
+
+def test_a_loopback_that_is_down_keeps_its_addresses(host: None, monkeypatch: pytest.MonkeyPatch):
+    """Linux lets a process bind to 127.0.0.1 all the same; gloo then said that not all ranks had arrived."""
+
+    class Down(socket.socket):
+        def connect(self, address: object, /) -> None:
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(network, "reserve_port", reserved_at("127.0.0.1", "::1"))
+    monkeypatch.setattr(network.socket, "socket", Down)
+    with pytest.raises(ConfigError, match=r"`ip link set lo up`"):
         network.find_loopback()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from packages.unisono.tests.checkpoint.saved import save
 from unisono.checkpoint.core import commit, manifest
-from unisono.data.sources import open_source, parquet_pages
+from unisono.data.sources import lines, open_source, parquet_pages
 from unisono.data.sources.files import records
 from unisono.data.sources.storage import File
 from unisono.runtime.errors import CheckpointError, DataError
@@ -160,3 +161,17 @@ def test_a_manifest_of_empty_pieces_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=name):
         commit.open_checkpoint(path)
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_line_that_no_memory_should_hold_is_refused(
+    tmp_path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty gigabytes of nothing behind the first row of a file full of holes were read as one line."""
+    monkeypatch.setattr(lines, "_MAX_LINE", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n')
+    good = open_source(path)
+    os.truncate(path, 40 << 30)
+    with pytest.raises(DataError, match=r"a\.jsonl: line 2 has more than 0 GiB, which no row has"):
+        _ = open_source(path) if indexed else list(records(File.from_path(path, "jsonl", path.name), good._wanted))

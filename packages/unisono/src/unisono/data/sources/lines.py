@@ -13,6 +13,7 @@ import tokenize
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from unisono.runtime.untrusted import safe_paths
 TEXT = "text"  # the column of text files
 _BLOCK = 1 << 20  # bytes of file per block: a block has the rows that begin in it
 _CHUNK = 1 << 24
+_MAX_LINE = 1 << 30  # bytes; a longer one is refused before it is read whole
 _SAMPLE = 64  # lines from which columns are inferred
 _BOM = b"\xef\xbb\xbf"  # dropped, as by the JSON parser
 
@@ -114,7 +116,7 @@ class LineReader:
 
     def _find(self) -> NDArray[np.int64]:
         with self._plain.stream() as content:
-            return _find_part_starts(content, self._mark) if self._text else _find_line_starts(content)
+            return _find_part_starts(content, self._mark) if self._text else _find_line_starts(self._file, content)
 
     def _rows(self, first: int, last: int) -> _LineBlock:
         starts = self._starts[first:last]
@@ -175,7 +177,7 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
             for piece in text.split(wanted.separator) if wanted.separator else [text]:
                 yield {_text_column(wanted): piece}
             return
-        for number, line in enumerate(content, start=1):
+        for number, line in enumerate(_read_lines(file, content), start=1):
             if line.strip():
                 yield _parse_line(line, wanted, lambda number=number: f"{file.path}, line {number}")  # type: ignore[misc]
 
@@ -246,10 +248,21 @@ def _text_column(wanted: ColumnRequest) -> str:
     return wanted.columns[0] if wanted.columns and len(wanted.columns) == 1 else TEXT
 
 
-def _find_line_starts(content: Any) -> NDArray[np.int64]:
+def _read_lines(file: File, content: Any) -> Iterator[bytes]:
+    """The lines of an open file; one that no memory should hold, as of a file full of holes, is an error."""
+    for number, line in enumerate(iter(partial(content.readline, _MAX_LINE + 1), b""), start=1):
+        if len(line) > _MAX_LINE:
+            raise DataError(
+                f"{file.path}: line {number} has more than {_MAX_LINE >> 30} GiB, which no row has; check that the "
+                "file was written completely, with a line for each row"
+            )
+        yield line
+
+
+def _find_line_starts(file: File, content: Any) -> NDArray[np.int64]:
     """The positions of all lines that are not blank."""
     starts, at = array("q"), 0
-    for line in content:
+    for line in _read_lines(file, content):
         if line.strip():
             starts.append(at)
         at += len(line)

@@ -83,11 +83,23 @@ def find_loopback() -> str:
     """
     for address in ("127.0.0.1", "::1"):
         with suppress(OSError), reserve_port(address):
-            return address
+            if _is_reachable(address):
+                return address
     raise ConfigError(
-        "this host has neither 127.0.0.1 nor ::1, so its processes cannot connect to each other; its interfaces: "
+        "this host can reach neither 127.0.0.1 nor ::1, so its processes cannot connect to each other; its interfaces: "
         f"{format_interfaces(interfaces())}. Run `ip link set lo up`"
     )
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether there is a way to an address; sends nothing. An interface that is down keeps its addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return False
+    return True
 
 
 def resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, str]:
