@@ -42,7 +42,7 @@ def find_functions(task: type) -> dict[str, str]:
     """Where the functions of a task begin that the user has written, as `task.py:12`, by their names."""
     found: dict[str, str] = {}
     for name in _FUNCTIONS:
-        code = getattr(inspect.unwrap(getattr(task, name, None)), "__code__", None)
+        code = getattr(inspect.unwrap(getattr(task, name, lambda: None)), "__code__", None)
         if code is not None and is_user_file(code.co_filename):
             file = Path(code.co_filename)
             inside = file.is_relative_to(Path.cwd())
