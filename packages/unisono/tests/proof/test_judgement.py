@@ -76,6 +76,19 @@ def test_what_differs_first_names_the_function_that_makes_it(tmp_path: Path) -> 
     assert "  made by: loss() at task.py:12" in format_verdicts([judged], [])
 
 
+@pytest.mark.parametrize(("called", "mark"), [("", "ABSTAIN"), ("A mean of means", "FAIL")])
+def test_a_refused_layout_says_nothing_and_a_refused_loss_fails(tmp_path: Path, called: str, mark: str) -> None:
+    """A loss over the hardest half of its rows is refused as a mean where each micro-batch has one row."""
+
+    def refused(facts: RunFacts, tensors: Any) -> None:
+        facts.fault, facts.called, facts.steps = "ConfigError: …", called, []
+
+    cases = [Case("one", 1, {}, "fp64"), Case("two", 1, {}, "fp64", "one", other_micro_batch=True)]
+    traces = {"one": trace(tmp_path / "one", 1), "two": trace(tmp_path / "two", 1, refused)}
+    (judged,), _ = judgement.judge_cases(cases, traces, adaptive=False)
+    assert judged.mark == mark
+
+
 @pytest.mark.parametrize(("off", "mark"), [(1e-3, "ABSTAIN"), (0.5, "FAIL")])
 def test_an_evaluation_may_be_off_by_what_a_lower_precision_rounds_and_no_more(
     tmp_path: Path, off: float, mark: str

@@ -128,6 +128,44 @@ def test_what_the_loss_of_some_rows_showed_is_told_of_other_micro_batches(
     assert (told.fault, said in told.because) == (fault, True)
 
 
+def test_a_metric_and_totals_that_are_no_sums_over_rows_are_named(tmp_path: Path) -> None:
+    said = {"metric/hits sum": "of 4 rows is 0.5, …", "total/norm": "of 4 rows is 2, …"}
+    found = pair(tmp_path, None)
+    found[1].facts.probed, found[1].facts.unsummed = True, said
+    found[0].facts.steps[0].parts = [Part(n, 0, 2, {"next": 9.0}, {"next": 2.0}, {"next": 1.0}) for n in range(4)]
+    told = diagnose(found, ComparedQuantity("metrics", "FAIL", Difference(0.5, 1, "hits")), world_size=1)
+    assert (told.fault, told.because) == (
+        "A statistic of the batch is taken of its parts",
+        "the sum of 'hits' of 4 rows is 0.5, …",
+    )
+    told = diagnose(found, reported(found, 5.0), world_size=1)
+    assert (told.fault, told.remedy) == (
+        "A statistic of the batch is taken of its parts",
+        "return sums over rows from totals()",
+    )
+
+
+@pytest.mark.parametrize(("second", "twice"), [(30.0, True), (20.0, False)])
+def test_sums_that_a_loss_has_reduced_itself_are_told_from_other_wrong_sums(
+    tmp_path: Path, second: float, twice: bool
+) -> None:
+    found = pair(tmp_path, None)
+    for trace_, sums in zip(found, ([30.0, second], [10.0, 20.0]), strict=True):
+        step = trace_.facts.steps[0]
+        step.parts = [Part(n, n, 4, {"next": sums[n]}, {"next": 4.0}, {"next": 1.0}) for n in range(2)]
+    told = diagnose(found, reported(found, 7.5), world_size=2)
+    assert ("is added up over ranks once more" in told.because) == twice
+    assert (told.fault == "The loss is scaled by N") == twice
+
+
+def test_a_mean_that_is_refused_of_few_rows_is_a_statistic_where_more_rows_say_so(tmp_path: Path) -> None:
+    found = pair(tmp_path, None)
+    found[0].facts.fault, found[0].facts.called = "ConfigError: 'next' is a mean", "A mean of means"
+    assert diagnose(found, failed("loss", 1)).fault == "A mean of means"
+    found[1].facts.additivity = {"next": "statistic"}
+    assert diagnose(found, failed("loss", 1)).fault == "A statistic of the batch is taken of its parts"
+
+
 @pytest.mark.parametrize("kept", ["", "self.best"])
 def test_sets_of_rows_say_nothing_of_a_loss_whose_task_keeps_something(tmp_path: Path, kept: str) -> None:
     found = pair(tmp_path, None)

@@ -16,6 +16,7 @@ from unisono.data.order.plan import SampleIndices
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import probe_model
 from unisono.proof.probes.neighbour_probe import probe_neighbours
+from unisono.proof.probes.report_probe import probe_reports
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.task_probes import probe_task
 from unisono.proof.probes.trial import Trial
@@ -91,6 +92,33 @@ def test_outputs_that_depend_on_the_number_of_rows_are_told_from_a_loss_that_doe
 
     found = probed(lambda x: np.square(x / len(x)).sum(), kind=Dividing)
     assert (found.additivity, found.by_number) == ({"term": "number"}, "out" if divided else "")
+
+
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        (lambda x: {"metric/right sum": x.sum(), "metric/right count": len(x), "total/all": np.square(x).sum()}, []),
+        (lambda x: {"metric/mean sum": x.mean(), "metric/mean count": 1.0}, ["metric/mean sum", "metric/mean count"]),
+        (lambda x: {"metric/f1 sum": len(x) / (1 / x).mean(), "metric/f1 count": len(x)}, ["metric/f1 sum"]),
+        (lambda x: {"total/mean": x.mean()}, ["total/mean"]),
+        (lambda x: {"total/drawn": random.random()}, []),  # draws are a matter of other probes
+        (
+            lambda x: {"metric/of fifth sum": float(len(x) > 4), "metric/of fifth count": len(x)},
+            ["metric/of fifth sum"],
+        ),
+    ],
+)
+def test_metrics_and_totals_are_tried_for_being_sums_over_all_rows_of_the_batch(report: Any, found: list[str]) -> None:
+    class Reporting(View):
+        def report(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+            return {name: float(value) for name, value in report(micro.arrays["x"]).items()}
+
+    facts, view = RunFacts(), Reporting(np.sum)
+    task: Any = Counting(len)
+    probe_reports(facts, Trial(view, task, micro_batch(3.0, 1.0, 4.0, 1.5, 9.0), {}, 1e-9))  # type: ignore[arg-type]
+    assert list(facts.unsummed) == found
+    if "total/mean" in found:
+        assert facts.unsummed["total/mean"].endswith("of what they have alone, 18.5, but their mean")
 
 
 def test_a_loss_that_remembers_is_another_the_second_time() -> None:

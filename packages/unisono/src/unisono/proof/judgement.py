@@ -249,8 +249,9 @@ def _root_reference(case: Case, every: list[Case]) -> Case:
 
 def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -> str:
     """Why a run cannot be compared, empty if it can."""
-    if mine.facts.fault.startswith(ConfigError.__name__) and not mine.facts.steps:
-        return mine.facts.fault  # the engine refused the layout: nothing was computed that could be wrong
+    refused = mine.facts.fault.startswith(ConfigError.__name__) and not mine.facts.steps
+    if refused and not mine.facts.called:  # of the layout: nothing was computed that could be wrong
+        return mine.facts.fault
     for facts in (mine.facts, reference.facts, first.facts):
         if facts.unrepeatable:
             return f"it cannot be repeated: {facts.unrepeatable}"

@@ -24,6 +24,8 @@ from unisono.engines.torch.parts import EngineParts
 from unisono.engines.torch.train_state import TrainState
 from unisono.task import Batch, Context, Loss
 
+_PAIR = ("sum", "count")  # of a metric
+
 
 class Passes:
     """Runs passes with the context and the scales of the current step.
@@ -185,6 +187,17 @@ class Passes:
         outputs, batch, context = self._compute_outputs(micro, context)
         with precision.autocast(self._precision, self._parts.device):
             return self._task.loss(outputs, batch, context)
+
+    def report(self, micro: MicroBatch, context: Context) -> dict[str, Tensor | float]:
+        """Sums and counts of the metrics, and the totals, of a micro-batch alone; none of a loss across samples."""
+        if self.cross_sample is not None:
+            return {}
+        outputs, batch, context = self._compute_outputs(micro, context)
+        with precision.autocast(self._precision, self._parts.device):
+            totals = self._features.compute_totals(outputs, batch, context)
+            metrics = self._task.loss(outputs, batch, replace(context, totals=totals)).metrics
+        numbers = {f"metric/{name} {part}": pair[i] for name, pair in metrics.items() for i, part in enumerate(_PAIR)}
+        return {**{f"total/{name}": value for name, value in totals.items()}, **numbers}
 
     def has_drawn(self, micro: MicroBatch) -> bool:
         """Whether the last of these passes, of this micro-batch, drew random numbers."""

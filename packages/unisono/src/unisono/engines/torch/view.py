@@ -114,6 +114,12 @@ class TorchModelView:
         loss = self._passes.loss(micro, Context(0, training=True, scalars=scalars))
         return {name: float(torch.as_tensor(value).detach()) for name, value in loss.sums.items()}
 
+    def report(self, micro: MicroBatch, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Sums and counts of the metrics (`metric/NAME sum`), and totals (`total/NAME`), of a micro-batch alone."""
+        numbers = self._passes.report(micro, Context(0, training=True, scalars=scalars))
+        found = {name: torch.as_tensor(value).detach() for name, value in numbers.items()}
+        return {name: float(value) for name, value in found.items() if value.numel() == 1}
+
     def draws(self, micro: MicroBatch, scalars: Mapping[str, float], training: bool = True) -> bool:
         """Whether the model, or a loss that is computed by micro-batch, draws; see `ModelView`."""
         by_batch = self._job.features.has_local_loss

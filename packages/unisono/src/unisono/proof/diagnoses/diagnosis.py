@@ -48,6 +48,8 @@ def diagnose(
         root: the run on one process whose task was tried by itself, if it is not the reference.
     """
     if mine.facts.fault:
+        if why := loss_rules.explain_refusal(mine, root or reference):
+            return build_diagnosis(FaultName.STATISTIC_OF_PARTS, why)
         return diagnose_error(mine.facts.called, mine.facts.fault)
     first = first_failure(compared)
     if first is None:
@@ -250,7 +252,12 @@ def _diagnose_outputs(pattern: Pattern) -> Diagnosis:
     if detail := pattern.other_draws:
         return build_diagnosis(FaultName.RANDOMNESS_BY_RANK, f"rows and weights agree, outputs do not; {detail}")
     drew = ", although random numbers of a micro-batch have the same key" if pattern.mine.facts.random else ""
-    return build_diagnosis(FaultName.FORWARD_BY_LAYOUT, f"rows and weights agree, outputs do not{drew}")
+    by_rank = ""
+    if ranks := pattern.ranks_by_outputs:
+        by_rank = f"; those of ranks {ranks[0]} agree, and those of ranks {ranks[1]} do not: look for the rank in what "
+        by_rank += "outputs() computes, and in seeds and draws of its own"
+    because = f"rows and weights agree, outputs do not{drew}{by_rank}"
+    return build_diagnosis(FaultName.FORWARD_BY_LAYOUT, because)
 
 
 def _diagnose_lr(pattern: Pattern) -> Diagnosis:

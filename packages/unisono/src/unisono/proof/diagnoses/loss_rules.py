@@ -6,13 +6,15 @@ what the loss depends on, what was excluded, and what to look at.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 from unisono.proof.diagnoses import predictions
 from unisono.proof.diagnoses.pattern import Pattern
 from unisono.proof.diagnoses.predictions import Reduction
 from unisono.proof.diagnoses.remedies import Diagnosis, build_diagnosis
-from unisono.proof.recording.trace import Part
+from unisono.proof.recording.trace import Part, Trace
 from unisono.runtime.fault_names import FaultName
 
 _EXACT = 1e-13  # whole numbers are equal, and sums of weights in fp64 closer than this
@@ -28,6 +30,8 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
         )
     if not from_outputs and (why := pattern.root.unstable_forward):
         return build_diagnosis(FaultName.FORWARD_BY_CALL, why)
+    if twice := _reduced_before(pattern):
+        return replace(build_diagnosis(FaultName.SCALED_LOSS, twice), remedy=_OF_OWN_ROWS)
     if pattern.agrees("raw gradients"):
         if why := pattern.root.unstable_loss:
             return build_diagnosis(FaultName.LOSS_BY_CALL, why)
@@ -74,6 +78,36 @@ def diagnose_loss(pattern: Pattern) -> Diagnosis:
             FaultName.STATE_NOT_CARRIED, f"rows, weights and outputs of step {worst.step} agree, its loss does not"
         )
     return diagnose_neutrally(pattern)
+
+
+_OF_OWN_ROWS = "return the sum over the rows of this micro-batch alone: sums are added up over ranks anyway"
+
+
+def _reduced_before(pattern: Pattern) -> str:
+    """In words, that every micro-batch has the sum over those which all ranks compute at the same time."""
+    if not pattern.parts or pattern.world_size == 1 or not (names := list(_differing(pattern))):
+        return ""
+    of_rank: dict[int, list[tuple[Part, Part]]] = {}
+    for mine, true in zip(pattern.step.parts, pattern.parts, strict=True):
+        of_rank.setdefault(mine.rank, []).append((mine, true))
+    for together in itertools.zip_longest(*of_rank.values()):
+        pairs = [pair for pair in together if pair is not None]
+        for name in names:
+            whole = math.fsum(true.sums.get(name, math.nan) for _, true in pairs)
+            if not all(
+                predictions.is_equal(mine.sums.get(name, math.nan), whole, pattern.rounding) for mine, _ in pairs
+            ):
+                return ""
+    shown = ", ".join(map(repr, names))
+    return f"{shown} of every micro-batch is the sum over those of all ranks, and is added up over ranks once more"
+
+
+def explain_refusal(mine: Trace, tried: Trace) -> str:
+    """Why a loss was refused as a mean that more rows show to be a statistic of them; empty for anything else."""
+    names = [name for name, kind in tried.facts.additivity.items() if kind == "statistic"]
+    if mine.facts.called != FaultName.MEAN_OF_MEANS or not names:
+        return ""
+    return f"{', '.join(map(repr, names))} {_KINDS['statistic'][1]}; of so few rows it was refused as a mean"
 
 
 def find_means(pattern: Pattern) -> str:
@@ -270,6 +304,8 @@ def diagnose_neutrally(pattern: Pattern) -> Diagnosis:
                 else "look first at what a rank takes of its own rows (counts, statistics), and at terms that all add"
             )
         return build_diagnosis(FaultName.LOSS_BY_LAYOUT, detail)
+    if not pattern.parts and (why := find_unsummed(pattern, "total")):
+        return replace(build_diagnosis(FaultName.STATISTIC_OF_PARTS, why), remedy="return sums over rows from totals()")
     # A set of rows may have been given what another had left, where the task keeps something.
     if not pattern.root.kept_by_task and (kind := _diagnose_kind(pattern, "places", "number", "largest")):
         return kind
@@ -349,10 +385,23 @@ def diagnose_metrics(pattern: Pattern) -> Diagnosis:
         ways = [*predictions.of_some(pattern.parts), *predictions.means(pattern.parts)]
         if found := predictions.find_reduction(pattern.parts, observed, ways, pattern.rounding):
             return build_diagnosis(FaultName.METRIC_NOT_SUMMED, f"'{pattern.worst.name}' is {found.words}")
+    if not pattern.parts and (why := find_unsummed(pattern, "metric", pattern.worst.name)):
+        remedy = "return its sum and its count over rows; what is neither, compute once from all rows (predictions)"
+        return replace(build_diagnosis(FaultName.STATISTIC_OF_PARTS, why), remedy=remedy)
     return build_diagnosis(
         FaultName.METRIC_BY_LAYOUT,
         f"loss, gradients and weights agree, and no sum of a rank explains '{pattern.worst.name}'",
     )
+
+
+def find_unsummed(pattern: Pattern, kind: str, name: str = "") -> str:
+    """In words, how a metric, or any of the totals, is no sum over rows; empty where it is, or nobody looked."""
+    found = []
+    for number, said in pattern.root.unsummed.items():
+        label, _, part = number.partition("/")[2].partition(" ")
+        if number.startswith(f"{kind}/") and name in ("", label):
+            found.append(f"{f'the {part}' if part else 'totals()'} of '{label}' {said}")
+    return "; ".join(found)
 
 
 def diagnose_repeated_evaluation(pattern: Pattern) -> Diagnosis:

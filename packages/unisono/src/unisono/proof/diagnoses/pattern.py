@@ -11,6 +11,7 @@ from unisono.proof.comparison import ComparedQuantity, Difference
 from unisono.proof.diagnoses.predictions import ROUNDING, PartGradients, fit_weights, is_equal
 from unisono.proof.recording.gradient_sample import add_gradients, norm_of, sample_elements
 from unisono.proof.recording.local_gradients import read_local_gradients
+from unisono.proof.recording.output_digest import sketch_distance
 from unisono.proof.recording.trace import Array, Part, RunFacts, StepFacts, Trace
 
 
@@ -113,6 +114,17 @@ class Pattern:
         ours, theirs = self.step.parts, self.reference_step.parts
         same = [(p.number, p.rows) for p in ours] == [(p.number, p.rows) for p in theirs]
         return [replace(r, rank=m.rank) for m, r in zip(ours, theirs, strict=True)] if same else []
+
+    @property
+    def ranks_by_outputs(self) -> tuple[list[int], list[int]] | None:
+        """Ranks of which all outputs agree, and the others; None unless there are both."""
+        ours, theirs, parts = self.step.outputs, self.reference_step.outputs, self.parts
+        if not len(ours) == len(theirs) == len(parts):
+            return None
+        off = (sketch_distance(mine, true)[0] > self.rounding for mine, true in zip(ours, theirs, strict=True))
+        wrong = sorted({part.rank for part, differs in zip(parts, off, strict=True) if differs})
+        right = sorted({part.rank for part in parts} - {*wrong})
+        return (right, wrong) if right and wrong else None
 
     @cached_property
     def gradient(self) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from unisono.evaluation.held_out import HeldOut
 from unisono.proof.probes.loss_probe import probe_loss
 from unisono.proof.probes.model_probe import find_remembered_by_evaluation, find_switched, probe_evaluation
 from unisono.proof.probes.neighbour_probe import probe_neighbours
+from unisono.proof.probes.report_probe import probe_reports
 from unisono.proof.probes.row_probe import probe_documents
 from unisono.proof.probes.sample_probe import probe_samples
 from unisono.proof.probes.trial import Trial
@@ -65,6 +66,10 @@ def probe_task(
     def loss() -> None:
         probe_loss(facts, trial)
 
+    def reports() -> None:
+        if not packed:
+            probe_reports(facts, trial)
+
     def neighbours() -> None:
         with trial.view.without_side_effects():  # a pass may mark in a buffer that this step was made
             draws = trial.view.draws(trial.micro, trial.scalars)
@@ -85,6 +90,7 @@ def probe_task(
         _try(documents)
         if not facts.neighbours:
             _try(loss)
+            _try(reports)
             _try(neighbours)
 
 

@@ -158,6 +158,8 @@ class RunFacts:
     # such as the longest, `number` for one that is a sum times a number that depends on how many rows there are,
     # `statistic` for anything else.
     additivity: dict[str, str] = field(default_factory=dict)
+    # Metrics (`metric/NAME sum`, `metric/NAME count`) and totals (`total/NAME`) that are no sums over rows, and how.
+    unsummed: dict[str, str] = field(default_factory=dict)
     by_number: str = ""  # an output that is another for the same rows where more are in the batch, if the loss is, too
 
     # The evaluation after the last step, rank by rank, once and again; and a digest of every held-out micro-batch.
