@@ -245,7 +245,9 @@ def test_a_class_that_is_only_extended_in_the_file_is_not_asked_about(here: Path
 
 def test_a_file_without_a_task_says_so_and_one_that_was_meant_is_suggested(refused: Callable[..., str], here: Path):
     (here / "mine.py").write_text(TASK)
-    assert refused("mine.py") == "mine.py has no class that extends unisono.Task"
+    said = refused("mine.py")
+    assert said.startswith("mine.py has no class that extends unisono.Task")
+    assert said.endswith("\n  unisono prove mine.py worlds=[1,2]"), "it may be a training script"
     assert refused("mine") == "unknown recipe 'mine', did you mean the file mine.py?"
     told = "no such file; a task is given as path/to/file.py, or path/to/file.py:Class"
     assert refused("mien.py") == f"{here}/mien.py: {told}"

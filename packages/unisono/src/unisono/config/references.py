@@ -47,7 +47,10 @@ def complete_reference(reference: str, base: type[T]) -> str:
     }
     whole = [name for name, kind in found.items() if not inspect.isabstract(kind)] or list(found)
     if not whole:
-        raise ConfigError(f"{reference} has no class that extends unisono.{base.__name__}")
+        raise ConfigError(
+            f"{reference} has no class that extends unisono.{base.__name__}. docs/tutorial.md shows one in 40 lines; a "
+            f"training script stays as it is, and is checked by:\n  unisono prove {reference} worlds=[1,2]"
+        )
     if len(whole) > 1:
         named = " or ".join(f"{reference}:{name}" for name in whole)
         raise ConfigError(f"{reference} has {len(whole)} tasks; write which one: {named}")
