@@ -17,12 +17,14 @@ from unisono.checkpoint.exchange.export import read_adapter_settings
 from unisono.cli import main
 from unisono.config.schema.run import Lora
 from unisono.engines.torch.lora import Adapter
-from unisono.runtime.errors import RunError
+from unisono.observe.events import read_events
+from unisono.runtime.errors import ConfigError, RunError
 from unisono.task import Context
 from unisono_language.generate import generate
 from unisono_language.model import build_model
 from unisono_language.settings import FromConfig
 
+SLOW = pytest.mark.slow
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 
 
@@ -49,6 +51,49 @@ def run(folder: Path) -> Path:
     result = train(folder, "lora", adapter="lora", **rank, **{"ema.decay": 0.8, "run.seed": 3})
     assert result.loss < 0.2
     return result.folder
+
+
+def in_bf16(model: torch.nn.Module, folder: Path) -> Path:
+    """The model with the values that a file of bf16 has."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"layout.world_size": 2, "layout.strategy": "fsdp"}, marks=SLOW)])
+def test_a_base_in_bf16_computes_the_same_bits_in_half_the_memory(folder: Path, layout: dict[str, Any]) -> None:
+    """The claim: where weights were saved in bf16, their matrices stay in it, and no loss differs by a bit."""
+    base = in_bf16(AutoModelForCausalLM.from_pretrained(folder / "pretrained"), folder / "narrow")
+    shutil.copyfile(folder / "pretrained" / "tokenizer.json", base / "tokenizer.json")
+    words = {
+        "adapter": "lora", "model": "pretrained", "model.path": str(base), "train.precision": "bf16", "train.steps": 5,
+        "train.global_batch": 4, **layout,
+    }  # fmt: skip
+    losses = {}
+    for dtype in ("auto", "kept"):
+        done = train(folder, f"narrow-{dtype}-{len(layout)}", **words, **{"adapter.base_dtype": dtype})
+        losses[dtype] = [event["loss"] for event in read_events(done.folder / "events.jsonl")]
+    assert losses["auto"] == losses["kept"]
+    assert len(losses["auto"]) == 5
+    assert len(set(losses["auto"])) == 5
+
+
+def test_only_matrices_whose_values_are_of_bf16_are_narrowed(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(in_bf16(unisono.load_model(folder / "runs" / "base"), folder / "b"))
+    model.float()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1 / 3
+    Adapter(Lora(kind="lora"), model, 0).narrow_base(model, "bf16")
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name or "norm" in name or "embed" in name} == {
+        torch.float32
+    }
+    assert dtypes["model.layers.0.mlp.up_proj.base_layer.weight"] == torch.float32
+    assert dtypes["model.layers.0.mlp.down_proj.base_layer.weight"] == dtypes["lm_head.weight"] == torch.bfloat16
+
+
+def test_a_narrow_base_is_refused_where_it_is_computed_with_in_fp32(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.base_dtype=bf16 needs train\.precision=bf16"):
+        train(folder, "refused", adapter="lora", **{"adapter.base_dtype": "bf16"})
 
 
 def test_a_run_with_adapters_writes_what_it_has_learned(run: Path, folder: Path) -> None:

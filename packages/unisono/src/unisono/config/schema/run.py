@@ -101,6 +101,11 @@ class Lora(Settings):
         description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
         "but the heads",
     )
+    base_dtype: Literal["auto", "kept", "bf16"] = Field(
+        "auto",
+        description="of the frozen matrices under train.precision=bf16, which computes with them in bf16 anyway; auto: "
+        "bf16 where their values are of that dtype, as saved weights often are; bf16: round them; kept: fp32",
+    )
 
 
 class Ema(Settings):
@@ -295,6 +300,15 @@ class RunConfig(Settings):
     def _check_engine(self) -> RunConfig:
         if self.layout.engine != "auto":
             refuse_other_engine(self, self.layout.engine)
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> RunConfig:
+        if self.adapter is not None and self.adapter.base_dtype == "bf16" and self.train.precision != "bf16":
+            raise ValueError(
+                f"adapter.base_dtype=bf16 needs train.precision=bf16, which computes with the matrices in bf16 "
+                f"(it is {self.train.precision})"
+            )
         return self
 
     @model_validator(mode="after")

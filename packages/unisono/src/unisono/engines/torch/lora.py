@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -40,12 +41,32 @@ class Adapter:
 
     def __init__(self, config: Lora | None, model: nn.Module, seed: int) -> None:
         self._base: list[int] | None = None
+        self._config = config
         if config is None:
             return
         check_peft_installed(config)
         self._base = _digests(model)
         self._trained_before = {parameter for parameter in model.parameters() if parameter.requires_grad}
         self._tuner = _inject_adapters(config, model, seed)
+
+    def narrow_base(self, model: nn.Module, precision: str) -> None:
+        """Keep the base's frozen matrices in bf16, if that is asked for or changes no value of them.
+
+        Under autocast a linear layer computes with its weight in bf16, so the results have the same bits. Other
+        parameters (norms, embeddings) are computed with in fp32 and stay as they are.
+        """
+        if self._config is None or precision != "bf16" or self._config.base_dtype == "kept":
+            return
+        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        for layer in model.modules():
+            if not isinstance(layer, nn.Linear):
+                continue
+            weight = layer.weight
+            if weight.requires_grad or owners[id(weight)] > 1 or weight.dtype != torch.float32:
+                continue
+            narrow = weight.detach().to(torch.bfloat16)
+            if self._config.base_dtype == "bf16" or torch.equal(narrow.float(), weight):
+                weight.data = narrow
 
     def select_saved(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters and buffers to save in a checkpoint: all but the base's parameters."""

@@ -47,6 +47,7 @@ class TrainState:
         if config.train.precision == "fp64":  # after the build, so that initial weights equal those of other precisions
             torch.set_default_dtype(torch.float64)
         precision.to_master(module, config.train.precision)
+        self._adapter.narrow_base(module, config.train.precision)
         module.train()
         model_check.check_trainable(module)
         replicas.check_initial_weights(job.communicator, module)

@@ -135,7 +135,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Check that every floating-point parameter has the master dtype.
+    """Check that every floating-point parameter that is trained has the master dtype; a frozen base may have less.
 
     Raises:
         GuardError: naming the parameters of another dtype.
@@ -144,7 +144,7 @@ def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     wrong = [
         f"{name} ({p.dtype})"
         for name, p in model.named_parameters()
-        if (p.is_floating_point() or p.is_complex()) and p.dtype not in kept
+        if p.requires_grad and (p.is_floating_point() or p.is_complex()) and p.dtype not in kept
     ]
     if wrong:
         raise GuardError(
