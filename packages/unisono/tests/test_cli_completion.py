@@ -35,16 +35,23 @@ class Mine(unisono.Task):
 """
 
 
-class Shell:
-    """An interactive bash with completion, in which lines are typed and completed."""
+_SHELLS = {
+    "bash": (["--norc"], 'bind "set bell-style none"'),
+    "zsh": (["-f"], "autoload -Uz compinit && compinit -u -D"),
+}
 
-    def __init__(self, folder: Path) -> None:
+
+class Shell:
+    """An interactive shell with completion, in which lines are typed and completed."""
+
+    def __init__(self, folder: Path, name: str = "bash") -> None:
+        words, setup = _SHELLS[name]
         self._child, self._terminal = pty.fork()
         if self._child == 0:
             os.chdir(folder)
             path = f"{Path(jobs.UNISONO).parent}:{os.environ['PATH']}"
-            os.execvpe("bash", ["bash", "--norc", "-i"], {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "$ "})
-        self._type('bind "set bell-style none"; eval "$(unisono completion bash)"; echo is "ready"\n', "is ready")
+            os.execvpe(name, [name, *words, "-i"], {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "$ "})
+        self._type(f'{setup}; eval "$(unisono completion {name})"; echo is "ready"\n', "is ready")
 
     def complete(self, begun: str) -> str:
         """The line after Tab: it is then given to echo, so that the shell itself says what it has become."""
@@ -100,6 +107,18 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 )
 def test_tab_completes_verbs_files_keys_values_and_runs(shell: Shell, begun: str, completed: str):
     assert shell.complete(begun) == completed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_tab_completes_in_zsh_too(tmp_path: Path):
+    zsh = Shell(tmp_path, "zsh")
+    try:
+        assert zsh.complete("unisono desc").split() == ["unisono", "describe"]
+        line = "unisono train mine.py layout.strategy=fs"
+        assert zsh.complete(line).split() == ["unisono", "train", "mine.py", "layout.strategy=fsdp"]
+    finally:
+        zsh.close()
 
 
 def test_tab_completes_recipes_and_the_keys_of_their_files(shell: Shell):

@@ -23,8 +23,10 @@ _VARIABLE = "_ARGCOMPLETE"  # set by the shell's function while it asks
 
 def add_verb(verbs: Any) -> None:
     """Put the verb among the others."""
-    more = '. For bash: eval "$(unisono completion bash)", best in ~/.bashrc; for zsh the same in ~/.zshrc; for fish: '
-    more += "unisono completion fish | source"
+    more = (
+        '. For bash: eval "$(unisono completion bash)", best in ~/.bashrc; for zsh: eval "$(unisono completion zsh)" '
+    )
+    more += "in ~/.zshrc, after `autoload -Uz compinit && compinit`; for fish: unisono completion fish | source"
     verb = verbs.add_parser("completion", help=COMPLETION, description=f"{COMPLETION}{more}")
     verb.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     verb.set_defaults(run=_print_code)
