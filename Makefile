@@ -17,7 +17,7 @@ TESTS := $(if $(PACKAGE),$(or $(firstword $(wildcard $(PLACES))),$(error there i
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -o faulthandler_exit_on_timeout=true
 unexport PYTHONDONTWRITEBYTECODE  # what one process of a run has compiled, the others find
 
-.PHONY: demo test test-all test-gpu gpu-wheels quick slow again lint types measure native wheels wheel fuzz fuzz-readers docs clean
+.PHONY: demo test test-all test-gpu gpu-wheels quick slow alone again lint types measure native wheels wheel fuzz fuzz-readers docs clean
 
 # Install the core and one recipe, train its embedded example on two processes for about a minute, and evaluate it.
 demo: $(DEMO)
@@ -44,6 +44,10 @@ quick: $(READY)
 # The long matrices alone; what today's budget has no room for is listed at the end, with its date.
 slow: $(READY)
 	$(PYTEST) -n $(WORKERS) -o faulthandler_timeout=1500 -m slow --budget=$(BUDGET)
+
+# `make alone PACKAGE=language`: its quick tests, in an environment of what its pyproject declares and nothing else.
+alone: $(READY)
+	$(BIN)/python -m tests.workspace.alone $(patsubst %/tests,%,$(TESTS))
 
 # What failed in the last run, by itself. What passes now raced with the tests beside it: a fault of the test, to be fixed.
 again: $(READY)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.layouts import LAYOUTS
-from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration, without_gradient
 from recipes.microbiome.tests.made import ALL, task
-from tests.proofs.matrix import run_all, without_gradient
+from tests.proofs.matrix import run_all
 from unisono.config.schema.run import RunConfig
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import unisono_audio as audio
-from unisono.runtime.errors import BadSamplesError, ConfigError
+from unisono_audio.shared import BadSamplesError, ConfigError
 
 from .backends import BACKENDS, native
 from .make_golden import clip

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import unisono_audio as audio
-from unisono.runtime.errors import ConfigError, DataError
 from unisono_audio import native_core
 from unisono_audio.batches import add_table, native_engine
 from unisono_audio.features import Fbank
+from unisono_audio.shared import ConfigError, DataError
 
 from .backends import BACKENDS, native
 from .make_golden import FBANKS, GOLDEN, MELS, RATES, clip

@@ -326,3 +326,9 @@ def parts(task: Task, config: RunConfig, folder: Path) -> TrainingParts:
         made.close()
         raise
     return made
+
+
+def without_gradient(reference: Trace) -> set[str]:
+    """Tensors whose true gradient is zero: a key bias adds one number to all scores of a query. They have rounding."""
+    whole = np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in reference.gradients.values()))
+    return {name for name, gradient in reference.gradients.items() if np.linalg.norm(gradient) < 1e-7 * whole}

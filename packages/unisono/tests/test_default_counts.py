@@ -8,15 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from packages.unisono.tests import jax_tasks, tasks
-from packages.unisono.tests.jax_runs import configuration, layout, trace
+from packages.unisono.tests import tasks
 from packages.unisono.tests.launch import jobs
-from packages.unisono.tests.runs import assert_same
 from unisono import load_model, train
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss, Task
@@ -70,16 +67,6 @@ class Packed(Uncounted):
         return samples[0]
 
 
-class JaxUncounted(jax_tasks.LinearTask):
-    counts = Task.counts  # type: ignore[assignment]
-
-
-class JaxMean(JaxUncounted):
-    def loss(self, outputs: Any, batch: Any, context: Context) -> Loss:
-        error = jnp.square(outputs - batch["y"]).sum(1)
-        return Loss({"square": (error * context.valid).sum() / context.valid.sum()})
-
-
 def test_training_and_evaluation_are_those_of_a_task_that_counts_rows(tmp_path: Path) -> None:
     weights = []
     for kind in (Counted, Uncounted):
@@ -88,26 +75,12 @@ def test_training_and_evaluation_are_those_of_a_task_that_counts_rows(tmp_path: 
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_jax_trains_as_with_a_count_of_rows() -> None:
-    config = {
-        "train": {"global_batch": 12, "precision": "fp64", "epochs": 1},
-        "layout": layout(2, "ddp", micro_batch=3),
-    }
-    counted, uncounted = (trace(kind(), configuration(**config)) for kind in (jax_tasks.LinearTask, JaxUncounted))
-    assert_same(counted, uncounted)
-
-
 @pytest.mark.parametrize("kind, term", [(Mean, "square"), (Penalty, "penalty")])
 def test_a_mean_or_a_constant_is_refused_before_the_first_step_and_says_what_a_sum_is(
     kind: type[Task], term: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"the term '{term}' is .* the same if every row.*reduction=\"sum\""):
         train(kind, {**OVERRIDES, "run.dir": str(tmp_path)})
-
-
-def test_jax_refuses_a_mean() -> None:
-    with pytest.raises(ConfigError, match="is a mean"):
-        trace(JaxMean(), configuration(train={"global_batch": 12, "epochs": 1}, layout=layout(micro_batch=3)))
 
 
 @pytest.mark.parametrize(

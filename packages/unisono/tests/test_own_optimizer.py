@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from packages.unisono.tests import processes, runs
-from packages.unisono.tests.jax_runs import layout as jax_layout
-from packages.unisono.tests.jax_runs import trace as jax_trace
-from packages.unisono.tests.jax_tasks import LinearTask as JaxLinearTask
 from packages.unisono.tests.runs import Trace, configuration, distance, trace
 from packages.unisono.tests.tasks import TransformerTask
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo, SingleProcess
@@ -128,23 +125,3 @@ def test_what_is_not_over_the_given_groups_is_refused(made: Any, optim: dict[str
 
     with pytest.raises(ConfigError, match=said):
         trace(ProcessInfo(), SingleProcess(), Own(), config(optim={"kind": "adamw", **optim}))
-
-
-def test_in_jax_a_transformation_of_optax_makes_the_direction():
-    """That of SGD by the task's own hand gives the run of `optim=sgd`, and another one does not."""
-    optax = pytest.importorskip("optax")
-
-    class Own(JaxLinearTask):
-        direction: Any = optax.identity()
-
-        def optimizer(self, groups: Any) -> Any:
-            assert [sorted(group) for group in groups] == [["params", "weight_decay"]] * len(groups)
-            return self.direction
-
-    class Radam(Own):
-        direction: Any = optax.scale_by_radam()
-
-    settings = config(layout=jax_layout(), optim={"kind": "sgd", "lr": 0.1})
-    ours, own, radam = (jax_trace(kind(), settings) for kind in (JaxLinearTask, Own, Radam))
-    assert max(distance(ours.parameters, own.parameters).values()) == 0
-    assert max(distance(ours.parameters, radam.parameters).values()) > 1e-6

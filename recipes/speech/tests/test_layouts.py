@@ -10,9 +10,8 @@ import pytest
 
 from packages.unisono.tests import processes
 from packages.unisono.tests.layouts import LAYOUTS
-from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration, traces
+from packages.unisono.tests.runs import SGD, Trace, assert_same, configuration, traces, without_gradient
 from recipes.speech.tests import made
-from tests.proofs.matrix import without_gradient
 from unisono.config.schema.run import RunConfig
 from unisono_speech.settings import Manifest
 from unisono_speech.task import Speech

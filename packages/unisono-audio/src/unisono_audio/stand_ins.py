@@ -16,7 +16,19 @@ class DataError(ValueError):
 
 
 class BadSamplesError(DataError):
-    """Recordings of a batch that cannot be used."""
+    """Recordings of a batch that cannot be used.
+
+    Attributes:
+        reasons: A sentence for each, by its position in the batch.
+    """
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        more = f" (and {len(reasons) - 1} more of the batch)" if len(reasons) > 1 else ""
+        super().__init__(f"{next(iter(reasons.values()))}{more}")
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[type[BadSamplesError], tuple[dict[int, str]]]:
+        return type(self), (self.reasons,)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import layout, preflight, run_directory, task_objects, train
+from unisono.launch import layout, preflight, run_directory, train
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
 from unisono.observe import events
@@ -26,8 +26,6 @@ from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoErro
 from unisono.task import run_setup
 from unisono.task_config import read_run
 from unisono.training.loop import Result
-from unisono_microbiome.settings import ModelSettings, Simulated, Study
-from unisono_microbiome.task import Microbiome
 
 TASK = f"{tasks.__file__}:LinearTask"
 SHORT = {"train.steps": 3, "train.global_batch": 8, "observe.progress": False, "layout.threads": 1}
@@ -147,24 +145,6 @@ def test_an_override_changes_the_settings_of_a_task_object_and_leaves_the_others
     assert result.loss == expected.loss  # what is written down is what was trained
 
 
-SMALL = ModelSettings(features=8, heads=2, encoder="taxon", taxon_layers=1, sample_layers=1, recompute=False)
-
-
-def test_an_object_of_a_packaged_recipe_keeps_its_settings_before_those_of_the_recipes_files():
-    """The files say `model=tiny` and simulated data of another size."""
-    task = Microbiome(model=SMALL, data=Simulated(kind="simulated", subjects=6, taxa=16, metric="jaccard"))
-    result = unisono.train(task, {**SHORT, "data.visits": 3, "data.group": "subject"})
-    written = read_run(result.folder, trust=True)
-    assert written.model == SMALL
-    assert (written.data.subjects, written.data.taxa, written.data.metric, written.data.visits) == (6, 16, "jaccard", 3)
-
-
-def test_data_of_an_object_may_be_of_another_kind_than_the_files_of_its_recipe_say(tmp_path: Path):
-    data = Study(kind="study", table=tmp_path / "${seed}" / "none.biom", target="ibd")
-    with pytest.raises(DataError, match=r"\$\{seed\}/none\.biom"):
-        unisono.train(Microbiome(model=SMALL, data=data), SHORT)
-
-
 def typed(**task: Any) -> RunConfig:
     return RunConfig(
         recipe="anything", optim={"kind": "sgd"}, train={"steps": 3, "global_batch": 8}, task=task,
@@ -206,12 +186,6 @@ def test_a_task_that_no_other_process_can_import_is_refused():
     exec("class Lost(LinearTask): pass", space)
     with pytest.raises(ConfigError, match="Lost is not defined in a file, so no other process can import it"):
         unisono.train(space["Lost"], SHORT)
-
-
-def test_the_task_of_a_packaged_recipe_is_called_by_its_name():
-    from unisono_language.task import Language
-
-    assert task_objects.reference_to(Language) == "language"
 
 
 def test_a_run_that_is_finished_is_not_trained_again():

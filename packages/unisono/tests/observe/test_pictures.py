@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packages.unisono.tests.observe.test_trackers import records
 from unisono.observe import trackers
 from unisono.observe.samples import prepare_sample
+
+Image = pytest.importorskip("PIL.Image")
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 RED = np.full((9, 14, 3), (200, 10, 20), dtype=np.uint8)
 
@@ -39,7 +40,7 @@ def ended(folder: Path, *names: str, of: tuple[str, ...] | None = None) -> dict[
 def test_they_stand_beside_the_curves_in_tensorboard(tmp_path: Path) -> None:
     made = ended(tmp_path / "run", "tensorboard")
     assert trackers.show_samples(tmp_path / "run", made) == ["tensorboard"]
-    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
+    shown = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
     shown.Reload()
     (image,) = shown.Images("looking/red")
     assert (image.step, image.height, image.width) == (3, 9, 14)
@@ -86,7 +87,7 @@ def test_sounds_stand_there_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"PNG and WAV files, not a\.mp3"):
         prepare_sample(tmp_path / "run", 2, "said/0", tmp_path / "a.mp3")
     opened.close()
-    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"audio": 0})
+    shown = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"audio": 0})
     shown.Reload()
     (sound,) = shown.Audio("said/0")
     assert (sound.step, sound.sample_rate, sound.length_frames) == (2, 8000.0, 800)

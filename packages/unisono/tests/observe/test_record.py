@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from unisono.config.schema.run import Observe
 from unisono.engines.observers import StepResult
@@ -122,7 +121,8 @@ def test_other_ranks_leave_and_say_nothing(tmp_path: Path, capsys: pytest.Captur
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows: (step, value) by name."""
-    shown = EventAccumulator(str(folder / "tensorboard"))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     return {name: [(point.step, point.value) for point in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
 

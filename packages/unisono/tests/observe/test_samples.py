@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packages.unisono.tests.launch import jobs
 from unisono.observe import tensorboard, trackers
 from unisono.observe.samples import encode_png, prepare_sample
 from unisono.runtime.errors import ConfigError
+
+Image = pytest.importorskip("PIL.Image")
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 TASK = """
 import numpy as np
@@ -84,7 +85,7 @@ def test_they_are_in_the_events_the_folder_and_tensorboard(alone: Path) -> None:
         assert np.asarray(picture)[0].tolist() == [0, 23, 46, 70]
     assert shown[1]["columns"] == ["row", "prediction"] and [row[0] for row in shown[1]["rows"]] == [0, 1]
     assert shown[5]["text"] == "step 2: <b>"
-    board = EventAccumulator(str(alone / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+    board = accumulator.EventAccumulator(str(alone / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
     board.Reload()
     assert [image.step for image in board.Images("grey")] == [1, 2]
     (_, last) = board.Tensors("words/said/text_summary")
@@ -166,7 +167,7 @@ def test_a_tracker_without_texts_leaves_them_out_and_says_so_once(
         opened.write(2, {"loss": 1.0})
         opened.close()
     assert caplog.text.count("tensorboard cannot show a text; it is left out there") == 1
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [point.step for point in board.Scalars("loss")] == [2]
 

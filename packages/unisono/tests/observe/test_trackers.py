@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packages.unisono.tests import runs
 from packages.unisono.tests.runs import configuration, interrupted
@@ -248,7 +247,8 @@ def expected(folder: Path) -> dict[int, float]:
 @pytest.mark.parametrize("resumed", ["tensorboard"], indirect=True)
 def test_a_resumed_run_goes_on_in_tensorboard(resumed: tuple[Path, str]) -> None:
     folder, _ = resumed
-    shown = EventAccumulator(str(folder / "tensorboard"))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     losses = {point.step: point.value for point in shown.Scalars("loss")}
     assert losses == pytest.approx(expected(folder), rel=1e-6)
