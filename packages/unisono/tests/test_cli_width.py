@@ -21,7 +21,7 @@ from unisono.proof.recording.trace import QUANTITIES
 from unisono.proof.verdict import Verdict
 from unisono.runtime import console
 
-SPIRALS = f"{Path(__file__).parents[1]}/examples/spirals.py:Spirals"
+SPIRALS = f"{Path(__file__).parents[3]}/examples/spirals.py:Spirals"
 SMALL = {"layout.world_size": 1, "layout.device": "cpu", "layout.threads": 1, "observe.progress": False}
 SLOW = pytest.mark.slow
 COMMANDS = [
