@@ -1,0 +1,1 @@
+"""What the language recipe's README says was measured."""
