@@ -165,8 +165,12 @@ def tabulate(made: Sequence[Predictions], told: Sequence[Mapping[str, float]]) -
         "fold": labels,
         "held out": [*held, *blank],
         "samples": [*(str(len(one.numbers)) for one in made), *blank],
-        **{name: [f"{row[place]:.4f}" for row in rows] for place, name in enumerate(names)},
+        **{name: [_format(row[place]) for row in rows] for place, name in enumerate(names)},
     }
+
+
+def _format(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.4f}"
 
 
 def write_predictions(path: Path, library: Library, pooled: Mapping[str, Any]) -> Path:
