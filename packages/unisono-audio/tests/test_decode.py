@@ -115,6 +115,11 @@ def bad_recordings() -> dict[str, tuple[bytes, str]]:
         "NaN": (_with(np.nan), "has samples that are not finite, the first at frame 1234"),
         "Inf": (_with(np.inf), "has samples that are not finite, the first at frame 1234"),
         "two chained Ogg streams": (vorbis + vorbis, "holds several Ogg streams; take it apart"),
+        "two Ogg streams with a byte between them": (
+            vorbis + b"x" + vorbis,
+            "holds several Ogg streams; take it apart",
+        ),
+        "two WAV files": (wav + wav, "holds several blocks of samples"),
         "two FLAC streams": (flac + flac, f"holds several FLAC streams, the second from byte {len(flac)} on"),
         "two MP3 streams": (mp3 + mp3, f"holds several MP3 streams, the second from byte {len(mp3)} on"),
         "a WAV with two blocks": (

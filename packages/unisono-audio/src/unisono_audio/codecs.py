@@ -235,7 +235,7 @@ def _wav(data: memoryview) -> Stream | None:
 
 def _refuse_second_data(data: memoryview, at: int) -> None:
     while at + 8 <= len(data):
-        if bytes(data[at : at + 4]) == b"data":
+        if bytes(data[at : at + 4]) in (b"data", b"RIFF"):
             raise BadRecording(
                 "holds several blocks of samples, of which other programs read the first alone; write it again with "
                 "all of them in one"
@@ -255,6 +255,7 @@ def _refuse_joined(data: memoryview, format: str) -> None:
         )
 
 
+_OGG_BEGIN = re.compile(rb"OggS\0[\x02\x03\x06\x07].{21}", re.DOTALL)  # of a first page
 _FLAC_BEGIN = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # and the header of STREAMINFO
 # A frame whose side information is zero, as encoders write one in front with the length of the whole.
 _MP3_BEGIN = re.compile(rb"\xff[\xe0-\xff]..\x00{9}(?:\x00{8}(?:\x00{15})?)?(?:Xing|Info)", re.DOTALL)
@@ -376,6 +377,8 @@ def _check_pages(data: memoryview) -> None:
         at += size
     if not ended:
         raise BadRecording("is cut off: its last Ogg page is not the end of its stream")
+    if _OGG_BEGIN.search(data, at):
+        raise BadRecording("holds several Ogg streams; take it apart")
 
 
 def ffmpeg(data: memoryview, what: str) -> tuple[Samples, int]:

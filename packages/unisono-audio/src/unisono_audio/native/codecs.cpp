@@ -75,7 +75,7 @@ struct Wav final : Stream {
                                        " frames, and there are " + std::to_string(left / width));
                 header.frames = size / width;
                 for (int64_t next = chunk + 8 + size + (size & 1); next + 8 <= bytes.size;) {
-                    if (starts(bytes, next, "data", 4))
+                    if (starts(bytes, next, "data", 4) || starts(bytes, next, "RIFF", 4))
                         throw BadRecording("holds several blocks of samples, of which other programs read the first "
                                            "alone; write it again with all of them in one");
                     const int64_t length = little(bytes.data + next + 4, 4);

@@ -40,10 +40,11 @@ Packets::Packets(Bytes bytes) : bytes_(bytes) {
     if (bytes.size < 27) throw BadRecording("is cut off in its first Ogg page");
     const uint32_t serial = little(bytes.data + 14, 4);
     bool ended = false;
+    int64_t last = 0;  // byte behind the last page
     for (int64_t at = 0; at < bytes.size;) {
         const uint8_t* page = bytes.data + at;
         if (!starts(bytes, at, "OggS", 4) || at + 27 > bytes.size || at + 27 + page[26] > bytes.size) {
-            if (ended) break;  // what follows the stream is not ours
+            if (ended) break;
             throw BadRecording("is damaged or cut off: there is no Ogg page at byte " + std::to_string(at));
         }
         int64_t size = 27 + page[26];
@@ -61,7 +62,14 @@ Packets::Packets(Bytes bytes) : bytes_(bytes) {
         pages.push_back({at, ends == 0 || granule >= uint64_t{1} << 40 ? -1 : static_cast<int64_t>(granule), ends,
                          (page[5] & 1) != 0});
         ended = ended || (page[5] & 4) != 0;
-        at += size;
+        last = at += size;
+    }
+    // What follows the stream is not ours, unless it is another one, of which other programs read the first alone.
+    const uint8_t* const end = bytes.data + bytes.size;
+    for (const uint8_t* next = bytes.data + last;; next++) {
+        next = std::search(next, end, "OggS", "OggS" + 4);
+        if (end - next < 27) break;
+        if (next[4] == 0 && (next[5] & 2) != 0) throw BadRecording("holds several Ogg streams; take it apart");
     }
     if (!ended) throw BadRecording("is cut off: its last Ogg page is not the end of its stream");
 }
