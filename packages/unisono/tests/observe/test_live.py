@@ -142,3 +142,10 @@ def test_the_first_words_fit_a_narrow_terminal(tmp_path: Path) -> None:
     shown = show([sys.executable, "-m", "unisono"], tmp_path, width=60)
     assert not shown.screen.wrapped
     assert len(shown.screen.text.splitlines()) == 3
+
+
+def test_a_command_in_a_cell_of_a_notebook_overwrites_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from unisono.runtime.preparing import preparing\nwith preparing('a model'): print('done')"
+    assert any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not any("a model" in picture for _, picture in show([sys.executable, "-c", code], tmp_path, 60).pictures)

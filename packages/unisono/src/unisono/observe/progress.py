@@ -53,7 +53,7 @@ class RunConsole(Console):
     @property
     def is_terminal(self) -> bool:
         """Whether there is a terminal; FORCE_COLOR, which CI and notebooks set, makes none of a pipe."""
-        return super().is_terminal and self.file.isatty()
+        return super().is_terminal and self.file.isatty() and not notebook.is_below_cell()
 
     def on_broken_pipe(self) -> None:
         """Discard what is printed from now on."""
@@ -158,7 +158,7 @@ def show_evaluation(total: int, *, shown: bool) -> Iterator[Callable[[int, int],
     Returns:
         What is given the rows that are done, and those in all.
     """
-    if not (shown and sys.stderr.isatty()):
+    if not (shown and sys.stderr.isatty()) or notebook.is_below_cell():
         yield lambda done, total: None
         return
     with show_progress("evaluating", total, unit="", records="rows", patience=PATIENCE) as more:

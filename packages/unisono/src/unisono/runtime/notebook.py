@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,6 +17,15 @@ def find_shell() -> Any:
 def in_notebook() -> bool:
     """Whether what is displayed appears below a cell."""
     return find_shell() is not None
+
+
+def is_below_cell() -> bool:
+    """Whether a kernel has started this command, as `!unisono evaluate …` does.
+
+    Its output is a terminal, but what overwrites a line there is shown as one line after the other. Jupyter sets the
+    variable for a kernel, not for its terminals.
+    """
+    return "JPY_PARENT_PID" in os.environ
 
 
 class LiveOutput:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 
+from unisono.runtime import notebook
 from unisono.runtime.console import clean
 from unisono.runtime.text import one_line
 
@@ -26,7 +27,7 @@ _others: list[threading.Thread] = []  # that draw on the one terminal of the pro
 @contextmanager
 def preparing(what: str, *, shown: bool = True) -> Iterator[None]:
     """Show on a terminal what is being prepared, e.g. "building the model"; elsewhere, nothing."""
-    if not (shown and sys.stdout.isatty()):
+    if not (shown and sys.stdout.isatty()) or notebook.is_below_cell():
         yield
         return
     text, done, began = one_line(clean(what)), threading.Event(), monotonic()
