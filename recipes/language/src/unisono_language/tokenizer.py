@@ -35,6 +35,10 @@ class _Named(TypedDict):
     content: str
 
 
+class _Rules(TypedDict):
+    decoder: dict[str, Any] | None
+
+
 class _Settings(TypedDict):
     bos_token: NotRequired[str | _Named | None]
     eos_token: NotRequired[str | _Named | None]
@@ -220,8 +224,8 @@ def _load(path: Path, size: int, written: int) -> Any:
 
 def _measure_bytes(engine: Any) -> Callable[[str], int] | None:
     """How many bytes a token of the vocabulary stands for, of those decoders that lose none; else None."""
-    decoder = json.loads(engine.to_str())["decoder"] or {}  # of the library's own, so it needs no shape
-    parts = [decoder, *decoder.get("decoders", ())]
+    decoder = safe_paths.parse_json(engine.to_str(), _Rules)["decoder"] or {}
+    parts: list[dict[str, Any]] = [decoder, *decoder.get("decoders", ())]
     kinds = {part.get("type") for part in parts}
     if "ByteLevel" in kinds:  # a character for each byte
         return len
