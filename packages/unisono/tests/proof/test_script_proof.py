@@ -140,6 +140,16 @@ def test_a_kernel_that_casts_in_its_backward_pass_is_computed_in_fp64(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_script_that_writes_nowhere_twice_is_given_a_name_for_every_start(tmp_path: Path) -> None:
+    once = "import os\nif dist.get_rank() == 0:\n    os.mkdir(sys.argv[1])\n"
+    loop = "for _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+    (tmp_path / "train.py").write_text(SYNCHRONISED + once + loop)
+    report = prove_script(tmp_path / "train.py", [f"{tmp_path}/{{run}}"], ScriptSettings(precision="fp64"), quiet=True)
+    assert report.mark == "PASS", report.lines
+    assert len([*tmp_path.glob("*processes*")]) == 1
+
+
+@pytest.mark.slow
 def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
     report = prove(tmp_path, SYNCHRONISED + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
     assert report.mark == "PASS", report.lines

@@ -1,4 +1,4 @@
-"""Arguments of a script that depend on the number of processes: `--batch-size {16/world}`."""
+"""Arguments of a script that depend on the number of processes, or on the start: `--batch-size {16/world}`, `{run}`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def fill_arguments(arguments: Sequence[str], world: int) -> list[str]:
         ['--batch-size', '8', '--lr=0.002', '{name}']
     """
     return [_BRACES.sub(lambda found: _format_value(found[1], found[0], world), word) for word in arguments]
+
+
+def name_run(arguments: Sequence[str], name: str) -> list[str]:
+    """The arguments with `{run}` replaced: a script may refuse to write where another start has written.
+
+    Example:
+        >>> name_run(["--out", "results/{run}"], "2-processes")
+        ['--out', 'results/2-processes']
+    """
+    return [word.replace("{run}", name) for word in arguments]
 
 
 def _format_value(expression: str, word: str, world: int) -> str:

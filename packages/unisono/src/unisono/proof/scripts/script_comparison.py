@@ -28,6 +28,7 @@ from unisono.proof.recording.trace import QUANTITIES, trace_folder
 from unisono.proof.scripts.rank_facts import ScriptTrace
 from unisono.proof.scripts.rank_progress import UnequalUpdatesError, describe_ended, describe_waiting
 from unisono.proof.scripts.replay.rows_read import ROWS
+from unisono.proof.scripts.script_arguments import name_run
 from unisono.proof.scripts.script_process import GONE, ScriptRun
 from unisono.proof.scripts.script_remedies import reword
 from unisono.proof.scripts.start.gpu_need import name_kernels
@@ -127,7 +128,9 @@ class ScriptRuns:
         """Run a case; None if it ended with an error."""
         if not self.quiet:
             say(f"{case.name} …", error=True)
-        run = replace(self.run, arguments=self.arguments[case.world_size], **self.changes.get(case.name, {}))
+        start = f"{self.run.precision}-{case.name}-{self.run.by_fabric:d}".replace(",", "").replace(" ", "-")
+        arguments = name_run(self.arguments[case.world_size], f"{self.root.name}-{start}")
+        run = replace(self.run, arguments=arguments, **self.changes.get(case.name, {}))
         try:
             trace = run_case(case, run, self.root, threads_per_process(max(self.arguments)))
             if (reference := self.traces.get(case.reference)) is not None and case.world_size > 1:
