@@ -149,6 +149,30 @@ def test_a_script_that_writes_nowhere_twice_is_given_a_name_for_every_start(tmp_
     assert len([*tmp_path.glob("*processes*")]) == 1
 
 
+DRAWN_TARGETS = """
+torch.manual_seed(dist.get_rank())
+for _ in range(4):
+    outputs = model(torch.randn(8, 3))
+    targets = torch.randn(8, 1)
+    (outputs - targets).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+        p.grad /= SCALE
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "mark"), [("dist.get_world_size()", "PASS"), ("1", "FAIL")])
+def test_targets_that_are_drawn_after_the_forward_pass_are_given_to_one_process(
+    tmp_path: Path, scale: str, mark: str
+) -> None:
+    report = prove(tmp_path, SEEDED + DRAWN_TARGETS.replace("SCALE", scale))
+    assert report.mark == mark, report.lines
+    assert "raw gradients" in {c.quantity for c in report.verdicts[0].compared if c.mark == mark}
+
+
 @pytest.mark.slow
 def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
     report = prove(tmp_path, SYNCHRONISED + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")

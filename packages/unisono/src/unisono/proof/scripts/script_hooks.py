@@ -145,8 +145,8 @@ class ScriptWatch:
             *((home, name, self._on_clip) for home in (nn.utils, nn.utils.clip_grad) for name in _CLIPS),
         ]
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._unseen(self._before_step)).remove)
+            stack.callback(register_optimizer_step_post_hook(self._unseen(self._after_step)).remove)
             for home, name, watch in replaced:
                 stack.callback(setattr, home, name, getattr(home, name))
                 setattr(home, name, _wrap(getattr(home, name), watch))
@@ -194,6 +194,15 @@ class ScriptWatch:
         if self._evaluation:
             self.records.evaluation(self._evaluation)
         raise _EnoughSteps
+
+    def _unseen(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook whose own reading of tensors is not taken for the script's."""
+
+        def call(*args: Any) -> Any:
+            with self._loss_inputs.paused():
+                return hook(*args)
+
+        return call
 
     # optimizers ----------------------------------------------------------------------------------------------------
 
@@ -292,11 +301,12 @@ class ScriptWatch:
             if evaluates and self._fetched.has_latest and self._is_trained(module):
                 self._fetched.drop_latest()
             return original(module, *args, **named)
-        if self.records is None:
-            if self._is_trained(module) and has_joined(self._world):  # a script may join its processes after a trial
-                self._begin(self._living_optimizers())
-        elif id(module) not in self._members:
-            self._follow_new(module)
+        with self._loss_inputs.paused():
+            if self.records is None:
+                if self._is_trained(module) and has_joined(self._world):  # a script may join after a trial
+                    self._begin(self._living_optimizers())
+            elif id(module) not in self._members:
+                self._follow_new(module)
         records = self.records
         if records is None or id(module) not in self._members:
             return original(module, *args, **named)
@@ -334,9 +344,11 @@ class ScriptWatch:
             self._loss_inputs.end_pass()
         if not inside and self.records is not None:
             given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            of_batch = self._loss_inputs.draws and not self._loss_inputs.drawn
-            if self.records.before_backward(of_batch):
-                self._rows = []
+            kept = self._loss_inputs.exchange is not None and not self._loss_inputs.own_draws  # drawn as rows are
+            of_batch = self._loss_inputs.draws and (kept or not self._loss_inputs.drawn)
+            with self._loss_inputs.paused():
+                if self.records.before_backward(of_batch):
+                    self._rows = []
             self.records.seen.losses += [float(loss.detach()) for loss in given if loss.numel() == 1]
             self._rows += self._fetched.take_pass()
             self.records.seen.sources = self._fetched.lengths

@@ -42,6 +42,7 @@ class LossInputs(TorchFunctionMode):
     Attributes:
         drawn: whether random numbers have gone into what `backward` is called on.
         draws: whether any were drawn.
+        own_draws: whether some of them follow what the model returned, so that nothing can stand in place of them.
         numbers: whether numbers were read of tensors that are not made of the model's outputs: none can follow them.
     """
 
@@ -51,7 +52,7 @@ class LossInputs(TorchFunctionMode):
         self.window = -1
         self.is_open = False
         self.is_paused = self.is_closed = False
-        self.drawn = self.draws = self.numbers = False
+        self.drawn = self.draws = self.own_draws = self.numbers = False
         self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in place of others
         self._old: list[Tensor] = []
@@ -60,7 +61,7 @@ class LossInputs(TorchFunctionMode):
         """A trained module is called; the first time since `backward`, a pass begins."""
         if not self.is_open:
             self.window += 1
-            self.is_open, self.drawn, self.draws = True, False, False
+            self.is_open, self.drawn, self.draws, self.own_draws = True, False, False, False
             self._origins, self._given = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
             self._old = []
         self.is_paused = True
@@ -128,6 +129,10 @@ class LossInputs(TorchFunctionMode):
         if self._given:
             args, kwargs = tree_map(self._replace, (args, dict(kwargs)))
         result = func(*args, **kwargs)
+        if draws and not graph and isinstance(result, Tensor):  # targets, or noise of the rows: kept as they would be
+            self._number(result, drawn=True)
+            return result
+        self.own_draws |= draws
         self._set_origin(result, _Origin(graph, old, drawn))
         return result
 
@@ -147,9 +152,14 @@ class LossInputs(TorchFunctionMode):
             known: _Origin | None = self._origins.get(tensor)
             if known is not None:
                 return known
+            return self._number(tensor)
+
+    def _number(self, tensor: Tensor, *, drawn: bool = False) -> _Origin:
+        """Give a tensor that is not of the model a number, and take what stands in place of it."""
+        with torch._C.DisableTorchFunction():
             number = len(self._old)
             self._old.append(tensor)
-            found = _Origin(old=frozenset([number]))
+            found = _Origin(old=frozenset([number]), drawn=drawn)
             self._origins[tensor] = found
             if self.exchange is not None:
                 other = self.exchange.take_beside(self.window, number, tensor)
