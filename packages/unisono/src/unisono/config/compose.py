@@ -299,6 +299,8 @@ def _read_groups(primary: str, folders: list[Path], choices: list[_Override]) ->
             config = hydra_compose(primary, overrides=[search, *chosen])
             if chosen:
                 listed = loader.compute_defaults_list(primary, [search, *chosen], RunMode.RUN)
+        except AssertionError as error:  # Hydra's, of entries that no configuration should have
+            raise ConfigError("the list `defaults` cannot be read; write its entries as `group: choice`") from error
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(_summarise_error(str(error))) from error
     origins: dict[str, str] = {}
