@@ -39,7 +39,11 @@ PRIVATE = {
 TOLD = {  # single functions
     "data.sources.storage.open_plain": "the stream that its argument is",
     "data.sources.arrow.__init__": "`File.open`", "data.sources.arrow._batch": "`File.open`",
-    "data.sources.parquet._open_file": "`File.open`", "checkpoint.core.arrays._read_piece": "its own `read_bytes`",
+    **dict.fromkeys(
+        [f"data.sources.parquet.{name}" for name in ("_open_file", "block", "_parquet", "_check_footer", "_check_size")],
+        "`File.open`, and what it gave",
+    ),
+    "checkpoint.core.arrays._read_piece": "its own `read_bytes`",
     "engines.torch.profiler.stop": "its own file",
     "observe.tensorboard.picture": "of the user's callback", "observe.tensorboard.sound": "of the user's callback",
     "unisono_sweeps.axes._key_lines": "the user's sweep, a Python file that runs",

@@ -118,17 +118,18 @@ def promoted_inside_backward(mode: TorchFunctionMode) -> Iterator[None]:
 
     It changes torch for all threads, as `loaded_as_double` does.
     """
-    original = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd  # which does not declare the name
+    original = autograd._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
             return original(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run
+    autograd._engine_run_backward = run
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = original
+        autograd._engine_run_backward = original
 
 
 @contextmanager
