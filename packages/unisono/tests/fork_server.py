@@ -221,10 +221,11 @@ def _startup(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _begin_server() -> socket.socket:
     ours, its = socket.socketpair()
+    # the path of the session: a test that asks first may have one of its own, which others are not to find
+    settings = {**dict.fromkeys(_THREAD_COUNTS, "1"), "UNISONO_TESTS_ROOM": "." * _ROOM, "PYTHONPATH": _SEARCHED}
     process = subprocess.Popen(
         [sys.executable, "-m", "packages.unisono.tests.fork_server", str(its.fileno()), "." * _ROOM],
-        cwd=ROOT, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
-        env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1"), "UNISONO_TESTS_ROOM": "." * _ROOM},
+        cwd=ROOT, pass_fds=[its.fileno()], env={**os.environ, **settings}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     its.close()
     atexit.register(_end_server, ours, process)
@@ -375,8 +376,9 @@ def main(descriptor: int) -> Callable[[], None]:
 
 
 _BEGAN = _startup(os.environ)
+_SEARCHED = os.environ.get("PYTHONPATH", "")
 # Of any process: `python -m` has put the server's folder first, and a fork has a PYTHONPATH of its own.
-_PATH = [entry for entry in sys.path if entry not in (str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+_PATH = [entry for entry in sys.path if entry not in (str(ROOT), *_SEARCHED.split(os.pathsep))]
 
 if __name__ == "__main__":
     from packages.unisono.tests import fork_server
