@@ -213,7 +213,7 @@ def test_preview_asks_for_the_position_and_the_layout(data: Command, monkeypatch
     asked: list[tuple[int, int, int]] = []
     module = ModuleType("unisono.data.preview")
     module.preview = lambda task, config, *numbers: asked.append(numbers) or ["a", "b"]  # type: ignore[attr-defined]
-    module.format_table = lambda shown: [f"row {one}" for one in shown]  # type: ignore[attr-defined]
+    module.format_table = lambda shown, width: [f"row {one}" for one in shown]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unisono.data.preview", module)
     monkeypatch.setattr(package, "preview", module, raising=False)
     task = f"{tasks.__file__}:LinearTask"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from packages.unisono.tests.layouts import LAYOUTS
-from packages.unisono.tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance
+from packages.unisono.tests.runs import ADAMW, SGD, Trace, assert_same, configuration, distance, without_gradient
 from tests.proofs import matrix, test_resume_is_exact
 from tests.proofs.matrix import MODELS, TOLERANCE
 from tests.proofs.test_resume_is_exact import INTERRUPTED, STEPS, _go, _moved, events, final
@@ -78,7 +78,7 @@ def _is_not_vacuous(variant: str, reference: Trace) -> None:
     if "ema" in VARIANTS[variant]:
         assert set(reference.average) == set(reference.gradients)
         same = {name for name, value in reference.average.items() if np.array_equal(value, reference.parameters[name])}
-        assert same <= matrix.without_gradient(reference) - moved
+        assert same <= without_gradient(reference) - moved
         assert reference.evaluation["ema/loss"] != reference.evaluation["loss"]
     else:
         assert not reference.average

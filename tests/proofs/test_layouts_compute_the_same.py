@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packages.unisono.tests.runs import Trace, assert_same
+from packages.unisono.tests.runs import Trace, assert_same, without_gradient
 from tests.proofs import matrix
 from tests.proofs.matrix import CASES, TOLERANCE, Case
 
@@ -55,9 +55,9 @@ def _is_not_vacuous(reference: Trace) -> None:
     assert len(reference.rows[-1]) == 5
     assert sorted(reference.rows[0]) != reference.rows[0], "the order is not shuffled"
     assert all(np.any(gradient) for gradient in reference.gradients.values())
-    assert matrix.without_gradient(reference) <= {"blocks.0.attention.key.bias", "blocks.1.attention.key.bias"}
+    assert without_gradient(reference) <= {"blocks.0.attention.key.bias", "blocks.1.attention.key.bias"}
     still = {name for name, before in reference.before.items() if not np.any(reference.parameters[name] != before)}
-    assert still <= matrix.without_gradient(reference)
+    assert still <= without_gradient(reference)
 
 
 @pytest.mark.parametrize("model", ["transformer", pytest.param("language", marks=pytest.mark.slow)])

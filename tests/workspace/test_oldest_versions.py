@@ -8,6 +8,8 @@ import venv
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.workspace.test_packages import PROJECTS, ROOT
 from tests.workspace.test_wheels import SMALL, environment, run
@@ -45,7 +47,13 @@ def test_a_run_trains_resumes_and_exports_with_the_oldest_libraries_that_are_all
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     installed = run(binaries, tmp_path, "python", "-m", "pip", "list", "--format=freeze").stdout.lower().splitlines()
-    assert {*installed} >= {line.lower() for line in oldest()}, "a bound that is not the version that was installed"
+    versions = {
+        canonicalize_name(name): Version(version) for name, _, version in (i.partition("==") for i in installed)
+    }
+    wanted = {
+        canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in oldest())
+    }
+    assert {name: versions[name] for name in wanted} == wanted, "a bound that is not the version that was installed"
     for words in (["run.stop_after=3"], []):
         done = run(binaries, tmp_path, "unisono", "train", "language", "train.steps=6", *SMALL, *words)
         assert done.returncode == 0, done.stderr

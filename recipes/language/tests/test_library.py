@@ -193,7 +193,7 @@ def test_several_corpora_are_a_mapping_with_one_tokenizer_and_a_held_out_part_of
     held: Any = task.held_out()
     parts = [library.held_out()[name] for name in ("books", "code")]
     assert len(held) == sum(map(len, parts))
-    assert [held[row].tolist() for row in range(len(held))] == [row.tolist() for part in parts for row in _rows(part)]
+    assert [row.content.tolist() for row in _rows(held)] == [row.tolist() for part in parts for row in _rows(part)]
 
 
 def _rows(source: Any) -> list[Any]:
@@ -221,7 +221,7 @@ def test_the_facts_of_several_corpora_tell_of_each(two: Corpus) -> None:
             counted.update(row[1:].tolist())
     held: Any = task.held_out()
     total = sum(counted.values()) + 300
-    nats = [-np.log((counted[int(token)] + 1) / total) for row in _rows(held) for token in row[1:]]
+    nats = [-np.log((counted[int(token)] + 1) / total) for row in _rows(held) for token in row.content[1:]]
     assert facts["unigram_entropy"] == pytest.approx(np.mean(nats), abs=5e-5)
 
 

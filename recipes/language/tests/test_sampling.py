@@ -123,7 +123,7 @@ def test_a_streamed_text_is_the_text(model: Path, capsys: pytest.CaptureFixture[
 
 def test_a_stream_has_several_pieces(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
-    monkeypatch.setattr("unisono_language.generate.say", lambda text="", end="\n": pieces.append(text + end))
+    monkeypatch.setattr("unisono_language.generate.say", lambda text="", end="\n", **_: pieces.append(text + end))
     assert generate(unisono.open_run(model), PROMPT, tokens=20, device="cpu", stream=True) is None
     assert len(pieces) > 5
     assert "".join(pieces) == f"{generate(unisono.open_run(model), PROMPT, tokens=20, device='cpu')}\n"

@@ -124,7 +124,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         (out / "precious").write_text("x")
 
     with (
-        mock.patch.object(export, "_write", meanwhile),
+        mock.patch.object(export, "write", meanwhile),
         pytest.raises(RunError, match="was created by someone else meanwhile"),
     ):
         export.export(run, Export(to="safetensors", out=out))

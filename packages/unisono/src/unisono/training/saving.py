@@ -9,7 +9,6 @@ from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
-from unisono.checkpoint.exchange import hf_config
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
@@ -108,7 +107,11 @@ class Saving:
 
     def check_export(self) -> None:
         """Refuse `checkpoint.final=hf` for a task that has saved no configuration of a transformers model."""
-        if self._settings.final == "hf" and not (self._run.directory / ASSETS / hf_config.CONFIG).is_file():
+        if self._settings.final != "hf":
+            return
+        from unisono.checkpoint.exchange import hf_config  # imports torch, which a JAX run does not need
+
+        if not (self._run.directory / ASSETS / hf_config.CONFIG).is_file():
             raise ConfigError(
                 "checkpoint.final=hf: this task saves no config.json of a transformers model (save_assets), so the run "
                 "could not be exported; use checkpoint.final=resumable"

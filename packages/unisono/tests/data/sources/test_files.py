@@ -365,7 +365,7 @@ def test_what_was_found_out_is_kept_and_read_again(tmp_path: Path, monkeypatch: 
     assert [plain(record) for record in opened(folder)] == ROWS
     kept = sorted((tmp_path / "cache" / "sources").glob("*.npy"))
     assert len(kept) == 1
-    monkeypatch.setattr(lines, "_find_line_starts", lambda _: pytest.fail("the lines were looked for again"))
+    monkeypatch.setattr(lines, "_find_line_starts", lambda *_: pytest.fail("the lines were looked for again"))
     assert [plain(record) for record in opened(folder)] == ROWS
     with (folder / "rows.jsonl").open("a") as more:
         more.write('{"id": 29, "text": "", "tokens": []}\n')

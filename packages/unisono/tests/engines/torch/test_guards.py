@@ -182,12 +182,14 @@ def test_master_weights_of_another_dtype_are_named() -> None:
 
 def test_an_update_that_moved_nothing_is_refused_unless_it_had_to_move_nothing() -> None:
     with pytest.raises(GuardError, match=r"none of the 2 parameters that have a gradient \(a, b\)") as caught:
-        rules.check_moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lr=0.1)
+        rules.check_moved({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, ["a", "b"], lambda: True)
     assert caught.value.fault == "Parameters do not train"
     before = {"a": 1, "b": 2}
-    rules.check_moved(before, {"a": 5, "b": 2}, ["a", "b"], 0.1)  # one moved: the other may have been lost to rounding
-    rules.check_moved(before, before, ["a", "b"], 0.0)  # warm-up begins at zero
-    rules.check_moved(before, before, [], 0.1)  # no gradient at all
+    rules.check_moved(
+        before, {"a": 5, "b": 2}, ["a", "b"], lambda: True
+    )  # one moved: the other may have been lost to rounding
+    rules.check_moved(before, before, ["a", "b"], lambda: False)  # the beginning of a warm-up
+    rules.check_moved(before, before, [], lambda: True)  # no gradient at all
 
 
 # replicas_agree -------------------------------------------------------------------------------------------------------
