@@ -39,10 +39,10 @@ PRIVATE = {
 TOLD = {  # single functions
     "data.sources.storage.open_plain": "the stream that its argument is",
     "data.sources.arrow.__init__": "`File.open`", "data.sources.arrow._batch": "`File.open`",
-    **dict.fromkeys(
-        [f"data.sources.parquet.{name}" for name in ("_open_file", "block", "_parquet", "_check_footer", "_check_size")],
-        "`File.open`, and what it gave",
-    ),
+    **{
+        f"data.sources.parquet.{name}": "`File.open`, and what it gave"
+        for name in ("_open_file", "block", "_parquet", "_check_size", "_check_footer")
+    },
     "checkpoint.core.arrays._read_piece": "its own `read_bytes`",
     "engines.torch.profiler.stop": "its own file",
     "observe.tensorboard.picture": "of the user's callback", "observe.tensorboard.sound": "of the user's callback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ def oldest() -> list[str]:
     return [f"{name}=={version}" for name, version in found.items()]
 
 
+def _versions(lines: Iterable[str]) -> dict[str, Version]:
+    return {canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in lines)}
+
+
 def test_a_run_trains_resumes_and_exports_with_the_oldest_libraries_that_are_allowed(tmp_path: Path) -> None:
     """Every lower bound of `pyproject.toml` but torch's, all at once."""
     venv.create(tmp_path / "env", with_pip=True)
@@ -47,13 +52,7 @@ def test_a_run_trains_resumes_and_exports_with_the_oldest_libraries_that_are_all
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     installed = run(binaries, tmp_path, "python", "-m", "pip", "list", "--format=freeze").stdout.lower().splitlines()
-    versions = {
-        canonicalize_name(name): Version(version) for name, _, version in (i.partition("==") for i in installed)
-    }
-    wanted = {
-        canonicalize_name(name): Version(version) for name, _, version in (line.partition("==") for line in oldest())
-    }
-    assert {name: versions[name] for name in wanted} == wanted, "a bound that is not the version that was installed"
+    assert _versions(oldest()).items() <= _versions(installed).items(), "a bound that is not what was installed"
     for words in (["run.stop_after=3"], []):
         done = run(binaries, tmp_path, "unisono", "train", "language", "train.steps=6", *SMALL, *words)
         assert done.returncode == 0, done.stderr
