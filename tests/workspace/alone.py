@@ -94,7 +94,7 @@ def make_environment(names: set[str], folder: Path) -> Path:
             sources += [str(source) for source in ROOT.glob(f"*/{name}/src")]
             sources += [str(source) for source in ROOT.glob(f"recipes/{name.removeprefix('unisono-')}/src")]
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-            if not (name in PROJECTS and top.endswith(".pth")):
+            if name not in PROJECTS or top.endswith(".dist-info"):  # their code is found by workspace.pth
                 owners.setdefault(top, []).append(found)
         for script in found.entry_points.select(group="console_scripts"):
             path = folder / "bin" / script.name
