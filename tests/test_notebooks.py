@@ -86,7 +86,7 @@ def test_an_interrupted_kernel_saves_and_another_resumes(world: int, tmp_path: P
     first = execute(
         [TASK, train, "print(result.step, result.stopped, len(result.history), result.model.weight)"], tmp_path
     )
-    assert "interrupted: the run stops after this step, and saves" in texts(first[1])
+    assert "interrupted: the run saves and stops after this step" in texts(first[1])
     assert 'unisono.resume("runs/long")' in texts(first[1])
     step = int(re.findall(r"stopped after step (\d+) of 100000: as requested", texts(first[1]))[0])
     assert texts(first[2]).startswith(f"{step} as requested {step} Parameter containing")

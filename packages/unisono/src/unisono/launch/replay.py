@@ -183,7 +183,8 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
         "layout": type(config.layout).model_validate(layout),
         "run": {"name": name, "dir": folder.parent, "resume": "must" if before else "never", "stop_after": after.step},
         "checkpoint": {
-            "every": None, "keep_every": None, "keep_best": None, "at_end": True, "final": after.holds,
+            "every": None, "keep_every": None, "keep_best": None, "at_end": True,
+            "final": "resumable" if after.holds == "everything" else after.holds,
             "upload": Upload(),
         },
         "eval": {"every": None, "at_end": False}, "callbacks": [],
