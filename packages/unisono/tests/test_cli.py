@@ -140,8 +140,8 @@ def test_a_verb_that_is_spelt_wrongly_is_told_before_what_is_wrong_with_the_run(
     [
         ("x = 1\ndef f(:\n", 'File "{here}/bad.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax'),
         (
-            "import beside\n",
-            'File "{here}/beside.py", line 1, in <module>\n    {}["key"]\n    ~~^^^^^^^\nKeyError: \'key\'',
+            "import faulty_beside\n",
+            'File "{here}/faulty_beside.py", line 1, in <module>\n    {}["key"]\n    ~~^^^^^^^\nKeyError: \'key\'',
         ),
         ("import no_such_library\n", "ModuleNotFoundError: No module named 'no_such_library'"),
     ],
@@ -150,11 +150,11 @@ def test_a_file_that_cannot_be_imported_shows_the_user_s_frames_alone(
     refused: Callable[..., str], here: Path, text: str, told: str
 ):
     (here / "bad.py").write_text(text)
-    (here / "beside.py").write_text('{}["key"]\n')
+    (here / "faulty_beside.py").write_text('{}["key"]\n')
     error = refused("bad.py:Mine")
     assert error.startswith(f"{here}/bad.py cannot be imported:\n")
     assert told.replace("{here}", str(here)) in error
-    assert set(re.findall(r'File "(.*?)"', error)) <= {f"{here}/bad.py", f"{here}/beside.py"}
+    assert set(re.findall(r'File "(.*?)"', error)) <= {f"{here}/bad.py", f"{here}/faulty_beside.py"}
 
 
 # config and check ---------------------------------------------------------------------------------------------------
