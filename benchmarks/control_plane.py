@@ -69,10 +69,6 @@ def _fail() -> None:
     raise ConfigError("a rank that fails on purpose")
 
 
-def _die(group: TcpCommunicator) -> None:
-    group.close()
-
-
 def steps(group: TcpCommunicator) -> dict[str, Callable[[], Any]]:
     """The exchanges that are measured, in their order; the last one a rank leaves."""
 
@@ -85,7 +81,7 @@ def steps(group: TcpCommunicator) -> dict[str, Callable[[], Any]]:
 
     def lose() -> None:
         if group.rank == group.size - 1:
-            _die(group)
+            group.close()
             return
         try:
             group.gather(None, "a rank that is gone")

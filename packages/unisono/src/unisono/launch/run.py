@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
+from unisono.checkpoint.remote.description import ASSETS
 from unisono.config import foreign_run, recipes
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import ProcessInfo
@@ -21,7 +22,6 @@ from unisono.task_config import build_task, load_config, read_run
 if TYPE_CHECKING:
     from torch import nn
 
-ASSETS = "assets"
 T = TypeVar("T")
 
 

@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
+from unisono.checkpoint.remote.description import ASSETS
 from unisono.config import environment, fingerprint, foreign_run, own_runs
 from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
@@ -139,8 +140,8 @@ def write_run(run: ResolvedRun, data: DataFacts, task: Task) -> None:
     folder, config = run.directory, run.config
     write_config(run)  # first, since it makes the directory a run
     try:
-        (folder / "assets").mkdir(exist_ok=True)
-        task.save_assets(folder / "assets")
+        (folder / ASSETS).mkdir(exist_ok=True)
+        task.save_assets(folder / ASSETS)
         described = {
             "mathematics": fingerprint.config_digest(config),
             "data": data.facts,

@@ -9,6 +9,7 @@ from unisono.checkpoint.core.commit import Snapshot
 from unisono.checkpoint.core.resume import Resumption
 from unisono.checkpoint.core.resume_point import WEIGHT_PREFIXES
 from unisono.checkpoint.core.saver import Saver
+from unisono.checkpoint.remote.description import ASSETS
 from unisono.config.resolved_run import ResolvedRun
 from unisono.data.ledger import Ledger, merge_marks
 from unisono.observe import trackers
@@ -20,8 +21,6 @@ from unisono.supervise import disk_space
 from unisono.supervise.step_sync import StepSync
 from unisono.training.evaluation import Evaluation
 from unisono.training.parts import TrainingParts
-
-ASSETS = "assets"  # in the run directory
 
 
 class Saving:

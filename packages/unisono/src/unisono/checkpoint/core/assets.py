@@ -11,19 +11,18 @@ from pathlib import Path
 
 from unisono.checkpoint.core.manifest import Checkpoint
 from unisono.checkpoint.remote import description
+from unisono.checkpoint.remote.description import ASSETS
 from unisono.runtime.errors import CheckpointError
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 
-FOLDER = "assets"
-
 
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of every asset of a run by name, limited to the data files that are also uploaded to a store."""
-    names = [name.removeprefix(f"{FOLDER}/") for name in description.files(run) if name.startswith(f"{FOLDER}/")]
+    names = [name.removeprefix(f"{ASSETS}/") for name in description.files(run) if name.startswith(f"{ASSETS}/")]
     found = {}
     for name in sorted(names):
-        with safe_paths.open_inside(run / FOLDER, name) as file:
+        with safe_paths.open_inside(run / ASSETS, name) as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
@@ -51,7 +50,7 @@ def check(checkpoint: Checkpoint, run: Path) -> None:
         how = "is missing, but existed when" if name not in there else "has changed since"
         how = "did not exist when" if name not in written else how
         raise CheckpointError(
-            f"{run / FOLDER / one_line(name)} {how} {checkpoint.path.name} was written, so its arrays would be "
+            f"{run / ASSETS / one_line(name)} {how} {checkpoint.path.name} was written, so its arrays would be "
             "interpreted as another model. Restore the original assets; if the run is yours and was started again "
             "since, resume it: its next checkpoint will match the current assets"
         )

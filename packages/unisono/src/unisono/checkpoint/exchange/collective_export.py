@@ -53,10 +53,9 @@ def export_together(folder: Path, step: int, communicator: Communicator) -> str:
         temporary = Path(str(where))
         mine = export.assign_files(plan.files, world)[rank]
         raise_everywhere(communicator, lambda: _write(plan, temporary, set(mine), out), "the files of the export")
-        if rank == 0:
-            export.finish(plan, temporary)
 
         def end() -> None:
+            export.finish(plan, temporary)
             opened.close()
 
         raise_everywhere(communicator, end if rank == 0 else None, "the end of the export")

@@ -27,6 +27,7 @@ from unisono.checkpoint.core.manifest import Checkpoint, folder_name, parse_step
 from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
 from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
+from unisono.checkpoint.remote.description import ASSETS
 from unisono.config import safe_yaml
 from unisono.config.schema.run import Lora
 from unisono.config.schema.verbs import Export
@@ -169,9 +170,9 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
         form = export_formats.safetensors_format(arrays)
     elif adapter is not None:
         base = (safe_yaml.read_yaml(folder / "config.yaml").get("model") or {}).get("path")
-        form = export_formats.peft_format(arrays, folder / "assets", adapter, base)
+        form = export_formats.peft_format(arrays, folder / ASSETS, adapter, base)
     else:
-        form = export_formats.transformers_format(arrays, folder / "assets")
+        form = export_formats.transformers_format(arrays, folder / ASSETS)
     return Plan(form, _plan_files(form, words), *_array_access(checkpoint))
 
 
@@ -186,7 +187,7 @@ def _plan_model(model: nn.Module, folder: Path, words: Export) -> Plan:
     form = (
         export_formats.safetensors_format(arrays)
         if words.to == "safetensors"
-        else export_formats.transformers_format(arrays, folder / "assets")
+        else export_formats.transformers_format(arrays, folder / ASSETS)
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 

@@ -137,9 +137,14 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
             if not _needs_content(error):
                 raise
             # transformers looks at the content of masks, but for tensors that are traced, as these are
-            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it all
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            loss = compute(_as_fake(model, mode), mode, mode.from_tensor)
+            logger = logging.getLogger("torch._subclasses.fake_tensor")
+            level = logger.level
+            logger.setLevel(logging.CRITICAL)  # the error says it all
+            try:
+                loss = compute(_as_fake(model, mode), mode, mode.from_tensor)
+            finally:
+                logger.setLevel(level)
     except Exception as error:
         if _needs_content(error):
             yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
