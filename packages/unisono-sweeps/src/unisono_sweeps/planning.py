@@ -15,6 +15,7 @@ from unisono.config import fingerprint, foreign_run
 from unisono.config.compose import ComposedConfig, Composer
 from unisono.config.schema.run import RunConfig
 from unisono.launch import launcher, preflight, run_directory
+from unisono.launch.launcher import Hosts
 from unisono.optim import ema, schedules
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.text import join_names
@@ -133,7 +134,7 @@ def plan_runs(
     composer: Composer,
     *,
     trial: bool,
-    processes: int | None = None,
+    hosts: Hosts | None = None,
     under_way: Mapping[str, str] | None = None,
 ) -> list[PlannedRun]:
     """Resolve and check every run of a sweep.
@@ -142,7 +143,7 @@ def plan_runs(
         sweep: what was asked for.
         composer: of its recipe.
         trial: whether to build each model and run a micro-batch through it.
-        processes: what `layout.world_size=auto` resolves to; None: decided by this host, as for a run of its own.
+        hosts: what a launcher reserves for each run; None: this one, as for a run of its own.
         under_way: where runs are that an earlier command has started, by name.
 
     Raises:
@@ -150,18 +151,18 @@ def plan_runs(
     """
     with ExitStack() as stack:
         trials = stack.enter_context(Trials(sweep.recipe)) if trial else None
-        return _plan(sweep, composer, trials, processes, under_way or {})
+        return _plan(sweep, composer, trials, hosts, under_way or {})
 
 
 def _plan(
-    sweep: Sweep, composer: Composer, trials: Trials | None, processes: int | None, under_way: Mapping[str, str]
+    sweep: Sweep, composer: Composer, trials: Trials | None, hosts: Hosts | None, under_way: Mapping[str, str]
 ) -> list[PlannedRun]:
     mistakes = _Mistakes(sweep)
     configs: dict[Variant, RunConfig] = {}
     for variant in sweep.variants:
         try:
             composed = composer.compose(sweep.words(variant))
-            configs[variant] = _resolve(composed, processes)
+            configs[variant] = _resolve(composed, hosts)
         except UnisonoError as error:
             for line in str(error).splitlines():
                 mistakes.add(line, [variant])
@@ -196,8 +197,8 @@ def _plan(
     return sorted(planned, key=lambda run: order[run.variant])
 
 
-def _resolve(composed: ComposedConfig, processes: int | None) -> RunConfig:
-    config = launcher.resolve_layout(validate_config(composed), processes)
+def _resolve(composed: ComposedConfig, hosts: Hosts | None) -> RunConfig:
+    config = launcher.resolve_layout(validate_config(composed), hosts)
     run_directory.refuse_unusable(config)
     return config
 

@@ -7,6 +7,7 @@ is the same run when the search starts again: it resumes from its checkpoint, an
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema import Settings
-from unisono.launch.launcher import Ended, Job
+from unisono.launch.launcher import Ended, Hosts, Job, Launcher, describe_job
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
@@ -36,7 +37,8 @@ from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Space, Variant, read_space
 from unisono_sweeps.compare.table import measure
 from unisono_sweeps.extras import import_optuna
-from unisono_sweeps.planning import Sweep, plan_runs
+from unisono_sweeps.launchers.local import LocalLauncher
+from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
 from unisono_sweeps.settings import read_list
 from unisono_sweeps.sweep import build_job, split_place
 from unisono_sweeps.text_table import format_number
@@ -95,9 +97,20 @@ class _Search:
     fixed: tuple[str, ...]
     propose: Callable[[Any], dict[str, str]]
     folder: Path
-    processes: int | None
-    under_way: Mapping[str, str]
+    hosts: Hosts | None
+    under_way: Mapping[str, str] = field(default_factory=dict)
     _running: dict[str, _Trial] = field(default_factory=dict)
+
+    def plan(self, trial: Any) -> tuple[Sweep, PlannedRun]:
+        """The run of a trial.
+
+        Raises:
+            UnisonoError: if its settings do not fit together.
+        """
+        settings = tuple(Setting(key, text) for key, text in self.propose(trial).items())
+        variant = Variant(f"trial-{trial.number:05d}", settings)
+        sweep = Sweep(self.recipe, self.config_dir, self.fixed, (variant,), self.folder)
+        return sweep, plan_runs(sweep, self.composer, trial=False, hosts=self.hosts, under_way=self.under_way)[0]
 
     def jobs(self) -> Iterator[Job]:
         """The trials that an earlier start left unfinished, then new ones."""
@@ -122,20 +135,17 @@ class _Search:
             UnisonoError: if that is so in the first trial: the search itself is then wrong.
         """
         trial.set_user_attr(_OWNER, identity.own_identity())
-        words = self.propose(trial)
-        settings = tuple(Setting(key, text) for key, text in words.items())
-        variant = Variant(f"trial-{trial.number:05d}", settings)
-        sweep = Sweep(self.recipe, self.config_dir, self.fixed, (variant,), self.folder)
         try:
-            run = plan_runs(sweep, self.composer, trial=False, processes=self.processes, under_way=self.under_way)[0]
+            sweep, run = self.plan(trial)
         except UnisonoError as error:
             self._tell(trial, "FAIL")
             if trial.number == 0:
                 raise
-            say(f"{variant.name}: {one_line(str(error), 600)}", error=True)
+            say(f"trial-{trial.number:05d}: {one_line(str(error), 600)}", error=True)
             return None
-        record.write_sweep(self.folder, [], {variant.name: words})
-        self._running[variant.name] = _Trial(trial, run.folder)
+        settings = {setting.key: setting.text for setting in run.variant.settings}
+        record.write_sweep(self.folder, [], {run.variant.name: settings})
+        self._running[run.variant.name] = _Trial(trial, run.folder)
         return build_job(sweep, run)
 
     def started(self, job: Job) -> None:
@@ -212,6 +222,8 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     own, rest = split_words(words, SearchSettings)
     settings = validate_words(own, SearchSettings)
     launcher, rest = elsewhere.read_launcher(settings.launcher, rest)
+    # What only writes a pod cannot see how trials end: the search itself is written, which runs them there as here.
+    there, rest = ({}, rest) if launcher.waits else split_words(rest, LocalLauncher.Settings)
     composer = Composer(recipe, config_dir)
     space = read_space(rest, composer)
     propose = _propose_from_file(settings.space) if settings.space is not None else None
@@ -221,8 +233,16 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
         )
     swept = Variant("", tuple(Setting(key, "") for key in (*space.choices, *(one.key for one in space.intervals))))
     fixed, _, folder = split_place(space.fixed, [swept], recipe, settings.name)
-    folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def propose_words(trial: Any) -> dict[str, str]:
+        return {**_suggest(trial, space), **(propose(trial) if propose is not None else {})}
+
+    search = _Search(settings, None, recipe, config_dir, composer, fixed, propose_words, folder, launcher.hosts())
+    if not launcher.waits:
+        inner = validate_words(there, LocalLauncher.Settings)
+        return _write_search(search, launcher, inner.jobs, _drop_words(words, launcher))
+    folder.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(folder / STUDY) and not safe_paths.is_inside(folder, STUDY):
         raise ConfigError(f"{folder / STUDY} is not a file in that folder; remove it, or choose another name=")
     with wrap_native_errors(f"{folder / STUDY} cannot be read", ConfigError, "remove it, or choose another name="):
@@ -238,16 +258,46 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     asked = [direction.name.lower() for direction in study.directions]
     if asked != settings.directions:
         raise ConfigError(f"{folder} holds a search with other directions ({', '.join(asked)}); choose another name=")
-
-    def propose_words(trial: Any) -> dict[str, str]:
-        return {**_suggest(trial, space), **(propose(trial) if propose is not None else {})}
-
-    under_way = launcher.under_way(folder / record.CONSOLE)
-    search = _Search(
-        settings, study, recipe, config_dir, composer, fixed, propose_words, folder, launcher.processes(), under_way
-    )
+    search.study, search.under_way = study, launcher.under_way(folder / record.CONSOLE)
     launcher.run(search.jobs(), search.started, search.ended, search.stops)
     return _report_best(study, settings, folder)
+
+
+def _drop_words(words: Sequence[str], launcher: Launcher) -> list[str]:
+    """The words of a command that are not about its launcher."""
+    left = split_words(words, launcher.Settings)[1]
+    return [word for word in left if not word.startswith("launcher=")]
+
+
+def _write_search(search: _Search, launcher: Launcher, at_once: int, words: Sequence[str]) -> int:
+    """Let a launcher write the search itself, after a check of what it would try first; returns the exit code.
+
+    Args:
+        search: without a study.
+        launcher: that only writes.
+        at_once: trials at a time in the one host of the search, which its accelerators are divided among.
+        words: of the command there.
+
+    Raises:
+        UnisonoError: for settings that do not fit together, or a trial that does not fit there.
+    """
+    hosts = launcher.hosts()
+    search.hosts = None if hosts is None else Hosts(1, hosts.gpus // at_once)
+    trial = import_optuna().create_study(directions=search.settings.directions).ask()
+    first = describe_job("", (), search.plan(trial)[1].config, Path())
+    own = ["--config-dir", str(search.config_dir)] if search.config_dir else []
+    job = Job(
+        search.folder.name,
+        (sys.executable, "-m", "unisono", "search", search.recipe, *own, *words),
+        search.folder,
+        search.folder / record.CONSOLE / "search.log",
+        first.processes * at_once,
+        first.devices * at_once,
+        first.workers * at_once,
+        one_host="leave nodes= out: its trials run there, jobs= at a time",
+    )
+    launcher.check([job])
+    return elsewhere.follow(launcher, job)
 
 
 def _suggest(trial: Any, space: Space) -> dict[str, str]:

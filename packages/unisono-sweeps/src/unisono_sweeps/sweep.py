@@ -38,9 +38,8 @@ def run_sweep(recipe: str, config_dir: Path | None, words: Sequence[str], *, dry
     fixed, variants = list_variants(rest, settings, composer)
     sweep = Sweep(recipe, config_dir, *split_place(fixed, variants, recipe, settings.name))
     under_way = launcher.under_way(sweep.folder / record.CONSOLE)
-    processes = launcher.processes()
     with preparing(f"checking all runs of {recipe}"):
-        planned = plan_runs(sweep, composer, trial=settings.trial, processes=processes, under_way=under_way)
+        planned = plan_runs(sweep, composer, trial=settings.trial, hosts=launcher.hosts(), under_way=under_way)
     launcher.check([build_job(sweep, run) for run in planned])
     if dry_run:
         say("\n".join(describe_plan(sweep, planned)))
@@ -100,16 +99,13 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
     done = len(planned) - len(waiting)
     say(f"{sweep.folder}: {_count(len(planned), 'run')}" + (f", {done} of them finished already" if done else ""))
     failed: list[str] = []
-    open_: set[str] = set()
 
     def started(job: Job) -> None:
-        open_.add(job.name)
         state = waiting[job.name].state
         say(f"{job.name}: {launcher.begins if state == 'new' else state}")
 
     def ended(job: Job, how: Ended) -> None:
         nonlocal done
-        open_.discard(job.name)
         run = waiting[job.name]
         if how.code == 0:
             facts = read_run_facts(run.folder)
@@ -133,7 +129,7 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
         launcher.run([build_job(sweep, run) for run in waiting.values()], started, ended)
     if failed:
         say(f"{_count(len(failed), 'run')} failed; the same command runs only what is not finished", error=True)
-    if open_:  # a launcher that only writes what another program starts
+    if not launcher.waits:
         return 0
     say(f"compare them: unisono compare {sweep.folder}")
     return int(done < len(planned))

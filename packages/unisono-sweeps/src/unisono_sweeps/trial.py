@@ -50,13 +50,11 @@ def try_run(config: RunConfig) -> dict[str, float]:
         UnisonoError: for what the user can fix.
     """
     given = config.layout.micro_batch
-    alone = {"world_size": 1, "devices": "auto", "strategy": "single", "shards": None, "defer_reduction": False}
-    config = config.model_copy(
-        update={
-            "layout": config.layout.model_copy(update={**alone, "bucket_mb": None, "micro_batch": None}),
-            "launch": type(config.launch)(),
-        }
-    )
+    device = "cpu" if config.layout.device == "cpu" else "auto"  # what the run asks for may be on other hosts alone
+    alone = {"world_size": 1, "devices": "auto", "device": device, "strategy": "single", "shards": None}
+    fast = {"defer_reduction": False, "bucket_mb": None, "micro_batch": None}
+    update = {"layout": config.layout.model_copy(update={**alone, **fast}), "launch": type(config.launch)()}
+    config = config.model_copy(update=update)
     config = layout.resolve_layout(config, None)
     size = given if isinstance(given, int) else min(_LARGEST, config.train.global_batch)
     process, task = ProcessInfo(), build_task(config)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.launch.launcher import Job
+from unisono.launch.launcher import Hosts, Job
 from unisono.runtime.errors import ConfigError
 
 PORT = 29400  # at which the launchers of a run meet on its first host
 _START_TIMEOUT = 1800  # seconds: hosts of a cluster appear when an image is there
 
 
-def refuse_misfit(job: Job, nodes: int, gpus: int) -> None:
+def refuse_misfit(job: Job, hosts: Hosts) -> None:
     """Refuse a run that cannot be divided among hosts as asked.
 
     Args:
         job: of the run.
-        nodes: hosts of the run.
-        gpus: accelerators of each; 0 for the CPU.
+        hosts: of each run.
 
     Raises:
         ConfigError: naming the remedy.
     """
+    nodes, gpus = hosts.nodes, hosts.gpus
+    if nodes > 1 and job.one_host:
+        raise ConfigError(f"nodes={nodes}: {job.name} runs on one host; {job.one_host}")
     if job.processes % nodes:
         raise ConfigError(
             f"nodes={nodes}: {job.name} has {job.processes} process{'es' * (job.processes != 1)}, which cannot be "

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_
 
 from unisono.config import schema
 from unisono.config.schema import Positive
-from unisono.launch.launcher import Ended, Job
+from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
@@ -69,19 +69,25 @@ class KubernetesLauncher:
                 raise ValueError("must be an absolute path")
             return mount
 
-    begins = "written"
+    begins, waits = "written", False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def processes(self) -> int | None:
+    def hosts(self) -> Hosts:
         """See the interface."""
-        return max(1, self._settings.gpus) * self._settings.nodes
+        return Hosts(self._settings.nodes, self._settings.gpus)
 
     def check(self, jobs: Sequence[Job]) -> None:
         """See the interface."""
+        mount = self._settings.mount
         for job in jobs:
-            refuse_misfit(job, self._settings.nodes, self._settings.gpus)
+            refuse_misfit(job, self.hosts())
+            if job.folder.is_absolute() and not job.folder.is_relative_to(mount):
+                raise ConfigError(
+                    f"run.dir={job.folder.parent} is outside of mount={mount}, where a pod has the volume: what it "
+                    f"wrote there would be lost with it; use a relative run.dir, or one under {mount}"
+                )
 
     def under_way(self, consoles: Path) -> Mapping[str, str]:
         """None: what runs on the cluster is not asked."""
@@ -94,16 +100,8 @@ class KubernetesLauncher:
         ended: Callable[[Job, Ended], None],
         stops: Callable[[Job], bool] | None = None,
     ) -> None:
-        """Write a file for each job; `ended` is called for none.
-
-        Raises:
-            ConfigError: for a search, which needs to know how its runs end.
-        """
-        if not isinstance(jobs, Sequence):
-            raise ConfigError(
-                "launcher=kubernetes writes runs for kubectl and does not see how they end, which a search needs; run "
-                "`unisono search` itself in a pod, with launcher=local or launcher=ray"
-            )
+        """Write a file for each job; `ended` is called for none."""
+        jobs = list(jobs)
         if not jobs:
             return
         folder = jobs[0].console.parent

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt
 
 from unisono.config import schema
 from unisono.engines.torch import devices
-from unisono.launch.launcher import Ended, Job
+from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.launch.processes import fork_server
 from unisono.runtime.communication.communicator import usable_cores
 from unisono.runtime.errors import ConfigError
@@ -74,7 +74,7 @@ class LocalLauncher:
         jobs: PositiveInt = Field(1, description="runs at a time")
         share_devices: bool = Field(False, description="let several runs use the same accelerator")
 
-    begins = "started"
+    begins, waits = "started", True
 
     def __init__(self, settings: Settings) -> None:
         self._jobs = settings.jobs
@@ -90,10 +90,10 @@ class LocalLauncher:
         visible = (os.environ.get(_VISIBLE) or ",".join(map(str, range(count)))).split(",")[:count]
         self._shares = divide_host(self._jobs, cores, visible, share_devices=settings.share_devices)
 
-    def processes(self) -> int | None:
-        """See the interface."""
+    def hosts(self) -> Hosts | None:
+        """See the interface: a run's share of this host's accelerators, if there are any."""
         own = self._shares[0].devices
-        return None if own is None else max(1, len(own))
+        return None if own is None else Hosts(1, len(own), here=True)
 
     def check(self, jobs: Sequence[Job]) -> None:
         """See the interface."""

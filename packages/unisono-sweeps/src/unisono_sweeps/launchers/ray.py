@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from unisono.config import schema
 from unisono.config.schema import Positive
-from unisono.launch.launcher import Ended, Job
+from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.launch.processes import fork_server
 from unisono.runtime.errors import ConfigError
 from unisono_sweeps.extras import import_ray
@@ -50,20 +50,20 @@ class RayLauncher:
         memory_gb: Positive | None = Field(None, description="memory of each; null: not reserved")
         jobs: PositiveInt = Field(8, description="runs at a time, if the cluster has room for them")
 
-    begins = "submitted"
+    begins, waits = "submitted", True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ray = import_ray()
 
-    def processes(self) -> int | None:
+    def hosts(self) -> Hosts:
         """See the interface."""
-        return max(1, self._settings.gpus) * self._settings.nodes
+        return Hosts(self._settings.nodes, self._settings.gpus)
 
     def check(self, jobs: Sequence[Job]) -> None:
         """See the interface."""
         for job in jobs:
-            refuse_misfit(job, self._settings.nodes, self._settings.gpus)
+            refuse_misfit(job, self.hosts())
         with self._connected():
             hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         for job in jobs:

@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 
 from unisono.config import schema
 from unisono.config.schema import Positive
-from unisono.launch.launcher import Ended, Job
+from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.errors import ConfigError, Preempted
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
@@ -111,7 +111,7 @@ class SlurmLauncher:
             {}, description="other options, e.g. {account: vision, qos: high}"
         )
 
-    begins = "submitted"
+    begins, waits = "submitted", True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -122,15 +122,14 @@ class SlurmLauncher:
             )
         import_submitit()
 
-    def processes(self) -> int | None:
+    def hosts(self) -> Hosts:
         """See the interface."""
-        return max(1, self._settings.gpus) * self._settings.nodes
+        return Hosts(self._settings.nodes, self._settings.gpus)
 
     def check(self, jobs: Sequence[Job]) -> None:
         """See the interface; Slurm itself is asked whether it would take such jobs."""
-        nodes, gpus = self._settings.nodes, self._settings.gpus
         for job in jobs:
-            refuse_misfit(job, nodes, gpus)
+            refuse_misfit(job, self.hosts())
         for one in {json.dumps(self._parameters(job, 1)): job for job in jobs}.values():
             self._ask_slurm(one)
 

@@ -2,40 +2,47 @@
 
     unisono train language run.name=mine launcher=slurm time=8h partition=gpu gpus=4
 
-The same command finds the job again: its name is `run.name`, or made from the words. A run that is given no name gets
-that one, so that a job that is started again resumes it.
+Its settings are checked here, before anything is submitted. The same command finds the job again: its name is
+`run.name`, or made from the words. A run that is given no name gets that one, so that a job that is started again
+resumes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli import arguments
+from unisono.cli import arguments, script
 from unisono.runtime.console import clean, say
 from unisono.runtime.untrusted import safe_paths
 
 if TYPE_CHECKING:
-    import argparse
-
-    from unisono.launch.launcher import Ended, Job, Launcher
+    from unisono.launch.launcher import Ended, Hosts, Job, Launcher
 
 FOLDER = "launched"  # under run.dir: what commands printed elsewhere
+HERE = "local"  # for a single command the same as none
 _KEY = "launcher"
-_VERBS = ("train", "prove", "data prepare")
+_VERBS = (["train"], ["prove"], ["data", "prepare"])
 
 
-def take_word(parsed: argparse.Namespace, words: Sequence[str]) -> str | None:
-    """Take the launcher out of a command that may have one; None if it runs here."""
-    if not " ".join(words[:2]).startswith(_VERBS):
+def find_word(words: Sequence[str]) -> str | None:
+    """The launcher that a command names, if it is one that may run elsewhere; None if it names none."""
+    if words[:1] not in _VERBS and words[:2] not in _VERBS:
         return None
-    named = [word.partition("=")[2] for word in parsed.overrides if word.startswith(f"{_KEY}=")]
-    parsed.overrides = [word for word in parsed.overrides if not word.startswith(f"{_KEY}=")]
-    return named[-1] if named and named[-1] != "local" else None
+    named = [word.partition("=")[2] for word in _split_arguments(words)[0] if word.startswith(f"{_KEY}=")]
+    return named[-1] if named else None
+
+
+def drop_word(words: Sequence[str]) -> list[str]:
+    """A command without the name of its launcher."""
+    own, given = _split_arguments(words)
+    return [word for word in own if not word.startswith(f"{_KEY}=")] + given
 
 
 def read_launcher(name: str, words: Sequence[str]) -> tuple[Launcher, list[str]]:
@@ -53,47 +60,98 @@ def read_launcher(name: str, words: Sequence[str]) -> tuple[Launcher, list[str]]
     return launcher, rest
 
 
-def launch(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
+def launch(name: str, words: Sequence[str], parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
     """Let a launcher run a command, show what it prints, and return its exit code.
 
     Args:
         name: Of the launcher.
-        parsed: The command.
-        words: The same, as typed.
+        words: The command, as typed.
+        parse: The command, of words without those of a launcher.
 
     Raises:
         UnisonoError: For what the user can fix, before anything is submitted.
     """
-    from unisono.config.key_values import split_words
-    from unisono.launch import run_directory
-    from unisono.launch.launcher import Job, describe_job, resolve_layout
-
-    launcher, rest = read_launcher(name, [word for word in words if not word.startswith(f"{_KEY}=")])
+    own, given = _split_arguments(drop_word(words))
+    launcher, rest = read_launcher(name, own)
+    rest += given
+    verb = " ".join(rest[:2] if rest[0] == "data" else rest[:1])
+    is_script = script.is_proof_of_script(rest)
+    parsed = argparse.Namespace(recipe=rest[1], overrides=[]) if is_script else parse(rest)
     place = next((Path(word.partition("=")[2]) for word in rest if word.startswith("run.dir=")), Path("runs"))
-    own = next((word.partition("=")[2] for word in rest if word.startswith("run.name=")), None)
-    digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:8]
-    title = f"{Path(parsed.recipe.partition(':')[0]).stem}-{digest}"
-    job_name = own or (title if parsed.verb == "train" else f"{parsed.verb}-{title}")
-    console = place / FOLDER / f"{job_name}.log"
-    if parsed.verb == "train":
-        rest += [] if own else [f"run.name={job_name}"]
-        _, parsed.overrides = split_words(parsed.overrides, type(launcher).Settings)
-        parsed.overrides += [] if own else [f"run.name={job_name}"]
-        config = resolve_layout(arguments.load_config(parsed), launcher.processes())
-        run_directory.refuse_unusable(config)
-        job = describe_job(job_name, _command(rest), config, console)
+    title = f"{Path(parsed.recipe.partition(':')[0]).stem}-{hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:8]}"
+    if verb == "train":
+        named = next((word.partition("=")[2] for word in rest if word.startswith("run.name=")), None)
+        title = named or title
+        rest += [] if named else [f"run.name={title}"]
+        parsed.overrides += [] if named else [f"run.name={title}"]
     else:
-        job = Job(job_name, _command(rest), place / job_name, console)
+        title = f"{rest[0]}-{title}"
+    command = (sys.executable, "-m", "unisono", *rest)
+    console = place / FOLDER / f"{title}.log"
+    if is_script:
+        job = _proof(title, command, place, console, script.count_processes(rest[1:]))
+    elif verb == "train":
+        job = _run(parsed, title, command, console, launcher.hosts())
+    elif verb == "prove":
+        job = _proof(title, command, place, console, _count_processes(parsed))
+    else:
+        job = _preparation(parsed, title, command, place, console)
     launcher.check([job])
-    return _follow(launcher, job)
+    return follow(launcher, job)
 
 
-def _command(words: Sequence[str]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "unisono", *words)
+def _split_arguments(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command, and those from `--` on, which are a script's own."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end:])
 
 
-def _follow(launcher: Launcher, job: Job) -> int:
-    """Run a job to its end, and print what it prints; returns its exit code."""
+def _run(parsed: argparse.Namespace, name: str, command: Sequence[str], console: Path, hosts: Hosts | None) -> Job:
+    from unisono.launch import run_directory
+    from unisono.launch.launcher import describe_job, resolve_layout
+
+    config = resolve_layout(arguments.load_config(parsed), hosts)
+    run_directory.refuse_unusable(config)
+    return describe_job(name, command, config, console)
+
+
+def _proof(name: str, command: Sequence[str], place: Path, console: Path, processes: int) -> Job:
+    from unisono.launch.launcher import Job
+
+    return Job(
+        name, tuple(command), place / name, console, processes,
+        one_host="leave nodes= out: a proof starts all processes of its layouts there",
+    )  # fmt: skip
+
+
+def _count_processes(parsed: argparse.Namespace) -> int:
+    """The most processes that any layout of a proof has; its settings are checked."""
+    from unisono.proof.cases import ProofSettings, parse_layout
+
+    if parsed.quick:
+        from unisono.proof.cases import QUICK
+
+        parsed.overrides = [*QUICK, *parsed.overrides]
+    proof = arguments.parse_own_settings(parsed, ProofSettings)
+    arguments.load_config(parsed)
+    return 1 if proof.engines else max((parse_layout(layout)[0] for layout in proof.layouts), default=1)
+
+
+def _preparation(parsed: argparse.Namespace, name: str, command: Sequence[str], place: Path, console: Path) -> Job:
+    from unisono.config.schema.verbs import Prepare
+    from unisono.data.prepare.partitions import Partition
+    from unisono.launch.launcher import Job
+
+    own = arguments.parse_own_settings(parsed, Prepare)
+    Partition.parse(own.shard)
+    arguments.load_config(parsed)
+    parts = "leave nodes= out, and start parts as jobs of their own: shard=1/2, shard=2/2, and then unisono data merge"
+    job = Job(name, tuple(command), place / name, console, one_host=parts)
+    return job if own.workers == "auto" else replace(job, workers=own.workers)
+
+
+def follow(launcher: Launcher, job: Job) -> int:
+    """Run a job to its end, and print what it prints; returns its exit code, or 0 if it is only written."""
     outcome: list[Ended] = []
     known = launcher.under_way(job.console.parent).get(job.name)
     shown = job.console.stat().st_size if job.console.is_file() and known is None else 0
@@ -115,7 +173,7 @@ def _follow(launcher: Launcher, job: Job) -> int:
         [job], lambda _: say(f"{job.name}: {known or launcher.begins}"), lambda _, how: outcome.append(how), show
     )
     show(job)
-    if not outcome:  # a launcher that only writes what another program starts
+    if not launcher.waits:
         return 0
     (how,) = outcome
     if how.code:

@@ -80,16 +80,26 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.epilog = f"{EPILOG}\n{recipe_verbs.list_verbs()}"
     elif not words[0].startswith("-") and (words[0] not in core or recipe_verbs.replaces_core(words)):
         return _print_errors(lambda: recipe_verbs.main(words, core), words[0])
+    parsed = argparse.Namespace()
+    if (launcher := elsewhere.find_word(words)) not in (None, elsewhere.HERE):
+        return _print_errors(
+            lambda: elsewhere.launch(launcher, words, lambda own: _parse(parser, own, parsed)), words[0], parsed
+        )
+    words = elsewhere.drop_word(words) if launcher else words
     if script.is_proof_of_script(words):
         return _print_errors(lambda: script.prove(words[1:]), words[0])
-    parsed, rest = parser.parse_known_args(words)
+    _parse(parser, words, parsed)
+    return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str], parsed: argparse.Namespace) -> argparse.Namespace:
+    """Read a command into a namespace, which is returned."""
+    _, rest = parser.parse_known_args(words, parsed)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         parsed.overrides += rest  # argparse takes none after an option (python/cpython#60346)
-    if (launcher := elsewhere.take_word(parsed, words)) is not None:
-        return _print_errors(lambda: elsewhere.launch(launcher, parsed, words), parsed.verb, parsed)
-    return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
+    return parsed
 
 
 def _first_words() -> str:

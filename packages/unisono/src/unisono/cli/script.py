@@ -13,10 +13,14 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.untrusted import safe_paths
+
+if TYPE_CHECKING:
+    from unisono.proof.scripts.script_proof import ScriptSettings
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -50,7 +54,21 @@ def prove(words: Sequence[str]) -> int:
     Raises:
         ConfigError: If the file has tasks, and also computes when it is run, so that either could be meant.
     """
-    from unisono.proof.scripts.script_proof import parse_settings, prove_script
+    from unisono.proof.scripts.script_proof import prove_script
+
+    report = prove_script(*_read_words(words))
+    say("\n".join(report.lines))
+    return report.exit_code
+
+
+def count_processes(words: Sequence[str]) -> int:
+    """The most processes that a proof of a script starts at a time; its words are as for `prove`, and are checked."""
+    return max(_read_words(words)[2].worlds)
+
+
+def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSettings]:
+    """The script, its arguments, and the settings of the proof."""
+    from unisono.proof.scripts.script_proof import parse_settings
 
     names: list[str] = []
     with suppress(OSError, SyntaxError, ValueError):
@@ -67,9 +85,7 @@ def prove(words: Sequence[str]) -> int:
     if end < begin:
         raise ConfigError("-m stands without a module: unisono prove -m package.train worlds=[1,2] -- its arguments")
     target = " ".join(words[:2]) if words[0] == "-m" else Path(words[0])
-    report = prove_script(target, words[end + 1 :], parse_settings(words[begin:end]))
-    say("\n".join(report.lines))
-    return report.exit_code
+    return target, list(words[end + 1 :]), parse_settings(words[begin:end])
 
 
 def _asks_for_script(words: Sequence[str]) -> bool | None:

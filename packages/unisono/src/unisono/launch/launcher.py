@@ -21,6 +21,22 @@ from unisono.runtime.entry_points import find_entry_points
 from unisono.runtime.errors import ConfigError, nearest
 
 GROUP = "unisono.launchers"
+_ACCELERATOR = "cuda"  # what `auto` may come to elsewhere; which kind it is, only that host knows
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What a launcher reserves for each job.
+
+    Attributes:
+        nodes: Hosts of a job.
+        gpus: Accelerators of each host; 0 for the CPU.
+        here: Whether it is a part of this host, whose devices can be asked.
+    """
+
+    nodes: int = 1
+    gpus: int = 0
+    here: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Job:
         processes: That it starts.
         devices: Accelerators that these need; 0 for the CPU.
         workers: Of all its processes, which prepare its data.
+        one_host: What to do instead where several hosts are asked for; empty if its processes may be on several.
     """
 
     name: str
@@ -44,6 +61,7 @@ class Job:
     processes: int = 1
     devices: int = 0
     workers: int = 1
+    one_host: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,13 +85,16 @@ class Launcher(Protocol):
     Attributes:
         Settings: Its words on a command line.
         begins: What has become of a job when `started` is called, for messages, e.g. `submitted`.
+        waits: Whether `run` waits for jobs and reports how each ended. False for a launcher that only writes what
+            another program starts: `ended` is called for none.
     """
 
     Settings: type[Settings]
     begins: str
+    waits: bool
 
-    def processes(self) -> int | None:
-        """The number of processes that `layout.world_size=auto` resolves to; None if this host decides."""
+    def hosts(self) -> Hosts | None:
+        """What a job gets; None if all of this host, as a run that is started without a launcher."""
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Refuse jobs that do not fit.
@@ -101,7 +122,7 @@ class Launcher(Protocol):
         Args:
             jobs: Taken one by one, whenever there is room for another; a sequence may be taken at once.
             started: Called when a job has started, or has been put into a queue.
-            ended: Called when a job has ended; for none by a launcher that only writes what another program starts.
+            ended: Called when a job has ended.
             stops: Asked repeatedly about each running job; if true, the job is asked to save and stop.
 
         Raises:
@@ -122,21 +143,27 @@ def find_launcher(name: str) -> Any:
     return entries[name].load()
 
 
-def resolve_layout(config: RunConfig, processes: int | None) -> RunConfig:
-    """Resolve the layout of a run that a launcher starts, as far as this host can know it.
+def resolve_layout(config: RunConfig, hosts: Hosts | None) -> RunConfig:
+    """Resolve the layout of a run by what its launcher reserves, which on other hosts is not for this one to judge.
 
     Args:
         config: As given by the user.
-        processes: Of `Launcher.processes`.
+        hosts: Of `Launcher.hosts`.
 
     Raises:
         ConfigError: For a layout that cannot be.
     """
     own = config.layout
-    if processes is not None and own.world_size == "auto" and own.strategy not in ("single", "dp"):
-        world = processes if own.device != "cpu" else 1
+    if hosts is None:
+        return layout.resolve_layout(config, None)
+    if own.world_size == "auto" and own.strategy not in ("single", "dp"):
+        world = hosts.nodes * max(1, 0 if own.device == "cpu" else hosts.gpus)
         config = config.model_copy(update={"layout": own.model_copy(update={"world_size": world})})
-    return layout.resolve_layout(config, None)
+    device = None if hosts.here else own.device
+    if device == "auto":
+        here = config.layout.world_size // hosts.nodes if isinstance(config.layout.world_size, int) else 1
+        device = _ACCELERATOR if hosts.gpus >= max(1, here) else "cpu"
+    return layout.resolve_layout(config, None, device)
 
 
 def describe_job(name: str, command: Sequence[str], config: RunConfig, console: Path) -> Job:

@@ -16,12 +16,13 @@ from unisono.runtime.errors import ConfigError
 from unisono.task_config import find_task
 
 
-def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+def resolve_layout(config: RunConfig, process: ProcessInfo | None, device: str | None = None) -> RunConfig:
     """Return the configuration with every `auto` of the layout resolved, except for the micro-batch.
 
     Args:
         config: As given by the user.
         process: This process, if a launcher started it; None if the run starts its own processes.
+        device: The kind of device on the hosts where the run will be; None: this is its host, whose devices decide.
 
     Raises:
         ConfigError: For a layout that this host or its launcher cannot provide.
@@ -30,7 +31,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     if process is not None:
         _refuse_for_launcher(config, process)
     if config.layout.engine == "jax":
-        return _resolve_jax_layout(config, process)
+        return _resolve_jax_layout(config, process, device)
     layout, devices = config.layout, device_module("torch")
     if layout.devices not in (1, "auto"):
         raise ConfigError(
@@ -47,7 +48,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
                 "default, the processes of one node, exists only with several nodes of several processes each)"
             )
         update["shards"] = local_world  # parameters are gathered within a node; only gradients cross nodes
-    update["device"] = devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
+    update["device"] = device or devices.resolve(layout.model_copy(update=update), local_world, config.train.precision)
     if layout.max_memory_gb is not None and layout.micro_batch != "auto" and update["device"] != "cuda":
         raise ConfigError(
             f"layout.max_memory_gb={layout.max_memory_gb:g} is for layout.micro_batch=auto on a {update['device']}, "
@@ -64,7 +65,7 @@ def resolve_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
     return _update_layout(config, update)
 
 
-def _resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunConfig:
+def _resolve_jax_layout(config: RunConfig, process: ProcessInfo | None, device: str | None) -> RunConfig:
     """The same for a JAX run: number of processes, devices of each, and how they share the state."""
     devices, layout, nodes = device_module("jax"), config.layout, config.launch.nodes
     if process is not None:
@@ -72,10 +73,10 @@ def _resolve_jax_layout(config: RunConfig, process: ProcessInfo | None) -> RunCo
     else:
         world = nodes if layout.world_size == "auto" else layout.world_size
         here = max(1, world // nodes)
-    kind = devices.resolve(layout, here, config.train.precision)
+    kind = device or devices.resolve(layout, here, config.train.precision)
     each: int = layout.devices if layout.devices != "auto" else 1
     if layout.devices == "auto":  # a single process on a host gets all its accelerators, several share them
-        found = devices.accelerators()[1]
+        found = here if device else devices.accelerators()[1]
         each = 1 if kind == "cpu" or layout.strategy == "single" else max(1, found // here)
     count = world * each
     strategy = layout.strategy if layout.strategy != "auto" else ("single" if count == 1 else "ddp")
