@@ -53,6 +53,33 @@ TOLD = {  # single functions
     "unisono_microbiome.study.artifacts.write_artifact": "the archive that it writes",
 }  # fmt: skip
 
+NAMED = {  # who follows a link, and why the user has named that very file, or nobody else can have made it one
+    "runtime.files.file_hash": "of which only a hash is kept", "runtime.untrusted.hdf5.check_within_limits": "",
+    "config.safe_yaml.check_yaml": "", "cli.script._parse": "", "cli.completion._of_file": "",
+    "data.table_files.read_table": "", "checkpoint.exchange.hf_shards._open_file": "where no folder was named",
+    "checkpoint.exchange.pickle_import._extract_tensors": "where no folder was named",
+    "observe.profile.read_trace": "written by this process", "data.sources.npy.map_array": "in the user's cache",
+    "checkpoint.remote.object_store.send": "linked or copied by `safe_paths`",
+    "checkpoint.remote.object_store.fetch": "of which only a hash is kept",
+    "launch.notebook.cell_source.write": "which is compared alone",
+    "unisono_audio.sources.archives._index": "or below a folder, by `check_way`",
+    "unisono_audio.sources.source._read_left_out": "", "unisono_audio.sources.metadata._read_delimited": "",
+    "unisono_audio.sources.metadata._read_json": "", "unisono_audio.sources.metadata._read_json_lines": "",
+    "unisono_audio.sources.scan._load_progress": "", "unisono_audio.sources.journal.read_journal": "",
+    "unisono_birdsong.evaluation.results._read": "", "unisono_language.chat.from_tokenizer": "",
+    "unisono_language.generate._read_prompts": "",
+    "unisono_language.tokenizer._load": "or below a folder, by `check_link`",
+    "unisono_language.task.save_assets": "the tokenizer that was read",
+    "unisono_microbiome.study.artifacts._extract": "", "unisono_microbiome.study.artifacts._write_tsv": "just written",
+    "unisono_microbiome.study.tree.root": "", "unisono_microbiome.study.table._read_biom": "",
+    "unisono_microbiome.study.matrices._npz": "", "unisono_microbiome.study.matrices._h5": "",
+    "unisono_microbiome.study.matrices._tsv": "", "unisono_microbiome.study.matrices._qza": "",
+    "unisono_microbiome.study.sequences._parse_fasta": "", "unisono_puzzles.data.tables.read_puzzles": "",
+    "unisono_speech.samples._file_digest": "as for `read`",
+    "unisono_speech.samples.read": "what a list names, which may be any recording", "unisono_speech.manifest._entries":
+    "",
+}  # fmt: skip
+
 OWN_RECORDS = {  # who has written what they parse by themselves
     "runtime.untrusted.safe_paths": "the door",
     # processes that this one has started, or that started it, over pipes, arguments and private folders
@@ -141,6 +168,17 @@ def test_every_file_is_read_and_copied_through_one_door() -> None:
     assert (PRIVATE.keys() | TOLD.keys()) - used == {"checkpoint.exchange.pickle_process"} - used, (
         "read no files any more"
     )
+
+
+def test_a_link_is_followed_only_to_a_file_that_the_user_named() -> None:
+    """A name found in a folder, by a glob or fixed, was opened like one that was typed: a private key was a row."""
+    following = {
+        name
+        for name, calls in _functions()
+        if any(_called(call)[1] in ("open_regular", "read_regular", "open_text") for call in calls)
+        and name.rpartition(".")[0] != "runtime.untrusted.safe_paths"
+    }
+    assert following == NAMED.keys(), "use open_inside, read_bytes or open_found, or say above who has named that file"
 
 
 def test_every_record_has_a_shape_that_is_checked_where_it_is_read() -> None:

@@ -10,7 +10,9 @@ import pytest
 import tokenizers
 
 from unisono import DataError
+from unisono.recipe_tools import safe_paths
 from unisono_language import tokenizer as module
+from unisono_language.chat import ChatTemplate
 from unisono_language.tokenizer import Tokenizer, load_tokenizer
 
 HONEST: dict[str, Any] = {
@@ -18,6 +20,19 @@ HONEST: dict[str, Any] = {
     "pre_tokenizer": None, "post_processor": None, "decoder": None,
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<unk>": 2}, "unk_token": "<unk>"},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_in_the_folder_of_a_model_is_not_followed(tmp_path: Path, name: str) -> None:
+    """What is beside a tokenizer becomes an asset of the run, and an export publishes it."""
+    folder = write(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "private").write_text("{}" if name == "tokenizer_config.json" else json.dumps(HONEST))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../private")
+    with pytest.raises((DataError, safe_paths.UnsafePathError), match="is a link"):
+        load_tokenizer(folder)
+        ChatTemplate.from_tokenizer(folder, None, {}, "all")
 
 
 class Panic(BaseException):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from numpy.typing import NDArray
 
 from unisono import ConfigError, DataError
 from unisono.recipe_tools import safe_paths
-from unisono_language.tokenizer import Tokenizer, read_engine
+from unisono_language.tokenizer import BESIDE, FILE, Tokenizer, read_engine
 
 TEMPLATE_FILE, ASSET = "chat_template.jinja", "chat.json"
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder of the library
 IGNORED = -100  # a target that the loss does not count
 Message = Mapping[str, Any]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,13 +77,11 @@ class ChatTemplate:
         Raises:
             DataError: if one of them cannot be read.
         """
-        from transformers import PreTrainedTokenizerFast
-
         folder = path if path.is_dir() else path.parent
         sources, special = ["", ""], {}
         if any((folder / name).is_file() for name in ("tokenizer_config.json", TEMPLATE_FILE)):
             try:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+                tokenizer = _read_tokenizer(folder)
                 named = tokenizer.special_tokens_map
                 special = {name: token for name, token in named.items() if isinstance(token, str)}
                 if tokenizer.chat_template:
@@ -248,6 +248,19 @@ class ChatTemplate:
                 ) from error
             raise DataError(f"the chat template refuses it: {error}") from error
         return rendered[0], ranges[0] if ranges else []
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """The library's tokenizer of a folder that may be anybody's, of which it sees only what the door lets through."""
+    from transformers import PreTrainedTokenizerFast
+
+    with TemporaryDirectory(prefix="unisono-tokenizer-") as clean:
+        (Path(clean) / _MORE_TEMPLATES).mkdir()
+        more = sorted(path.name for path in (folder / _MORE_TEMPLATES).glob("*.jinja"))
+        for name in (FILE, *BESIDE, *(f"{_MORE_TEMPLATES}/{name}" for name in more)):
+            if (folder / name).is_file():
+                safe_paths.copy_inside(folder, name, Path(clean) / name)
+        return PreTrainedTokenizerFast.from_pretrained(clean, local_files_only=True)
 
 
 def check_template(template: ChatTemplate, tokenizer: Tokenizer, where: object) -> None:

@@ -18,7 +18,7 @@ from unisono_language.by_source import SourceRow
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
 from unisono_language.preferences import Pair
-from unisono_language.tokenizer import FILE, Tokenizer, load_tokenizer
+from unisono_language.tokenizer import BESIDE, FILE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from unisono_language.tokens import TokenisePreparation
 
 _LARGEST_ASKED = 1_000_000  # parameters of a model that is built with content only to be asked
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Language(Task):
@@ -363,13 +362,13 @@ class Language(Task):
         self.tokenizer.save(directory)
         given = getattr(self.data_config, "tokenizer", None) or self._tokenizer_of_model
         beside = [] if given is None else [(given if given.is_dir() else given.parent) / name for name in BESIDE]
-        beside.append(self.tokenizer.path)  # as it is written, where `save` writes its rules
         if isinstance(self.model_config, settings.Pretrained):
             beside.append(self.model_config.path / "generation_config.json")
         for path in beside:  # for those who export the run
-            if path.is_file():
-                target = directory / (FILE if path == self.tokenizer.path else path.name)
-                target.write_bytes(safe_paths.read_regular(path))
+            if path.is_file():  # the folder of a model may be anybody's, and an export publishes what is copied here
+                (directory / path.name).write_bytes(safe_paths.read_bytes(path.parent, path.name))
+        if self.tokenizer.path.is_file():  # as it is written, where `save` writes its rules
+            (directory / FILE).write_bytes(safe_paths.read_regular(self.tokenizer.path))
         models.check_model(self.model_config, self.tokenizer.size).save_pretrained(directory)
         if self.chat is not None:
             write_whole(directory / chat.ASSET, json.dumps(self.chat.describe))

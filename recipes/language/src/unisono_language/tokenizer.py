@@ -21,6 +21,7 @@ from unisono_language.texts import Texts, digest
 
 END = "<|endoftext|>"
 FILE, SPECIAL = "tokenizer.json", "special_tokens.json"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _BLANK, _BYTE = "\N{LOWER ONE EIGHTH BLOCK}", re.compile("<0x[0-9A-F]{2}>")  # in vocabularies of SentencePiece
 _BATCH = 256  # documents per call of the tokenizer
 _CHARACTERS = 1 << 22  # per call of the tokenizer
@@ -142,11 +143,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"no tokenizer at {path}: give a directory with tokenizer.json, or that file")
+    if path.is_dir():
+        safe_paths.check_link(path, FILE)
     engine = read_engine(file)
     beside = file.with_name("tokenizer_config.json")
     try:
-        named = safe_paths.parse_json(safe_paths.read_regular(beside), _Settings) if beside.is_file() else {}
-    except ValueError as error:
+        named = safe_paths.read_json(beside.parent, beside.name, _Settings) if beside.is_file() else {}
+    except (OSError, ValueError) as error:
         raise DataError(f"{beside} does not have the settings of a tokenizer: {error}") from error
     first, last = (_special_id(engine, named.get(name)) for name in ("bos_token", "eos_token"))
     if last is None:

@@ -169,5 +169,5 @@ def _reference(path: Path | None, said: str | None) -> list[tuple[str, Clip]]:
     if said is None:
         if not beside.is_file():
             raise RunError(f"reference={path}: what is said in it? Give reference_text=…, or write it to {beside}")
-        said = safe_paths.read_regular(beside).decode("utf-8")
+        said = safe_paths.read_text(beside.parent, beside.name)
     return [(said.strip(), Clip(str(path), path))]

@@ -201,7 +201,7 @@ class Speech(Task):
         if isinstance(self.model_config, settings.Pretrained):
             for name in _BESIDE:
                 if (self.model_config.path / name).is_file():
-                    (directory / name).write_bytes(safe_paths.read_regular(self.model_config.path / name))
+                    (directory / name).write_bytes(safe_paths.read_bytes(self.model_config.path, name))
 
     def load_assets(self, directory: Path) -> None:
         """Take tokenizer, codec and configuration from a run."""

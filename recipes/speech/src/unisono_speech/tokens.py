@@ -78,6 +78,6 @@ def read(folder: Path) -> Tokens:
     path = folder / FILE
     if not path.is_file():
         raise ConfigError(f"{folder} has no {FILE}; a Higgs Audio v2 model has its tokenizer next to its weights")
-    with wrap_native_errors(f"{path} cannot be read", ConfigError), safe_paths.open_regular(path) as file:
+    with wrap_native_errors(f"{path} cannot be read", ConfigError), safe_paths.open_inside(folder, FILE) as file:
         engine = Tokenizer.from_file(safe_paths.path_of(file))
     return Tokens.from_engine(engine, str(path))

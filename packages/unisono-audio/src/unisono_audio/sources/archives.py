@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from unisono.runtime.errors import DataError
 from unisono.runtime.remote import is_remote, remote_options, stream_remote
+from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
 from unisono_audio.recordings import ByteRange, data_of
 from unisono_audio.sources.metadata import AUDIO_SUFFIXES, RecordingTable, file_status
@@ -27,13 +28,21 @@ def expand_paths(paths: Sequence[str]) -> list[str]:
         if is_remote(path):
             found.append(path)
         elif Path(path).is_dir():
-            found.extend(sorted(map(str, Path(path).glob("*.tar"))) or [path])
+            found.extend(_found_below(Path(path), Path(path).glob("*.tar")) or [path])
         elif any(sign in path for sign in "*?[") and path.endswith(".tar"):
-            anchor = Path(path).anchor
-            found.extend(sorted(map(str, Path(anchor or ".").glob(path.removeprefix(anchor)))) or [path])
+            anchor, named = Path(path).anchor, safe_paths.named_folder(path)
+            found.extend(_found_below(named, Path(anchor or ".").glob(path.removeprefix(anchor))) or [path])
         else:
             found.append(path)
     return found
+
+
+def _found_below(folder: Path, paths: Iterable[Path]) -> list[str]:
+    """What a folder or a glob holds, sorted; a link that leads out of the folder that the user named is refused."""
+    found = sorted(paths)
+    for path in found:
+        safe_paths.check_way(folder, path)
+    return list(map(str, found))
 
 
 class Archives(RecordingTable):
@@ -104,6 +113,9 @@ class Archives(RecordingTable):
                 tarfile.open(fileobj=file, mode="r:") as archive,
             ):
                 for member in archive:
+                    archive.members = []  # type: ignore[attr-defined]  # it would hold all of them
+                    if member.size < 0:  # Python 3.11's reader would go back, and read the same member for ever
+                        raise DataError(f"{path}: {one_line(member.name)} has {member.size} bytes; copy it again")
                     if not member.isfile():
                         continue
                     folder, _, base = member.name.rpartition("/")

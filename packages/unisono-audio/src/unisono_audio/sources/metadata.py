@@ -161,8 +161,7 @@ def _audio_files(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         inner = path.relative_to(folder)
         if path.suffix.lower() in AUDIO_SUFFIXES and not any(part.startswith(".") for part in inner.parts):
-            if path.is_symlink():
-                safe_paths.check_link(folder, str(inner))
+            safe_paths.check_link(folder, inner)
             yield path
 
 

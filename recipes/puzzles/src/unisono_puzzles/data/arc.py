@@ -54,10 +54,9 @@ def read_tasks(path: Path, sets: Sequence[str] | None = None) -> list[ArcTask]:
     if not path.is_dir():
         raise DataError(f"{path}: no such folder")
     for link in path.rglob("*.json"):
-        if link.is_symlink():
-            safe_paths.check_link(path, str(link.relative_to(path)))
+        safe_paths.check_link(path, link.relative_to(path))
     combined = sorted(path.rglob(f"*{_COMBINED}"))
-    read = _read_combined(combined) if combined else _read_folders(path)
+    read = _read_combined(path, combined) if combined else _read_folders(path)
     tasks = sorted(read, key=lambda task: (task.set, task.name))
     if not tasks:
         raise DataError(f"{path} has no ARC task: neither <set>/<task>.json nor files called *{_COMBINED}")
@@ -105,24 +104,25 @@ def examples(pairs: Sequence[tuple[int, Pair]]) -> Puzzles:
 
 def _read_folders(path: Path) -> Iterator[ArcTask]:
     for file in sorted(path.rglob("*.json")):
-        content = _load(file, Any)
+        content = _load(path, file, Any)
         if isinstance(content, Mapping) and "train" in content:
             yield _task(file.stem, file.parent.name, content, None, f"{file}")
 
 
-def _read_combined(files: Sequence[Path]) -> Iterator[ArcTask]:
+def _read_combined(path: Path, files: Sequence[Path]) -> Iterator[ArcTask]:
     for file in files:
         stem = file.name.removesuffix(_COMBINED)
         name = stem.split("_", 1)[-1]  # arc-agi_training -> training
         solutions_file = file.with_name(f"{stem}_solutions.json")
-        solutions = _load(solutions_file, dict[str, list[Any]]) if solutions_file.is_file() else {}
-        for task, content in _load(file, dict[str, dict[str, Any]]).items():
+        solutions = _load(path, solutions_file, dict[str, list[Any]]) if solutions_file.is_file() else {}
+        for task, content in _load(path, file, dict[str, dict[str, Any]]).items():
             yield _task(task, name, content, solutions.get(task), f"{file}: task {task}")
 
 
-def _load(file: Path, shape: Any) -> Any:
+def _load(folder: Path, file: Path, shape: Any) -> Any:
     try:
-        return safe_paths.parse_json(safe_paths.read_regular(file), shape)
+        with safe_paths.open_found(file, folder) as opened:
+            return safe_paths.parse_json(opened.read(), shape)
     except (ValueError, OSError) as error:
         raise DataError(f"{file} cannot be read as ARC tasks: {error}") from error
 

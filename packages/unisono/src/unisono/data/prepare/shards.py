@@ -49,7 +49,7 @@ class Shards:
         self._values: list[Units] = []
         for entry in self.manifest["shards"]:
             path = folder / entry["file"]
-            for begin, values in _open_batches(path, entry, self.manifest):
+            for begin, values in _open_batches(folder, entry, self.manifest):
                 offsets.append(begin)
                 self._values.append(values)
             self._files.append(File.from_path(path, "arrow", entry["file"]))
@@ -239,8 +239,11 @@ def damaged_error(path: Path, why: str) -> DataError:
     )
 
 
-def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[tuple[Lengths, Units]]:
+def _open_batches(
+    folder: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> Iterator[tuple[Lengths, Units]]:
     """The offsets and units of each record batch of a shard, as views of the memory map."""
+    path = folder / entry["file"]
     if not path.is_file():
         raise DataError(
             f"{path} is listed in the manifest but missing; prepare the data again, which only recreates what is "
@@ -250,7 +253,7 @@ def _open_batches(path: Path, entry: Mapping[str, Any], manifest: Mapping[str, A
         raise damaged_error(path, f"{path.stat().st_size} bytes instead of {entry['bytes']}")
     rows = units = 0
     try:
-        with safe_paths.open_inside(path.parent, path.name) as file:
+        with safe_paths.open_inside(folder, entry["file"]) as file:
             reader = pa.ipc.open_file(pa.memory_map(safe_paths.path_of(file)))
         for number in range(reader.num_record_batches):
             column = reader.get_batch(number).column(manifest["column"])

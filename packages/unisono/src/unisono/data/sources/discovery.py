@@ -113,7 +113,7 @@ def find(
                 ignored.append(str(entry.inner))
             else:
                 name = f"{place.name}/{entry.inner}"
-                files.append(File(entry.path, kind, name, entry.size, entry.stamp, place.where))
+                files.append(File(entry.path, kind, name, entry.size, entry.stamp, place.where, place.folder))
     if not files:
         known = ", ".join(sorted(ending for ending, kind in suffixes.items() if kind in wanted))
         raise DataError(
@@ -127,10 +127,16 @@ def find(
 
 
 class _LocalPlace:
-    """A file or directory on this host."""
+    """A file or directory on this host, which the user named, or which was found below the folder that he named."""
 
-    def __init__(self, path: Path, where: RemoteOptions) -> None:
+    def __init__(self, path: Path, where: RemoteOptions, below: Path | None = None) -> None:
         self.path, self.where = path, where
+        self._below = path if below is None and path.is_dir() else below
+
+    @property
+    def folder(self) -> str | None:
+        """The folder out of which no link is followed; None for a file that the user named."""
+        return None if self._below is None else str(self._below)
 
     @property
     def name(self) -> str:
@@ -140,7 +146,7 @@ class _LocalPlace:
         if not (self.path / "dataset_dict.json").is_file():
             return self
         content = safe_paths.read_bytes(self.path, "dataset_dict.json")
-        return _LocalPlace(self.path / _choose_split(self.path, content, split), self.where)
+        return _LocalPlace(self.path / _choose_split(self.path, content, split), self.where, self._below)
 
     def entries(self) -> Iterator[_Entry]:
         path = self.path
@@ -153,11 +159,12 @@ class _LocalPlace:
         else:
             below = {PurePosixPath(p.relative_to(path)): p for p in sorted(path.rglob("*"))}
             chosen = [below[inner] for inner in _data_paths(below)]
-            for link in chosen:
-                if link.is_symlink():  # passed over, its rows would be silently missing
-                    safe_paths.check_link(path, str(link.relative_to(path)))
-            chosen = [p for p in chosen if p.is_file()]
+        if self._below is not None:
+            for found in (path, *chosen):  # a link that were passed over would be rows silently missing
+                safe_paths.check_link(self._below, found.relative_to(self._below))
         for file in chosen:
+            if not file.is_file():
+                continue
             status = file.stat()
             yield _Entry(str(file), PurePosixPath(file.relative_to(root)), status.st_size, str(status.st_mtime_ns))
 
@@ -167,6 +174,7 @@ class _RemotePlace:
 
     def __init__(self, url: str, where: RemoteOptions) -> None:
         self.url, self.where = url.rstrip("/"), where
+        self.folder = None
 
     @property
     def name(self) -> str:
@@ -220,9 +228,9 @@ def _expand_places(paths: Sequence[str], where: RemoteOptions, key: str) -> Iter
                 matches = _glob_paths(path)
                 if not matches:
                     raise FileNotFoundError
-                yield from (_LocalPlace(match, where) for match in matches)
+                yield from (_matched_place(match, safe_paths.named_folder(path), where) for match in matches)
         except FileNotFoundError as error:
-            matching = "matches nothing" if any(sign in path for sign in "*?[") else "does not exist"
+            matching = "matches nothing" if any(sign in path for sign in safe_paths.WILDCARDS) else "does not exist"
             raise DataError(f"{key}: {path} {matching}") from error
         except PermissionError as error:
             raise DataError(f"{key}: {path} may not be read: {error_text(error)}") from error
@@ -234,6 +242,12 @@ def _glob_paths(path: str) -> list[Path]:
     inner = path.removeprefix(anchor)
     matches = sorted(Path(anchor or ".").glob(inner)) if inner else []
     return [match for match in matches if _is_visible(match.as_posix(), path)]
+
+
+def _matched_place(match: Path, named: Path, where: RemoteOptions) -> _LocalPlace:
+    """What a glob has matched, which is not what the user named, so a link on the way is one of a folder of data."""
+    safe_paths.check_way(named, match)
+    return _LocalPlace(match, where, match if match.is_dir() else named)
 
 
 def _is_visible(match: str, pattern: str) -> bool:

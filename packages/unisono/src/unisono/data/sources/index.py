@@ -58,7 +58,7 @@ def unpack_file(file: File) -> File:
             f"{file.path} cannot be unpacked into {_folder()} ({error}); unpack it yourself, or set "
             "$UNISONO_CACHE to another folder"
         ) from error
-    return replace(file, path=str(place), size=status.st_size, stamp=str(status.st_mtime_ns))
+    return replace(file, path=str(place), size=status.st_size, stamp=str(status.st_mtime_ns), folder=None)
 
 
 def _cache_file(file: File, what: str, suffix: str, write: Callable[[Any], object]) -> Path:

@@ -236,7 +236,7 @@ def _decode(file: File, content: bytes, first: int) -> str:
         return (content.removeprefix(_BOM) if first == 0 else content).decode("utf-8")
     except UnicodeDecodeError as error:
         if file.path.endswith(".py") and not is_remote(file.path):  # a module may declare another encoding
-            with suppress(SyntaxError, UnicodeDecodeError), safe_paths.open_regular(file.path) as head:
+            with suppress(SyntaxError, UnicodeDecodeError), safe_paths.open_found(file.path, file.folder) as head:
                 return content.decode(tokenize.detect_encoding(head.readline)[0]).replace("\r\n", "\n")
         shift = len(_BOM) if first == 0 and content.startswith(_BOM) else 0
         at = error.start + shift

@@ -45,6 +45,7 @@ class File:
         size: in bytes.
         stamp: modification time, or a content hash or version from the object store.
         where: options for remote files.
+        folder: in which it was found, and out of which no link is followed; None if the user named the file itself.
     """
 
     path: str
@@ -53,12 +54,15 @@ class File:
     size: int
     stamp: str
     where: RemoteOptions = field(default_factory=RemoteOptions)
+    folder: str | None = None
 
     @classmethod
-    def from_path(cls, path: Path, format: str, name: str, where: RemoteOptions | None = None) -> File:
+    def from_path(
+        cls, path: Path, format: str, name: str, where: RemoteOptions | None = None, folder: str | None = None
+    ) -> File:
         """A local file in its current state."""
         status = path.stat()
-        return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions())
+        return cls(str(path), format, name, status.st_size, str(status.st_mtime_ns), where or RemoteOptions(), folder)
 
     @property
     def is_compressed(self) -> bool:
@@ -72,7 +76,7 @@ class File:
             return pa.PythonFile(open_remote(self.path, self.where, self.size), mode="r")
         if not self.size:
             return pa.BufferReader(b"")
-        with safe_paths.open_regular(self.path) as file:
+        with self._open_local() as file:
             return pa.memory_map(safe_paths.path_of(file))
 
     def content(self) -> Any:
@@ -85,7 +89,7 @@ class File:
         self.check()
         if is_remote(self.path):
             return stream_remote(self.path, self.where, self.size)
-        return safe_paths.open_regular(self.path)
+        return self._open_local()
 
     @contextmanager
     def open_plain(self) -> Iterator[io.BufferedReader]:
@@ -130,7 +134,13 @@ class File:
 
     def now(self) -> File:
         """The file in its current state. A remote file is returned as is; its size is checked when it is read."""
-        return self if is_remote(self.path) else File.from_path(Path(self.path), self.format, self.name, self.where)
+        if is_remote(self.path):
+            return self
+        return File.from_path(Path(self.path), self.format, self.name, self.where, self.folder)
+
+    def _open_local(self) -> io.BufferedReader:
+        """Open a local file; a link put in its place since it was found cannot lead out of the folder."""
+        return safe_paths.open_found(self.path, self.folder)
 
     def check(self) -> None:
         """Raise if a local file has changed since it was found."""

@@ -16,7 +16,8 @@ import stat
 import sys
 from contextlib import ExitStack, suppress
 from io import BufferedReader, TextIOWrapper
-from pathlib import Path
+from itertools import takewhile
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from unisono.runtime.errors import DataError, UnisonoError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
 _ARCHIVE_FREE, _ARCHIVE_RATIO = 1 << 30, 200  # bytes that an archive may always have, and per byte of the file
+WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
 _MAX_DEPTH = 16  # components of a name
 _INVALID = re.compile(r"[\0\\\ud800-\udfff]")  # separators of Windows, and what no name of a file holds
@@ -57,35 +59,29 @@ def open_inside(folder: Path | str, name: object, *, follow: bool = False) -> Bu
         UnsafePathError: If the name is absolute, contains `..`, goes through a link, or is not a regular file.
         OSError: If the file is missing or may not be read.
     """
-    parts = components(folder, name)
-    if follow:
-        with suppress(OSError, RuntimeError, ValueError):  # walked again below without links, whoever changes it now
-            root = Path(folder).resolve()
-            parts = list(root.joinpath(*parts).resolve().relative_to(root).parts) or parts
-    with ExitStack() as opened:
-        at = _open_folder(folder, opened)
-        for number, part in enumerate(parts[:-1], start=1):
-            at = _descend(at, part, f"{folder}/{one_line('/'.join(parts[:number]))}", opened)
-        shown = f"{folder}/{one_line(name)}"
-        try:
-            descriptor = os.open(parts[-1], _OPEN | os.O_NOFOLLOW, dir_fd=at)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EMLINK):
-                raise _with_full_path(error, shown) from error
-            blob = _hf_blob(Path(folder), parts, at)
-            if blob is None:
-                target = ""
-                with suppress(OSError):
-                    target = f" to {one_line(os.readlink(parts[-1], dir_fd=at))}"
-                raise UnsafePathError(
-                    f"{shown} is a link{target}; only files inside that folder are read, so copy the file there"
-                ) from error
-            return open_inside(Path(folder).parent.parent, blob)
-        return _open_checked(descriptor, shown)
+    return _open_parts(folder, components(folder, name), follow)
+
+
+def open_found(path: Path | str, folder: Path | str | None) -> BufferedReader:
+    """Open a file that was found below a folder of data, where links may lead to what is in that folder.
+
+    Args:
+        path: Of the file, which begins with `folder`.
+        folder: In which it was found; None if the user named the file itself, as for `open_regular`.
+
+    Raises:
+        UnsafePathError: As for `open_inside`.
+        OSError: If it is missing or may not be read.
+    """
+    if folder is None:
+        return open_regular(path)
+    return _open_parts(folder, list(Path(path).relative_to(folder).parts), follow=True)
 
 
 def open_regular(path: Path | str) -> BufferedReader:
     """Open a file that the user named, possibly through a link; pipes, devices and folders are refused at once.
+
+    A file of which only its folder was named is opened by `open_found` or `open_inside`.
 
     Raises:
         UnsafePathError: If it is not a regular file.
@@ -274,21 +270,36 @@ def is_inside(folder: Path | str, name: object) -> bool:
     return True
 
 
-def check_link(folder: Path | str, name: str) -> None:
-    """Refuse a link found in a folder of data unless it leads to a file or folder inside of that folder.
+def check_link(folder: Path | str, name: PurePath | str) -> None:
+    """Refuse what was found in a folder of data if it is a link, unless it leads to what is inside of that folder.
 
     Raises:
         DataError: Naming the link, and the way out.
     """
-    path, root = Path(folder, name), Path(folder).resolve()
+    path = Path(folder, name)
+    if not path.is_symlink():
+        return
+    root = Path(folder).resolve()
     target = path.resolve()
     if not path.exists():
         raise DataError(f"{path} is a link to {one_line(path.readlink())}, which does not exist; repair or remove it")
-    if not target.is_relative_to(root) and not is_inside(folder, name):  # as in a snapshot of Hugging Face
+    if not target.is_relative_to(root) and not is_inside(folder, str(name)):  # as in a snapshot of Hugging Face
         raise DataError(
             f"{path} is a link to {one_line(target)}, outside of the folder. Such links are not followed, since a "
             "folder from somebody else could name your private files; name that file itself, or copy it into the folder"
         )
+
+
+def check_way(folder: Path, path: Path) -> None:
+    """Refuse a link on the way from a folder to what was found below it, as by `check_link`."""
+    inner = path.relative_to(folder)
+    for part in (*reversed(inner.parents), inner):
+        check_link(folder, part)
+
+
+def named_folder(pattern: str) -> Path:
+    """Return the folder that a glob names: all before its first wildcard."""
+    return Path(*takewhile(lambda part: not any(sign in part for sign in WILDCARDS), Path(pattern).parts))
 
 
 def path_of(file: BufferedReader) -> str:
@@ -348,6 +359,43 @@ def read_limited(file: BufferedReader, shown: str, limit: int) -> bytes:
     return content
 
 
+def _open_parts(folder: Path | str, parts: list[str], follow: bool) -> BufferedReader:
+    try:
+        return _walk(folder, parts)
+    except UnsafePathError:
+        if not follow:
+            raise
+        with suppress(OSError, RuntimeError, ValueError):  # walked again without links, whoever changes it now
+            root = Path(folder).resolve()
+            if inside := list(root.joinpath(*parts).resolve().relative_to(root).parts):
+                parts = inside
+        return _walk(folder, parts)
+
+
+def _walk(folder: Path | str, parts: list[str]) -> BufferedReader:
+    """Open a file below a folder, component by component, through no link but that of a Hugging Face snapshot."""
+    with ExitStack() as opened:
+        at = _open_folder(folder, opened)
+        for number, part in enumerate(parts[:-1], start=1):
+            at = _descend(at, part, f"{folder}/{one_line('/'.join(parts[:number]))}", opened)
+        shown = f"{folder}/{one_line('/'.join(parts))}"
+        try:
+            descriptor = os.open(parts[-1], _OPEN | os.O_NOFOLLOW, dir_fd=at)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK):
+                raise _with_full_path(error, shown) from error
+            found = _hf_blob(Path(folder), parts, at)
+            if found is None:
+                target = ""
+                with suppress(OSError):
+                    target = f" to {one_line(os.readlink(parts[-1], dir_fd=at))}"
+                raise UnsafePathError(
+                    f"{shown} is a link{target}; only files inside that folder are read, so copy the file there"
+                ) from error
+            return open_inside(*found)
+        return _open_checked(descriptor, shown)
+
+
 def _open_folder(folder: Path | str, opened: ExitStack) -> int:
     descriptor = os.open(folder, _FOLDER)
     opened.callback(os.close, descriptor)
@@ -385,15 +433,17 @@ def _open_checked(descriptor: int, shown: str) -> BufferedReader:
         raise
 
 
-def _hf_blob(folder: Path, parts: list[str], at: int) -> str | None:
-    """Return the blob that a link in a Hugging Face snapshot leads to, relative to the repository's cache."""
-    if folder.parent.name != "snapshots":
+def _hf_blob(folder: Path, parts: list[str], at: int) -> tuple[Path, str] | None:
+    """Return the cache of a repository, and the blob in it, that a link in a Hugging Face snapshot leads to."""
+    snapshot = next((path for path in (folder, *folder.parents) if path.parent.name == "snapshots"), None)
+    if snapshot is None:
         return None
+    depth = len(folder.relative_to(snapshot).parts) + len(parts) + 1
     with suppress(OSError):
         target = os.readlink(parts[-1], dir_fd=at).split("/")
-        up, rest = target[: len(parts) + 1], target[len(parts) + 1 :]
+        up, rest = target[:depth], target[depth:]
         if set(up) == {".."} and len(rest) == 2 and rest[0] == "blobs" and rest[1] not in ("", ".", ".."):
-            return "/".join(rest)
+            return snapshot.parent.parent, "/".join(rest)
     return None
 
 
