@@ -83,7 +83,7 @@ class _MaskingFormatter(logging.Formatter):
     """Masks secrets and escapes control characters: a library's error may contain a URL with its password."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return clean(super().format(record))
+        return clean(super().format(record)).replace("\n", "\n  ")  # or what it quotes could forge an entry
 
 
 class _FoldingFormatter(_MaskingFormatter):

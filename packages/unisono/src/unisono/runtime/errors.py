@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from unisono.runtime.console import clean
 from unisono.runtime.fault_names import FaultName
-from unisono.runtime.text import find_stretches
+from unisono.runtime.text import escape_line, find_stretches
 
 _MAX_EXAMPLES, _MAX_LENGTH = 3, 40  # names in an error, and characters of one
 
@@ -49,7 +49,13 @@ class KernelError(ConfigError):
 
 
 class DataError(UnisonoError):
-    """A file, a column or a record that cannot be read or used."""
+    """A file, a column or a record that cannot be read or used.
+
+    Its text names what others wrote, so it is one line: a line break in the name of a column forges no line of ours.
+    """
+
+    def __init__(self, text: str = "", fault: str = "") -> None:
+        super().__init__(escape_line(str(text)), fault)
 
 
 class BadSamplesError(DataError):
@@ -75,7 +81,10 @@ class RunError(UnisonoError):
 
 
 class CheckpointError(UnisonoError):
-    """A checkpoint that is damaged, incomplete, or does not fit the model."""
+    """A checkpoint that is damaged, incomplete, or does not fit the model; its text is one line, as of `DataError`."""
+
+    def __init__(self, text: str = "", fault: str = "") -> None:
+        super().__init__(escape_line(str(text)), fault)
 
 
 class SaveError(CheckpointError):

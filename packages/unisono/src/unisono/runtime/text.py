@@ -32,6 +32,15 @@ def escape_controls(text: str) -> str:
     return _CONTROLS_IN_LINES.sub(_escape, text)
 
 
+def escape_line(text: str) -> str:
+    r"""Escape every control character of a message that is one line; line breaks at its end are left out.
+
+    >>> escape_line("one\nunisono: two\n")
+    'one\\x0aunisono: two'
+    """
+    return _CONTROLS.sub(_escape, text.rstrip("\n"))
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
