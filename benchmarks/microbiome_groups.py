@@ -1,10 +1,11 @@
-"""Rows of a global batch in their order, and in groups of similar cost (`data.group_by_length`): time, memory, results.
+"""Micro-batches of a global batch: rows in their order, of similar cost, and as many as cost the same; time, memory.
 
     python -m benchmarks.microbiome_groups DIR [--steps 12] [--repeats 3]
 
-`DIR` is as for `benchmarks/microbiome.py`. Each run is a process of its own with one thread, in fp64, in turn; time is
-that of the processor for the whole run, and the peak is of the process above what it has before training. Both
-train on the same rows, so their parameters differ by rounding alone.
+`DIR` is as for `benchmarks/microbiome.py`. Four rows at a time (`data.group_by_length=null`, `4`), or four on average
+(`balanced`). Each run is a process of its own with one thread, in fp64, in turn; time is that of the processor for the
+whole run, and the peak is of the process above what it has before training. All train on the same rows, so their
+parameters differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -51,25 +52,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    told: dict[str, list[dict[str, float]]] = {"null": [], "4": []}
+    told: dict[str, list[dict[str, float]]] = {"null": [], "4": [], '"balanced"': []}
     with tempfile.TemporaryDirectory() as name:
         for repeat in range(arguments.repeats):
             for groups, runs in told.items():
-                folder = Path(name) / f"{groups}-{repeat}"
+                folder = Path(name) / f"{json.loads(groups)}-{repeat}"
                 folder.mkdir()
                 words = [str(arguments.data), groups, str(arguments.steps), str(folder)]
                 done = subprocess.run([sys.executable, "-c", _RUN, *words], check=True, capture_output=True, text=True)
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
         import torch
 
-        one, other = (torch.load(Path(name) / f"{groups}-0/weights.pt", weights_only=True) for groups in told)
+        first, *others = (
+            torch.load(Path(name) / f"{json.loads(groups)}-0/weights.pt", weights_only=True) for groups in told
+        )
     medians = {
         groups: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for groups, runs in told.items()
     }
-    print(f"largest difference of a parameter: {(one - other).abs().max():.1e}")
+    print(f"largest difference of a parameter: {max(float((first - other).abs().max()) for other in others):.1e}")
     for key, unit in (("seconds", "s"), ("peak", "bytes")):
-        first, second = medians["null"][key], medians["4"][key]
-        print(f"{key}: {first:.4g} {unit} in the order, {second:.4g} in groups: {second / first:.2f}")
+        before = medians["null"][key]
+        for groups, values in medians.items():
+            print(
+                f"{key}, {json.loads(groups) or 'in the order'}: {values[key]:.4g} {unit}, {values[key] / before:.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_covariates_transforms_and_other_targets_are_trained_as_on_one_process(
     made = task(
         tmp_path_factory.mktemp("cache"), {"distance": 1.0, "shannon": 0.5, "target": 2.0}, {"covariates": "gated"},
         {"loss": "asymmetric", "asymmetry": 0.8}, metric="aitchison", covariates=["kind"], target_by="kind",
-        group_by_length=3,
+        group_by_length="balanced",
     )  # fmt: skip
 
     def config(layout: str) -> RunConfig:

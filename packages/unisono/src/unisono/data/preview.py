@@ -11,6 +11,7 @@ import numpy as np
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.order.mixture import Joined
+from unisono.data.order.plan import rows_of_micro_batches
 from unisono.data.order.planning import build_plan, build_source
 from unisono.runtime import text_table
 from unisono.runtime.errors import ConfigError
@@ -76,6 +77,8 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
     end = min(position + count, length)
     while position < end:
         step, first = divmod(position, train.global_batch)
+        of_step = [cut for rank in range(world_size) for cut in rows_of_micro_batches(plan, split, step, rank)]
+        numbers = {slot: number for number, own, _ in of_step for slot in own}
         last = min(first + end - position, train.global_batch)
         taken = plan.samples(step, range(first, last))
         for slot, row, epoch, begin, stop in taken:
@@ -84,7 +87,7 @@ def preview(task: Task, config: RunConfig, position: int, count: int, world_size
                 record = abbreviate(source[row])
             except Exception as error:
                 record = abbreviate(f"cannot be read: {type(error).__name__}: {error}", 2 * _WIDTH)
-            number = slot // split.micro_batch
+            number = numbers[slot]
             shown.append(
                 PreviewRow(
                     position=step * train.global_batch + slot,

@@ -54,7 +54,8 @@ class Telemetry:
         facts, layout, split = self._facts, self._run.layout, self._run.split
         devices = self._process.world_size * facts.devices
         where = f"{devices} × {facts.device}, {layout.strategy}, {self._run.config.train.precision}"
-        batch = f"{split.global_batch} = {split.world_size} × {split.passes} × {split.micro_batch} rows"
+        mean = "about " if self._run.config.data.group_by_length == "balanced" else ""
+        batch = f"{split.global_batch} = {split.world_size} × {split.passes} × {mean}{split.micro_batch} rows"
         name, steps = self._run.config.recipe.rpartition(":")[2], self._parts.plan.steps
         say = self.record.say
         for note in resumption.build_events(steps):

@@ -111,10 +111,11 @@ class Data(Settings):
         "sizes that divide them share one order; null: the largest divisor of train.global_batch up to 64, and up to "
         "the blocks there are",
     )
-    group_by_length: PositiveInt | None = Field(
+    group_by_length: PositiveInt | Literal["balanced"] | None = Field(
         None,
         description="rows of similar length that stand together in a global batch, at best as many as in a "
-        "micro-batch: less padding, the same rows; null: rows stand in the order",
+        "micro-batch: less padding, the same rows; balanced: micro-batches have as many rows as make all equally "
+        "large, and layout.micro_batch on average; null: rows stand in the order",
     )
     mixture: Mixture | None = Field(None, description="how to mix several sources; null: in proportion to their sizes")
     packing: Packing | None = Field(None, description="how to pack samples into rows; null: one sample per row")

@@ -28,7 +28,7 @@ from unisono.data.loading.draws import describe_draws, global_generator_states, 
 from unisono.data.loading.prefetch import Prefetcher
 from unisono.data.order.mixture import sources_of
 from unisono.data.order.order import Indices
-from unisono.data.order.plan import Plan, SampleIndices
+from unisono.data.order.plan import Plan, SampleIndices, rows_of_micro_batches
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import ProcessInfo, usable_cores
 from unisono.runtime.errors import DataError
@@ -274,13 +274,8 @@ class Loader:
 
     def _requests(self, steps: Iterable[int]) -> Iterator[Request]:
         for step in steps:
-            length = self._plan.rows(step)
-            for number in self._split.micro_batches(self._rank):
-                own = self._split.rows(number, length)
-                idle = len(own) == 0
-                # Idle: the batch's first micro-batch again, to avoid a new shape.
-                take = range(min(self._split.micro_batch, length)) if idle else own
-                request = Request(number, own, self._plan.samples(step, take), idle)
+            for number, own, take in rows_of_micro_batches(self._plan, self._split, step, self._rank):
+                request = Request(number, own, self._plan.samples(step, take), not own)
                 self._first_request = self._first_request or request
                 yield request
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.config.batch_split import BatchSplit
 from unisono.data.order.order import Indices
 from unisono.runtime.errors import ConfigError
 
@@ -114,11 +115,11 @@ class LengthGroups:
 
     Attributes:
         lengths: units of each row of the source, (rows,).
-        size: rows of a group.
+        size: rows of a group; None for the longest first, to be cut where groups cost the same.
     """
 
     lengths: Indices
-    size: int
+    size: int | None
 
     def __call__(self, rows: Indices) -> Indices:  # (n,) -> (n,)
         """Which row of a global batch stands at each place.
@@ -130,8 +131,43 @@ class LengthGroups:
         [7, 6, 1, 0, 5, 4, 3, 2]
         """
         by_length = np.argsort(-self.lengths[rows], kind="stable")
+        if self.size is None:
+            return by_length
         groups = list(range(-(-len(rows) // self.size)))
         return np.concatenate([by_length[number * self.size : (number + 1) * self.size] for number in _deal(groups)])
+
+
+def cut_evenly(lengths: Indices, count: int) -> list[range]:  # (rows,), longest first
+    """Cut rows into groups whose largest padded size, rows times the longest, is as small as it can be.
+
+    Args:
+        lengths: Units of each row, in descending order.
+        count: Groups, at most as many as there are rows.
+
+    >>> cut_evenly(np.array([100, 50, 40, 30, 20, 20, 10, 10]), 3)
+    [range(0, 1), range(1, 4), range(4, 8)]
+    """
+    costs = np.maximum(lengths, 1)
+
+    def cut(most: int) -> list[range]:
+        groups, first = list[range](), 0
+        while first < len(costs):
+            last = min(len(costs), first + most // int(costs[first]))
+            groups.append(range(first, last))
+            first = last
+        return groups
+
+    low, high = int(costs[0]), int(costs[0]) * len(costs)
+    while low < high:  # the smallest size with which there are no more groups than wanted
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    groups = cut(low)
+    while len(groups) < count:  # every process has something to compute in every pass
+        largest = max(range(len(groups)), key=lambda n: (len(groups[n]) > 1, len(groups[n]) * int(costs[groups[n][0]])))
+        own = groups[largest]
+        middle = (own.start + own.stop) // 2
+        groups[largest : largest + 1] = [range(own.start, middle), range(middle, own.stop)]
+    return groups
 
 
 def _deal(groups: list[int]) -> list[int]:
@@ -202,6 +238,13 @@ class StreamPlan:
         places = self.groups(taken)[slots]
         return SampleIndices(slots, taken[places], epochs[places])
 
+    def cut(self, step: int, rows: int) -> list[range] | None:
+        """The rows of each micro-batch of a step, of so many on average; None if all have as many."""
+        if self.groups is None or self.groups.size is not None:
+            return None
+        length = self.rows(step)
+        return cut_evenly(self.groups.lengths[self.batch(step)], -(-length // rows))
+
     def batch(self, step: int) -> Indices:  # -> (rows,)
         """Source rows of the global batch of a step, in order."""
         return self.samples(step, range(self.rows(step))).rows
@@ -221,3 +264,19 @@ class StreamPlan:
 
     def resume(self, states: list[Any]) -> None:
         """Do nothing: there is no state."""
+
+
+def rows_of_micro_batches(plan: Plan, split: BatchSplit, step: int, rank: int) -> Iterator[tuple[int, range, range]]:
+    """Number and rows of each micro-batch of a process, and the rows to compute: those of another, where it has none.
+
+    They are a function of the plan and the rows of a micro-batch, whatever process computes them.
+    """
+    length = plan.rows(step)
+    cuts = plan.cut(step, split.micro_batch) if isinstance(plan, StreamPlan) else None
+    first = split.rows(0, length) if cuts is None else cuts[0]
+    for number in split.micro_batches(rank):
+        if cuts is None:
+            own = split.rows(number, length)
+        else:
+            own = cuts[number] if number < len(cuts) else range(length, length)
+        yield number, own, own or first  # the batch's first micro-batch again, to avoid a new shape

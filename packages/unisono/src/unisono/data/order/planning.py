@@ -20,7 +20,7 @@ from unisono.data.order.mixture import Joined, MixtureOrder, sources_of, whole_w
 from unisono.data.order.order import Order
 from unisono.data.order.packed_plan import PackedPlan
 from unisono.data.order.plan import LengthGroups, Plan, Stream, StreamPlan
-from unisono.protocols import packed_capacity, require_packable
+from unisono.protocols import packed_capacity, require_packable, resolve_features
 from unisono.runtime.errors import ConfigError, DataError
 from unisono.runtime.rng import key
 from unisono.task import Source, Task, run_setup
@@ -105,7 +105,7 @@ def build_plan(task: Task, source: Source, config: RunConfig, world_size: int | 
     if data.packing is None and blocks is None:
         stream = _build_stream(task, source, config, SINGLE_LANE)
         return StreamPlan.create(
-            stream, train.global_batch, train.steps, train.epochs, _length_groups(task, source, data.group_by_length)
+            stream, train.global_batch, train.steps, train.epochs, _length_groups(task, source, config)
         )
     count = lanes_.resolve_lane_count(data.lanes, train.global_batch, world, blocks)
     if data.packing is not None:
@@ -155,16 +155,28 @@ def checkable_sources(source: Source) -> list[CheckableSource]:
     return [one for one in sources_of(source).values() if isinstance(one, CheckableSource)]
 
 
-def _length_groups(task: Task, source: Source, size: int | None) -> LengthGroups | None:
+def _length_groups(task: Task, source: Source, config: RunConfig) -> LengthGroups | None:
+    size = config.data.group_by_length
     if size is None:
         return None
+    balanced, name = size == "balanced", type(task).__name__
+    if balanced and config.layout.engine == "jax":
+        raise ConfigError(
+            "data.group_by_length=balanced gives each micro-batch a number of rows of its own, and a program of "
+            "layout.engine=jax has one; set the rows of a group, as in data.group_by_length=4"
+        )
+    if balanced and resolve_features(task).recurrent is not None:
+        raise ConfigError(
+            f"data.group_by_length=balanced moves rows to other micro-batches in every step, and {name} keeps a state "
+            "of the rows of each; leave it out"
+        )
     lengths = getattr(source, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"data.group_by_length={size} needs the length of each row, and the source that {type(task).__name__}"
+            f"data.group_by_length={size} needs the length of each row, and the source that {name}"
             ".data() returns has no `lengths`; leave it out, or give the source that attribute, (rows,) int64"
         )
-    return LengthGroups(np.asarray(lengths, dtype=np.int64), size)
+    return LengthGroups(np.asarray(lengths, dtype=np.int64), None if size == "balanced" else size)
 
 
 def _steps_of_tokens(task: Task, source: Source, config: RunConfig) -> int:

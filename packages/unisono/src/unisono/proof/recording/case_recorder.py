@@ -15,7 +15,7 @@ from unisono.checkpoint.core import commit
 from unisono.config.batch_split import BatchSplit, rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.loader import Loader, MicroBatch
-from unisono.data.order.plan import Plan, StreamPlan
+from unisono.data.order.plan import Plan, StreamPlan, rows_of_micro_batches
 from unisono.data.order.planning import build_plan, build_source
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob
@@ -139,7 +139,8 @@ class _CaseRun:
         self.first_samples: list[str] | None = None
         self.mask = config.data.on_error == "mask"
         # What comes first in the run, whichever rank has it, so that all make the same.
-        self.first_rows = self.plan.samples(0, range(min(self.split.micro_batch, self.plan.rows(0))))
+        _, first, _ = next(rows_of_micro_batches(self.plan, self.split, 0, rank=0))
+        self.first_rows = self.plan.samples(0, first)
         self.digests = digest_samples(task, self.source, self.plan.seed, self.first_rows, self.mask)
         self.lower: LowerPrecision | None = None
         self.steps: list[StepFacts] = []

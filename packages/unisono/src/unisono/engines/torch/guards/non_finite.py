@@ -25,7 +25,7 @@ class NonFiniteSearch(Observer):
     """Refuses a step whose loss or gradient is not finite, and says where that began."""
 
     def __init__(self, parts: EngineParts, state: TrainState, passes: Passes) -> None:
-        self._communicator, self._rows = parts.job.communicator, parts.job.split.micro_batch
+        self._communicator = parts.job.communicator
         self._state, self._passes, self._recurrent = state, passes, parts.recurrent
 
     def on_step_begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
@@ -38,6 +38,8 @@ class NonFiniteSearch(Observer):
             return None
         self._state.optimizer.zero_grad(set_to_none=True)
         found = []
+        mine = max(len(micro.rows) for micro in self._batches)
+        self._most_rows = max(self._communicator.gather(mine, "the rows of the largest micro-batches"))
         for micro in self._batches:
             what, rows = self._search(micro)
             if what and not micro.idle:
@@ -63,7 +65,7 @@ class NonFiniteSearch(Observer):
         together = any(isinstance(module, _BatchNorm) for module in self._state.module.modules())
         if together or self._recurrent or not micro.by_row:
             return what, []
-        rows = find_bad_rows(micro, self._rows, self._passes.compute_row_loss)
+        rows = find_bad_rows(micro, self._most_rows, self._passes.compute_row_loss)
         self._state.parallel.reshard()
         return what, rows
 
