@@ -212,9 +212,12 @@ def _constant_answers(count: int) -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "memory_stats", lambda *_: defaultdict(int)
     yield cuda, "get_rng_state", lambda *_: torch.get_rng_state()
     yield cuda, "get_rng_state_all", lambda *_: [torch.get_rng_state()]
-    for name in ("Stream", "Event", "current_stream", "default_stream"):
+    for name in ("Stream", "Event", "ExternalStream", "current_stream", "default_stream"):
         yield cuda, name, _Stream
-    for name in ("stream", "device", "device_of"):
+    for name in ("Stream", "Event"):
+        yield torch, name, _Stream
+    yield Tensor, "record_stream", _answer(None)  # which refuses a stream that is none before a mode is asked
+    for name in ("stream", "StreamContext", "device", "device_of"):
         yield cuda, name, lambda *_: contextlib.nullcontext()
     yield accelerator, "is_available", _answer(True)
     yield accelerator, "device_count", _answer(count)
