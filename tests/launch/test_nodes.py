@@ -72,8 +72,8 @@ def run(pair: Sequence[Host], here: Path, *words: str, **options: Any) -> list[D
 
 
 def computed(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run, without what belongs to the clock."""
-    timed = {"seconds", "rows_per_second", "data_wait"}
+    """The events of a run, without what belongs to the clock and to the process."""
+    timed = {"seconds", "rows_per_second", "data_wait", "memory_gb"}
     return [{k: v for k, v in event.items() if k not in timed} for event in jobs.events(folder / "runs" / "a")]
 
 
