@@ -11,7 +11,8 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.model.check import first_micro_batch
 from unisono.task import run_setup
 from unisono.task_config import build_task, load_config
-from unisono_plan.trace import Trace, trace_step
+from unisono_plan.recording import Trace
+from unisono_plan.torch_trace import trace_torch_step
 
 TASK = f"{Path(__file__).with_name('zoo') / 'small.py'}:SmallTask"
 
@@ -38,4 +39,4 @@ def trace(*words: str, recipe: str = TASK, rows: int = 4, passes: int = 1, leave
     micro.arrays.pop(leave_out, None)
     world = layout.setdefault("world_size", 1)
     layout.setdefault("strategy", "single" if world == 1 else "fsdp")
-    return trace_step(task, lay_out(config, rows * passes * world, **layout), micro, passes)
+    return trace_torch_step(task, lay_out(config, rows * passes * world, **layout), micro, passes)

@@ -13,8 +13,8 @@ from unisono_plan import search as searching
 from unisono_plan.estimate import for_shards
 from unisono_plan.hardware import parse_hardware
 from unisono_plan.plan import Plan, PlanSettings, make_plan
+from unisono_plan.recording import Trace
 from unisono_plan.report import describe, layout_words
-from unisono_plan.trace import Trace
 
 from .conftest import TASK, trace
 from .zoo.small import PARAMETERS
@@ -105,13 +105,6 @@ def test_a_task_that_looks_at_content_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="PeekingTask: a step cannot be traced") as refused:
         make_plan(config, PlanSettings(hardware="h100x8"))
     assert "small.py:" in str(refused.value) and "needs the content of tensors" in str(refused.value)
-
-
-def test_a_task_in_jax_is_refused_by_its_name() -> None:
-    pytest.importorskip("jax")
-    config = load_config("puzzles", ["layout.engine=jax"])[0]
-    with pytest.raises(ConfigError, match=r"layout\.engine=jax, which cannot be planned"):
-        make_plan(config, PlanSettings(hardware="h100x8"))
 
 
 def test_the_verb_reads_its_own_words(command: Command) -> None:

@@ -14,7 +14,7 @@ import pytest
 from unisono_plan.cost import CENTRAL, FAST, SLOW, step_time
 from unisono_plan.hardware import parse_hardware
 from unisono_plan.plan import PlanSettings, make_plan
-from unisono_plan.trace import Trace
+from unisono_plan.recording import Trace
 
 from .conftest import load_config, trace
 

@@ -8,7 +8,7 @@ are measured (`CENTRAL`), and given as ranges (`FAST`, `SLOW`), because they are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono_plan.hardware import Hardware
 from unisono_plan.recording import Collective, Phase, Work
@@ -38,6 +38,10 @@ class Shares:
     hop: float
     call: float
     message: float
+
+    def without_host(self) -> Shares:
+        """The same for a program that the host only starts."""
+        return replace(self, call=0.0, message=0.0)
 
 
 # memory and fused: such that a Llama of 763 M parameters on one H200 has the MFU that was measured, eager and compiled

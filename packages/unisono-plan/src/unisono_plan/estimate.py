@@ -9,8 +9,7 @@ from unisono.config.memory_fit import usable_bytes
 from unisono.config.schema.layout import Layout
 from unisono_plan.cost import CENTRAL, FAST, SLOW, StepTime, step_time
 from unisono_plan.hardware import Hardware
-from unisono_plan.recording import Collective, Kind, Phase, Work
-from unisono_plan.trace import Trace
+from unisono_plan.recording import Collective, Kind, Phase, Trace, Work
 
 RESERVED = 2e9  # bytes of a device that no tensor has: the driver's context, workspaces of libraries, NCCL's buffers
 
@@ -62,12 +61,14 @@ class Conditions:
         precision: Of the run.
         loading: Seconds that a row takes one process to build.
         work: What the task counts for one row.
+        programs: Whether a step is one program (JAX), in which no operator and no collective waits for the host.
     """
 
     hardware: Hardware
     precision: str
     loading: float
     work: Mapping[str, float]
+    programs: bool = False
 
 
 def estimate_traced(trace: Trace, layout: Layout, passes: int, conditions: Conditions) -> Estimate:
@@ -107,7 +108,7 @@ def estimate(
     if rate:
         times = [
             step_time(dict(work), calls, passes, hardware, rate, shares, layout.compile, seconds)
-            for shares in (CENTRAL, FAST, SLOW)
+            for shares in (one.without_host() if conditions.programs else one for one in (CENTRAL, FAST, SLOW))
         ]
     repeated = [call for call in calls if not call.last and call.phase in ("forward", "backward")]
     others = [call for call in calls if call.last or call.phase not in ("forward", "backward")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -17,11 +19,11 @@ from unisono.launch.model.check import first_micro_batch
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError
 from unisono.task import Task, run_setup
-from unisono.task_config import build_task, resolve_engine
+from unisono.task_config import build_task
 from unisono_plan.estimate import Conditions, Estimate, estimate_traced
 from unisono_plan.hardware import Hardware, parse_hardware
+from unisono_plan.recording import Trace
 from unisono_plan.search import search
-from unisono_plan.trace import Trace, trace_step
 
 _TRIED = 3  # of the best layouts, if what is traced of one does not fit after all
 
@@ -68,24 +70,21 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
             divided.
     """
     hardware = parse_hardware(settings.hardware, settings.memory_gb, settings.inter_gbps)
-    if resolve_engine(config) == "jax":
-        raise ConfigError(
-            f"{config.recipe} runs on layout.engine=jax, which cannot be planned: only steps of torch are traced"
-        )
     config = _resolve(config, hardware)
     split = resolve_split(config)
     task = build_task(config)
     rows = _Rows(task, config)
     run_setup(task)
     micro = rows.micro_batch(split.micro_batch)
+    trace_step = _choose_tracer(task, config, hardware)
 
     def trace(changes: dict[str, Any], size: int, passes: int = 1) -> Trace:
         layout = config.layout.model_copy(update={**changes, "micro_batch": size})
-        return trace_step(task, config.model_copy(update={"layout": layout}), rows.micro_batch(size), passes)
+        return trace_step(config.model_copy(update={"layout": layout}), rows.micro_batch(size), passes)
 
     seen = trace({}, split.micro_batch, split.passes)
     work = {name: value / split.micro_batch for name, value in micro.work.items()}
-    conditions = Conditions(hardware, config.train.precision, rows.seconds, work)
+    conditions = Conditions(hardware, config.train.precision, rows.seconds, work, config.layout.engine == "jax")
     asked = estimate_traced(seen, config.layout, split.passes, conditions)
     best, found = None, list[Estimate]()
     if settings.search:
@@ -95,6 +94,18 @@ def make_plan(config: RunConfig, settings: PlanSettings) -> Plan:
         best = _trace_best(trace, found, asked, conditions)
     shapes = {name: tuple(value.shape) for name, value in micro.arrays.items() if hasattr(value, "shape")}
     return Plan(config, hardware, seen.parameters, asked, best, len(found), rows.seconds, shapes)
+
+
+def _choose_tracer(task: Task, config: RunConfig, hardware: Hardware) -> Callable[[RunConfig, MicroBatch, int], Trace]:
+    """The tracer of the engine that trains a task."""
+    if config.layout.engine == "jax":
+        from unisono_plan import jax_trace
+
+        jax_trace.start_virtual_devices(hardware.count)
+        return jax_trace.JaxTracer(task)
+    from unisono_plan import torch_trace
+
+    return partial(torch_trace.trace_torch_step, task)
 
 
 def _trace_best(trace: Any, found: list[Estimate], asked: Estimate, conditions: Conditions) -> Estimate | None:

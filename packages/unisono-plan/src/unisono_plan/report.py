@@ -7,7 +7,7 @@ from itertools import groupby
 
 from unisono.config.schema.layout import Layout
 from unisono_plan.estimate import RESERVED, Estimate
-from unisono_plan.plan import Plan, same_layout
+from unisono_plan.plan import Plan
 from unisono_plan.recording import Collective, Kind
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "batch")
@@ -39,7 +39,7 @@ def _best(plan: Plan) -> Iterator[str]:
             f"none of {plan.considered:,} layouts fits {plan.hardware.memory / 1e9:.0f} GB: take more devices, a "
             "smaller model or shorter rows"
         )
-    elif same_layout(plan.best.layout, plan.asked.layout, plan.asked.rows):
+    elif plan.best is plan.asked:
         yield f"of {plan.considered:,} layouts, none is faster"
     else:
         yield from _estimate(f"the best of {plan.considered:,} layouts", plan.best, plan)

@@ -14,8 +14,7 @@ from typing import Any
 from unisono.config.batch_split import divisors
 from unisono.config.schema.layout import Layout
 from unisono_plan.estimate import Conditions, Estimate, estimate, for_shards
-from unisono_plan.recording import Collective, Kind, Phase, Work
-from unisono_plan.trace import Trace
+from unisono_plan.recording import Collective, Kind, Phase, Trace, Work
 
 Tracer = Callable[[dict[str, Any], int], Trace]  # of changes of the layout, and of rows of a micro-batch
 _TRACED_SHARDS = 2

@@ -139,10 +139,21 @@ class Step:
         self, state: State, constants: Sharded, batch: DeviceBatch, inputs: Inputs
     ) -> tuple[State, jax.Array, ObservedStep]:
         """The same update, with the extra results for observers."""
-        numbers = self.numbers(inputs)
         raw, reports, carry, outputs = self.gradients(state, constants, batch, inputs)
+        made, outcome, clipped = self.finish(replace(state, carry={}), raw, reports, inputs)
+        made.carry = carry
+        return made, outcome, ObservedStep(raw, clipped, outputs)
+
+    def finish(
+        self, before: State, raw: Sharded, reports: jax.Array, inputs: Inputs
+    ) -> tuple[State, jax.Array, dict[str, jax.Array]]:
+        """What comes after the raw gradient: the state after the update, the outcome packed, and clipped gradients.
+
+        The state comes and goes without that of rows.
+        """
+        numbers = self.numbers(inputs)
         squares = jnp.stack([jnp.square(raw[name]).sum() for name in sorted(raw)])
-        own = state.parameters if self.norms else {}
+        own = before.parameters if self.norms else {}
         weights = jnp.array([jnp.square(own[name]).sum() for name in sorted(own)], squares.dtype)
         grad_norm = jnp.sqrt(squares.sum())
         loss = self.loss(reports)
@@ -151,12 +162,9 @@ class Step:
         largest = numbers[LARGEST]
         clipping = jnp.where(grad_norm > largest, rules.shrinking_factor(grad_norm, largest), 1.0)
         clipped = {name: gradient * clipping for name, gradient in raw.items()}
-        before = replace(state, carry={})
         # A branch: to choose between old and new numbers, XLA keeps both, and reads the whole state once more.
         made = jax.lax.cond(updated, lambda: self.update(before, clipped, numbers), lambda: before)
-        made.carry = carry
-        outcome = StepOutcome(loss, grad_norm, updated, squares, weights, reports).pack()
-        return made, outcome, ObservedStep(raw, clipped, outputs)
+        return made, StepOutcome(loss, grad_norm, updated, squares, weights, reports).pack(), clipped
 
     def numbers(self, inputs: Inputs) -> dict[str, jax.Array]:
         """Scheduled scalars and controls by name."""
@@ -206,8 +214,7 @@ class Step:
         totals = device.totals(kept)
         crosses = forward.features.cross_sample is not None
         compute = partial(device.across_samples if crosses else device.by_micro_batch, totals, kept)
-        on_cpu = forward.grid.mesh.devices.flat[0].platform == "cpu"
-        computed, transposed = mesh.find_transposed_products(compute) if on_cpu else (compute(), set())
+        computed, transposed = mesh.find_transposed_products(compute) if forward.grid.is_cpu else (compute(), set())
         gradients, reports, left, outputs = computed
         self.forward.columns = forward.columns
         if self.defer:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from unisono.config.schema.layout import Layout
 from unisono.runtime.errors import ConfigError
@@ -24,6 +24,7 @@ from unisono.runtime.errors import ConfigError
 REPLICA, SHARD = "replica", "shard"
 DEVICES = (REPLICA, SHARD)  # both axes: one slice for every device
 Arrays = Mapping[str, jax.Array]
+_REGATHERED = {"all_gather", "broadcast_in_dim", "pad", "reshape", "slice", "squeeze", "transpose"}
 _SMALL = 1 << 16  # numbers of a gradient that is summed together with others: to copy it costs less than to begin a sum
 
 
@@ -33,10 +34,10 @@ class Grid:
 
     Attributes:
         mesh: with the axes `replica` and `shard`; device `r · shards + s` computes the micro-batches
-            `[(r · shards + s) · passes, …)` of the global batch.
+            `[(r · shards + s) · passes, …)` of the global batch. Without devices (abstract) it can be traced alone.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @classmethod
     def from_layout(cls, layout: Layout, devices: Sequence[jax.Device]) -> Grid:
@@ -63,6 +64,11 @@ class Grid:
         return cls(Mesh(np.array([[device]]), DEVICES))
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are CPUs; those that an abstract mesh stands for are not."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def replicas(self) -> int:
         """Copies of the model."""
         return int(self.mesh.shape[REPLICA])
@@ -81,6 +87,7 @@ class Grid:
     def first_local_index(self) -> int:
         """The index in the grid of this process's first device; its others follow."""
         here = jax.process_index()
+        assert isinstance(self.mesh, Mesh)
         return next(index for index, device in enumerate(self.mesh.devices.flat) if device.process_index == here)
 
     def spec(self, shape: Sequence[int]) -> PartitionSpec:
@@ -132,7 +139,8 @@ def _all_gather_shards(array: jax.Array, axis: int, dtype: Any) -> jax.Array:
 
 
 def _all_gather_forward(array: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
-    return _all_gather_shards(array, axis, dtype), jnp.zeros((0,), array.dtype)
+    # The primitive itself: `regather_in_backward` would keep what a function with a gradient of its own returns.
+    return jax.lax.all_gather(array.astype(dtype), SHARD, axis=axis, tiled=True), jnp.zeros((0,), array.dtype)
 
 
 def _all_gather_backward(axis: int, dtype: Any, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
@@ -150,10 +158,13 @@ def scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def regather_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose backward pass gathers parameters again instead of keeping the whole ones."""
+    """The same function, whose backward pass gathers parameters again instead of keeping the whole ones.
+
+    Nor does it keep views and padded copies, since those of a whole parameter are as large as it is.
+    """
 
     def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name != "all_gather"
+        return primitive.name not in _REGATHERED
 
     return jax.checkpoint(function, policy=keeps)
 
@@ -202,7 +213,9 @@ def sum_gradients(
     for numbers in together.values():
         ends = np.cumsum([arrays[number].size for number in numbers])[:-1]
         whole = jnp.concatenate([arrays[number].ravel() for number in numbers]) if len(ends) else arrays[numbers[0]]
-        total = jax.lax.psum(whole, axes[numbers[0]])
+        axis = axes[numbers[0]]
+        # XLA for CPU runs a sum of every device with itself; over one device in all it removes it.
+        total = jax.lax.psum(whole, axis) if axis == DEVICES or jax.lax.axis_size(axis) > 1 else whole
         for number, part in zip(numbers, jnp.split(total, ends) if len(ends) else [total], strict=True):
             arrays[number] = part.reshape(arrays[number].shape)
     summed = zip(gradients, arrays, strict=False)

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,31 +55,13 @@ from unisono.runtime.communication.communicator import ProcessInfo, SingleProces
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.source_files import is_user_file
 from unisono.task import Task
-from unisono_plan.recording import READ, Pause, Recorder, Recording
+from unisono_plan.recording import Trace
+from unisono_plan.torch_recorder import READ, Pause, Recorder
 
 _CONTENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What was seen of one step of one process.
-
-    Attributes:
-        recording: Of the step.
-        passes: Micro-batches that were traced: at most two, since all but the last are alike.
-        rows: Of a micro-batch.
-        parameters: Scalars that are trained, over all processes.
-        work: What the task says that a micro-batch is, e.g. its tokens and FLOPs.
-    """
-
-    recording: Recording
-    passes: int
-    rows: int
-    parameters: int
-    work: dict[str, float]
-
-
-def trace_step(task: Task, config: RunConfig, micro: MicroBatch, passes: int) -> Trace:
+def trace_torch_step(task: Task, config: RunConfig, micro: MicroBatch, passes: int) -> Trace:
     """Trace one step.
 
     Args:
