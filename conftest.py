@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -30,8 +31,11 @@ torch.set_num_threads(1)  # the number of threads is part of the order of sums
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No test waits for ever: one that hangs fails, with its name."""
+    """No test waits for ever: one that hangs fails, with its name. One that needs a library is skipped without it."""
     for item in items:
+        needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+        for name in sorted(name for name in needed if importlib.util.find_spec(name) is None):
+            item.add_marker(pytest.mark.skip(reason=f"{name} is not installed"))
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1200 if item.get_closest_marker("slow") else 300, method="signal"))
 

@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from unisono.config.recipes import EXTRAS
+
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
     project["name"]: project
@@ -30,3 +32,8 @@ def test_every_extra_that_an_error_or_a_page_names_exists():
         if extra not in PROJECTS.get(name, {}).get("optional-dependencies", {})
     }
     assert not unknown
+
+
+def test_every_recipe_of_ours_is_an_extra_of_the_core_by_its_own_name():
+    assert {path.name for path in ROOT.glob("recipes/*") if (path / "pyproject.toml").is_file()} == set(EXTRAS)
+    assert all(PROJECTS["unisono"]["optional-dependencies"][name] == [f"unisono-{name}"] for name in EXTRAS)

@@ -15,9 +15,11 @@ from unisono.runtime.errors import ConfigError
 from unisono_sweeps.axes import Interval, Variant, list_variants
 from unisono_sweeps.settings import SweepSettings
 
+from .written import TASK
+
 
 def variants(*words: str, **settings: Any) -> list[Variant]:
-    return list_variants(words, SweepSettings.model_validate(settings), Composer("language"))[1]
+    return list_variants(words, SweepSettings.model_validate(settings), Composer(TASK))[1]
 
 
 def names(*words: str, **settings: Any) -> list[str]:
@@ -25,20 +27,20 @@ def names(*words: str, **settings: Any) -> list[str]:
 
 
 def test_a_grid_has_every_combination_and_the_last_key_changes_fastest() -> None:
-    assert names("optim.lr=1e-3,3e-4", "task.sequence=range(64,129,64)", seeds="2") == [
-        f"lr{lr}-sequence{length}-seed{seed}" for lr in ("0.001", "0.0003") for length in (64, 128) for seed in (0, 1)
+    assert names("optim.lr=1e-3,3e-4", "task.features=range(64,129,64)", seeds="2") == [
+        f"lr{lr}-features{length}-seed{seed}" for lr in ("0.001", "0.0003") for length in (64, 128) for seed in (0, 1)
     ]
 
 
 def test_zipped_keys_change_together() -> None:
-    found = variants("optim.lr=1e-3,3e-4", "task.sequence=64,128", zip="[optim.lr,task.sequence]")
+    found = variants("optim.lr=1e-3,3e-4", "task.features=64,128", zip="[optim.lr,task.features]")
     assert [variant.words for variant in found] == [
-        ["optim.lr=0.001", "task.sequence=64"], ["optim.lr=0.0003", "task.sequence=128"]
+        ["optim.lr=0.001", "task.features=64"], ["optim.lr=0.0003", "task.features=128"]
     ]  # fmt: skip
 
 
 def test_a_group_is_swept_by_a_pattern_over_its_files() -> None:
-    assert names("model=glob(*3_tiny)") == ["model-qwen3_tiny"]
+    assert names("optim=glob(s*)") == ["optim-sgd"]
 
 
 def test_random_draws_are_the_same_however_many_there_are() -> None:
@@ -58,7 +60,7 @@ def test_a_drawn_value_lies_in_its_interval(share: float) -> None:
 
 CONFIGS = """
 def configs():
-    wide = {"name": "wide", "task.sequence": 128}
+    wide = {"name": "wide", "task.features": 128}
     return [wide, {"optim": {"lr": 0.01}}]
 """
 
@@ -88,7 +90,7 @@ def test_values_that_a_name_cannot_hold_still_have_names_of_their_own() -> None:
         (["optim.lr=1,2"], {"draws": "3"}, "no key has an interval"),
         (["optim.lr=tag(log,interval(0,1))"], {"draws": "3"}, "both positive"),
         (["optim.lr=tag(normal,interval(0,1))"], {"draws": "3"}, "the only tag is 'log', not 'normal'"),
-        (["model=glob(x*)"], {}, "matches nothing; model has gpt2_tiny"),
+        (["optim=glob(x*)"], {}, "matches nothing; optim has adafactor"),
         (["optim.lr=1,2", "a.b=1,2,3"], {"zip": "[optim.lr,a.b]"}, "optim.lr has 2, a.b has 3"),
         (["optim.lr=1,2"], {"zip": "[optim.lrr]"}, "did you mean 'optim.lr'"),
     ],

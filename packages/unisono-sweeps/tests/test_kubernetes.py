@@ -72,7 +72,7 @@ def test_the_pods_of_a_run_of_several_nodes_meet_at_the_first(command: Command) 
         "launch.nodes=2", "launch.node_rank=1", f"launch.rendezvous={name}-nodes-0-0.{name}:29400",
         "launch.start_timeout=1800",
     ]  # fmt: skip
-    config = validate_config(compose.compose("language", [*own, "layout.world_size=8"]))
+    config = validate_config(compose.compose(TASK, [*own, "layout.world_size=8"]))
     assert (config.launch.nodes, config.launch.node_rank) == (2, 1)
 
 

@@ -15,6 +15,7 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.security.runs import stranger
 from unisono import task_config
 from unisono.checkpoint.core import commit
+from unisono.config import recipes
 from unisono.engines.torch import devices
 from unisono.launch import train
 from unisono.launch.processes import local_processes
@@ -92,10 +93,13 @@ def test_help_lists_every_verb(unisono: Command, capsys: pytest.CaptureFixture[s
         unisono("--help")
     assert caught.value.code == 0
     told = capsys.readouterr().out
-    assert all(f"  {verb} " in told for verb in ("train", "check", "config", "evaluate", "generate", "resume", "list"))
+    assert all(f"  {verb} " in told for verb in ("train", "check", "config", "evaluate", "resume", "list"))
 
 
-def test_the_word_alone_says_in_three_lines_what_to_type_first(unisono: Command):
+def test_the_word_alone_says_in_three_lines_what_to_type_first(unisono: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recipes, "recipe_names", list)
+    assert "pip install 'unisono[language]'" in unisono()[1].splitlines()[0]
+    monkeypatch.setattr(recipes, "recipe_names", lambda: ["birds", "language"])
     code, told, _ = unisono()
     assert (code, len(told.splitlines())) == (0, 3)
     first, own, rest = told.splitlines()
@@ -112,7 +116,7 @@ def test_the_version_is_told(unisono: Command, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     "words",
-    [("train",), ("train", "language", "--confg-dir", "x"), ("config", LINEAR, "x=1", "-v")],
+    [("train",), ("train", LINEAR, "--confg-dir", "x"), ("config", LINEAR, "x=1", "-v")],
 )
 def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
     unisono: Command, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -124,7 +128,7 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
 
 
 def test_a_verb_that_is_spelt_wrongly_is_refused_with_the_nearest(unisono: Command):
-    code, _, error = unisono("trian", "language")
+    code, _, error = unisono("trian", LINEAR)
     assert code == 2
     assert "unknown verb 'trian', did you mean 'train'?" in error
 

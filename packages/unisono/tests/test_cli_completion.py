@@ -121,12 +121,11 @@ def test_tab_completes_in_zsh_too(tmp_path: Path):
         zsh.close()
 
 
-def test_tab_completes_recipes_and_the_keys_of_their_files(shell: Shell):
-    language = pytest.importorskip("unisono_language")
-    assert language.RECIPE and shell.complete("unisono train langu") == "unisono train language"
-    assert shell.complete("unisono train language model=qw") == "unisono train language model=qwen3_tiny"
-    line = "unisono train language model=qwen3_tiny model.settings.hidden_s"
-    assert shell.complete(line) == f"{line}ize="
+def test_tab_completes_recipes_and_the_keys_of_their_files(spirals: Path, shell: Shell):
+    assert shell.complete("unisono train spir") == "unisono train spirals"
+    assert shell.complete("unisono train spirals model=na") == "unisono train spirals model=narrow"
+    line = "unisono train spirals model=narrow model.wid"
+    assert shell.complete(line) == f"{line}th="
 
 
 def test_completing_imports_no_library_that_computes(tmp_path: Path):

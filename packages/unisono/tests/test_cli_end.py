@@ -60,7 +60,9 @@ def test_threads_in_the_middle_of_torch_do_not_change_the_exit_code(
     assert ended.stdout.endswith("the user's own end\n")
 
 
-@pytest.mark.parametrize("words", [["config", "language"], ["train", "busy.py:LinearTask", *WORDS, "train.steps=9"]])
+@pytest.mark.parametrize(
+    "words", [["config", "busy.py:LinearTask"], ["train", "busy.py:LinearTask", *WORDS, "train.steps=9"]]
+)
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "busy.py").write_text(
         "from packages.unisono.tests.tasks import LinearTask as Base\n\nclass LinearTask(Base): ...\n"

@@ -24,6 +24,7 @@ def test_a_new_recipe_has_its_name_everywhere_and_nothing_of_the_skeleton(tmp_pa
     texts = "\n".join((folder / name).read_text() for name in files)
     assert "skeleton" not in texts.lower()
     assert 'tasks={"torch": "bird_calls.task:BirdCalls"}' in texts
+    pytest.importorskip("ruff", reason="ruff is not installed")
     ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", folder], capture_output=True, text=True)
     assert ruff.returncode == 0, ruff.stdout
 
@@ -34,15 +35,17 @@ def test_a_name_that_no_package_can_have_is_refused(tmp_path: Path, name: str) -
         new.create_recipe(name, tmp_path)
 
 
-def test_nothing_is_overwritten_and_no_recipe_is_shadowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_and_no_recipe_is_shadowed(
+    tmp_path: Path, spirals: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["new", "birds", "--dir", str(tmp_path)]) == 0
     assert "unisono train birds" in capsys.readouterr().out
     (tmp_path / "birds" / "README.md").write_text("mine")
     assert main.main(["new", "birds", "--dir", str(tmp_path)]) == 2
     assert "birds already exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "birds" / "README.md").read_text() == "mine"
-    assert main.main(["new", "language", "--dir", str(tmp_path)]) == 2
-    assert "a recipe called 'language' already exists" in capsys.readouterr().err
+    assert main.main(["new", "spirals", "--dir", str(tmp_path)]) == 2
+    assert "a recipe called 'spirals' already exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_work(
 
 
 @pytest.mark.parametrize(("words", "known"), [(["faults", "--list"], "A1"), (["data", "scan", "--help"], "PATH")])
+@pytest.mark.needs("unisono_faults", "unisono_audio")
 def test_the_verbs_of_our_own_plugins_are_there(command: Any, words: list[str], known: str) -> None:
     try:
         code, out, _ = command(*words)

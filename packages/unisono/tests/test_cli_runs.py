@@ -77,12 +77,12 @@ def test_a_finished_run_says_so_and_how_to_extend_it(unisono: Command):
     )  # fmt: skip
 
 
-def test_only_one_s_own_run_is_resumed_without_trust(unisono: Command, tmp_path: Path):
+def test_only_one_s_own_run_is_resumed_without_trust(unisono: Command, tmp_path: Path, spirals: Path):
     theirs, touched = stranger(tmp_path, "layout.world_size=1")
     code, _, error = unisono("resume", theirs)
     assert (code, touched.exists()) == (2, False)
     assert "Nothing shows that you made this run" in error and "--trust" in error
-    packaged, _ = stranger(tmp_path / "other", reference="language")  # its configuration is a stranger's, too
+    packaged, _ = stranger(tmp_path / "other", reference="spirals")  # its configuration is a stranger's, too
     assert "cannot be resumed without your word" in unisono("resume", packaged)[2]
 
 

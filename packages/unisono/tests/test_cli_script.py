@@ -61,7 +61,7 @@ def test_a_file_with_a_task_is_proved_as_a_task_and_any_other_as_a_script(
 def test_a_class_and_a_recipe_are_no_scripts_and_only_proofs_look_at_a_file() -> None:
     assert script.is_proof_of_script(["prove", "train.py", "worlds=[1,2]"])  # which is missing, and reported as such
     assert not script.is_proof_of_script(["prove", "task.py:Task"])
-    assert not script.is_proof_of_script(["prove", "language"])
+    assert not script.is_proof_of_script(["prove", "spirals"])
     assert not script.is_proof_of_script(["train", "train.py"])
 
 

@@ -24,6 +24,7 @@ from unisono_language.generate import generate
 from unisono_language.model import build_model
 from unisono_language.settings import FromConfig
 
+pytest.importorskip("peft", reason="peft is not installed")
 SLOW = pytest.mark.slow
 TOKENS = torch.arange(3, 35).reshape(2, 16)
 

@@ -157,6 +157,7 @@ def test_an_export_answers_as_the_run_and_as_transformers_does(run: Path, tmp_pa
 def test_adapters_learn_conversations_and_a_prepared_folder_keeps_its_template(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
     data = write_rows(tmp_path / "a.jsonl", TALK[:1])
     prepare = ["data=chat", f"data.path={data}", "model=pretrained", f"model.path={base}", f"out={tmp_path / 'out'}"]
     assert main.main(["data", "prepare", "language", *prepare]) == 0

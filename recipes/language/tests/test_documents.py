@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from packages.unisono.tests.checkpoint import stores
 from recipes.language.tests.corpora import DIFFICULT, corpus, write_jsonl
 from unisono.runtime.errors import DataError
 from unisono_language import texts as documents
@@ -106,13 +107,28 @@ def test_a_url_stays_a_url_and_a_path_may_be_one_of_pathlib(tmp_path: Path) -> N
     assert corpus([tmp_path, "gs://b/c"]).path == [str(tmp_path), "gs://b/c"]  # type: ignore[list-item]
 
 
+def test_documents_lie_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    with stores.serving() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket = s3fs.S3FileSystem(skip_instance_cache=True)
+        bucket.mkdir("rows")
+        bucket.pipe("rows/corpus/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
+        bucket.pipe("rows/corpus/b.txt", b"three")
+        found = documents.find_texts(["s3://rows/corpus"])
+        assert [text for file in found.files for text in documents.read_documents(file)] == ["one", "two", "three"]
+
+
 # saved data sets --------------------------------------------------------------------------------------------------
 
 
 def _splits(folder: Path, *splits: str) -> Path:
-    from datasets import Dataset, DatasetDict
-
-    DatasetDict({split: Dataset.from_dict({"text": [split]}) for split in splits}).save_to_disk(folder)
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.DatasetDict({split: datasets.Dataset.from_dict({"text": [split]}) for split in splits}).save_to_disk(
+        folder
+    )
     return folder
 
 
@@ -139,9 +155,8 @@ def test_a_split_that_cannot_be_told_is_refused_with_those_there_are(tmp_path: P
 
 def test_a_selection_of_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Path) -> None:
     """`datasets` writes the whole table and which of its rows count; reading the table would bring back the others."""
-    from datasets import Dataset
-
-    Dataset.from_dict({"text": ["kept", "left out"]}).save_to_disk(tmp_path / "saved")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict({"text": ["kept", "left out"]}).save_to_disk(tmp_path / "saved")
     state = json.loads((tmp_path / "saved" / "state.json").read_text())
     (tmp_path / "saved" / "state.json").write_text(json.dumps({**state, "_indices_files": [{"filename": "i.arrow"}]}))
     with pytest.raises(DataError, match=r"saved was saved with an indices mapping.*dataset\.flatten_indices\(\)"):
@@ -149,16 +164,14 @@ def test_a_selection_of_a_saved_data_set_is_refused_with_the_remedy(tmp_path: Pa
 
 
 def test_a_selection_is_saved_without_a_mapping_today(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0]).save_to_disk(tmp_path / "saved")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0]).save_to_disk(tmp_path / "saved")
     assert texts(tmp_path / "saved") == ["c", "a"]
 
 
 def test_a_missing_shard_of_a_saved_data_set_is_named(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    Dataset.from_dict({"text": DIFFICULT}).save_to_disk(tmp_path / "saved", num_shards=3)
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict({"text": DIFFICULT}).save_to_disk(tmp_path / "saved", num_shards=3)
     (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(DataError, match=r"data-00001-of-00003\.arrow is listed in state\.json but missing"):
         texts(tmp_path / "saved")

@@ -242,6 +242,7 @@ def test_an_export_imported_into_one_file_is_the_commit_bit_for_bit(run: Path, t
 @pytest.fixture(scope="module")
 def adapted(folder: Path, run: Path) -> Path:
     """Adapters on the exported llama."""
+    pytest.importorskip("peft", reason="peft is not installed")
     out = folder / "base"
     exported(run, out)
     lora = {"adapter": "lora", "adapter.rank": 4, "adapter.alpha": 12.0, "adapter.targets": ["q_proj", "*.1.mlp.*"]}

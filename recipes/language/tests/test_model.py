@@ -356,3 +356,11 @@ def test_targets_that_are_padding_are_the_same_everywhere() -> None:
     from unisono.engines.torch.losses import linear_cross_entropy
 
     assert IGNORED == linear_cross_entropy.IGNORED == -100
+
+
+def test_whoever_gives_a_pickle_is_told_the_command_that_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    for path, out in ((tmp_path, "DIR"), (tmp_path / "pytorch_model.bin", "pytorch_model.safetensors")):
+        with pytest.raises(ConfigError, match=f"looks like a pickle.*`unisono import {path} out={out}`"):
+            models.check_model(Pretrained(kind="pretrained", path=path), 10)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import unisono
 from packages.unisono.tests.runs import Trace, assert_same, distance
 from packages.unisono.tests.runs import trace as torch_trace
 from recipes.puzzles.tests import test_task as of_torch
@@ -162,3 +163,12 @@ def test_both_engines_draw_initial_weights_of_the_same_spread() -> None:
             assert np.abs(theirs[name]).max() == pytest.approx(float(value.abs().max()), rel=0.1), name
         else:
             assert theirs[name].shape == value.shape
+
+
+@pytest.mark.slow
+def test_the_puzzles_of_both_engines_are_the_same_run() -> None:
+    small = ["data.side=4", "data.clues=[6,8]", "data.puzzles=64", "data.held_out=8", "task.halt_steps=3"]
+    proved = unisono.prove("puzzles", ["engines=[torch,jax]", "shrink=always", "steps=4", *small])
+    assert proved.passed, proved
+    (verdict,) = proved.verdicts
+    assert {one.quantity for one in verdict.compared if one.mark == "PASS"} >= {"raw gradients", "parameters", "EMA"}

@@ -192,15 +192,6 @@ def test_nothing_is_overwritten_and_a_missing_source_is_named(
 
 
 def test_whoever_else_meets_a_pickle_names_the_command(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from unisono.runtime.errors import ConfigError
-    from unisono_language.model import check_model
-    from unisono_language.settings import Pretrained
-
-    (tmp_path / "config.json").write_text("{}")
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
-    for path, out in ((tmp_path, "DIR"), (tmp_path / "pytorch_model.bin", "pytorch_model.safetensors")):
-        with pytest.raises(ConfigError, match=f"looks like a pickle.*`unisono import {path} out={out}`"):
-            check_model(Pretrained(kind="pretrained", path=path), 10)
     with pytest.raises(RunError, match=r"is not a run.*`unisono import "):
         unisono.load_weights(tmp_path / "pytorch_model.bin", torch.nn.Linear(1, 1))

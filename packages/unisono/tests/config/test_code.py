@@ -144,7 +144,8 @@ def test_a_task_of_a_package_counts_with_the_packages_above_it():
     assert of_project(recipe).keys() == above | {f"packages/unisono/tests/{name}.py" for name in ("tasks", "rows")}
 
 
-def test_a_packaged_recipe_counts_although_it_is_installed():
-    found = code_digest.digest_sources("language")
-    assert {"unisono_language/task.py", "unisono/task.py"} <= found.keys()
-    assert {name.split("/")[0] for name in found} == {"unisono", "unisono_language"}
+def test_a_packaged_recipe_counts_although_it_is_installed(spirals: Path):
+    find_task("spirals")
+    found = code_digest.digest_sources("spirals")
+    assert {"spirals/task.py", "unisono/task.py"} <= found.keys()
+    assert {name.split("/")[0] for name in found} == {"unisono", "spirals"}

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+import unisono
 from unisono.config.compose import ComposedConfig, compose
 from unisono.config.recipes import config_folders
 from unisono.runtime.errors import ConfigError
 
 OWN = "task.py:Anything"  # composing does not open the task's file
+pytestmark = pytest.mark.usefixtures("spirals")
 CHOICES = "adafactor, adam_atan2, adamw, lion, muon, sgd"
 
 
@@ -42,11 +44,11 @@ def refusal(*overrides: str, recipe: str = OWN, folder: Path | None = None) -> s
 
 
 def test_a_recipe_is_composed_from_its_defaults_list():
-    found = values(recipe="language")
+    found = values(recipe="spirals")
     assert found["optim"]["kind"] == "adamw"
     assert found["schedules"]["lr"]["kind"] == "wsd"
-    assert found["data"] == {"kind": "embedded"}
-    assert found["model"]["architecture"] == "llama"
+    assert found["data"] == {"points": 100}
+    assert found["model"] == {"width": 128}
 
 
 def test_a_recipe_s_own_values_count_more_than_those_of_its_groups(folder: Path):
@@ -128,8 +130,8 @@ def test_a_choice_of_the_user_s_own_joins_a_packaged_group(folder: Path):
 
 
 def test_a_choice_of_the_user_s_own_serves_a_packaged_recipe(folder: Path):
-    write(folder / "model" / "mini.yaml", "kind: config\narchitecture: gpt2\n")
-    assert values("model=mini", recipe="language", folder=folder)["model"]["architecture"] == "gpt2"
+    write(folder / "model" / "mini.yaml", "width: 4\n")
+    assert values("model=mini", recipe="spirals", folder=folder)["model"] == {"width": 4}
 
 
 @pytest.mark.parametrize("override", ["task=wide", "+task=wide"])
@@ -146,10 +148,10 @@ def test_a_file_of_the_user_s_own_can_set_keys_of_several_groups(folder: Path):
 
 
 def test_a_config_of_the_user_s_own_may_stand_on_a_packaged_recipe(folder: Path):
-    text = "defaults:\n  - language\n  - override model: qwen3_tiny\n  - _self_\ntrain:\n  steps: 7\n"
+    text = "defaults:\n  - spirals\n  - override model: narrow\n  - _self_\ntrain:\n  steps: 7\n"
     write(folder / "mine.yaml", text)
     found = values(recipe="mine", folder=folder)
-    assert (found["recipe"], found["model"]["architecture"], found["train"]["steps"]) == ("language", "qwen3", 7)
+    assert (found["recipe"], found["model"]["width"], found["train"]["steps"]) == ("spirals", 8, 7)
 
 
 def test_a_config_of_the_user_s_own_may_name_a_task_file(folder: Path):
@@ -158,17 +160,17 @@ def test_a_config_of_the_user_s_own_may_name_a_task_file(folder: Path):
     assert (found["recipe"], found["task"], found["optim"]) == ("tasks.py:Mine", {"width": 6}, {"kind": "adamw"})
 
 
-@pytest.mark.parametrize("recipe", [OWN, "language", "mine"])
+@pytest.mark.parametrize("recipe", [OWN, "spirals", "mine"])
 def test_a_user_s_file_that_would_shadow_a_packaged_one_is_refused(folder: Path, recipe: str):
-    write(folder / "mine.yaml", "defaults:\n  - language\n")
+    write(folder / "mine.yaml", "defaults:\n  - spirals\n")
     write(folder / "optim" / "adamw.yaml", "kind: adamw\nlr: 5\n")
     told = refusal(recipe=recipe, folder=folder)
     assert "conf/optim/adamw.yaml has the name of a packaged file" in told
 
 
 def test_a_user_s_config_with_the_name_of_a_packaged_recipe_is_refused(folder: Path):
-    write(folder / "language.yaml", "train:\n  steps: 7\n")
-    assert "conf/language.yaml has the name of a packaged recipe" in refusal(recipe="language", folder=folder)
+    write(folder / "spirals.yaml", "train:\n  steps: 7\n")
+    assert "conf/spirals.yaml has the name of a packaged recipe" in refusal(recipe="spirals", folder=folder)
 
 
 def test_a_config_folder_that_is_not_there_is_named(folder: Path):
@@ -259,8 +261,8 @@ def test_a_yaml_file_that_cannot_be_parsed_is_refused_in_one_sentence(folder: Pa
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_one():
-    told = refusal(recipe="langage")
-    assert told == "unknown recipe 'langage', did you mean 'language'? (or a task of your own: path/to/file.py:Class)"
+    told = refusal(recipe="spirls")
+    assert told == "unknown recipe 'spirls', did you mean 'spirals'? (or a task of your own: path/to/file.py:Class)"
 
 
 def test_an_unknown_recipe_is_compared_with_the_user_s_own_configs_too(folder: Path):
@@ -271,19 +273,14 @@ def test_an_unknown_recipe_is_compared_with_the_user_s_own_configs_too(folder: P
 # origins ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_value_of_a_recipe_has_a_file_and_a_line_that_hold_it():
-    root = Path(__file__).parents[4]
-    found = compose("language")
+def test_every_value_of_a_recipe_has_a_file_and_a_line_that_hold_it(spirals: Path):
+    places = spirals, Path(unisono.__file__).parents[1]
+    found = compose("spirals")
     assert found.origins
     for key, origin in found.origins.items():
         file, line = origin.split(":")
-        name, value = (
-            next(root.glob(f"*/*/src/{file}"))
-            .read_text(encoding="utf-8")
-            .splitlines()[int(line) - 1]
-            .strip()
-            .split(": ")
-        )
+        (path,) = (place / file for place in places if (place / file).is_file())
+        name, value = path.read_text(encoding="utf-8").splitlines()[int(line) - 1].strip().split(": ")
         at = found.values
         for part in key.split("."):
             at = at[part]
@@ -299,7 +296,7 @@ def test_a_value_of_the_user_s_file_is_said_to_come_from_its_line(folder: Path):
 
 
 def test_a_file_counts_as_the_origin_before_the_group_it_overrules(folder: Path):
-    write(folder / "mine.yaml", "defaults:\n  - language\n  - _self_\n\noptim:\n  lr: 1\n")
+    write(folder / "mine.yaml", "defaults:\n  - spirals\n  - _self_\n\noptim:\n  lr: 1\n")
     assert compose("mine", (), folder).origin("optim.lr") == "conf/mine.yaml:6"
 
 
@@ -326,7 +323,7 @@ def test_a_value_s_origin_is_an_override_a_file_or_the_default(override: str, ke
 
 
 def test_a_merged_dictionary_is_the_origin_of_no_other_keys():
-    assert ".yaml:" in compose("language", ["schedules.lr={warmup: 3}"]).origin("schedules.lr.decay")
+    assert ".yaml:" in compose("spirals", ["schedules.lr={warmup: 3}"]).origin("schedules.lr.decay")
 
 
 def test_explaining_a_message_adds_the_origin_of_every_key_it_names():
@@ -343,7 +340,7 @@ def test_explaining_a_message_adds_nothing_for_unwritten_keys_and_origins_that_i
 
 
 def test_every_packaged_recipe_can_be_composed():
-    assert "language" in config_folders()
+    assert "spirals" in config_folders()
     assert [compose(name).values["recipe"] for name in config_folders()] == list(config_folders())
 
 
@@ -353,14 +350,14 @@ OBJECT = {"model": {"features": 48, "encoder": "taxon"}, "data": {"kind": "study
 
 
 def test_the_settings_of_an_object_replace_those_of_the_files_and_overrides_change_them():
-    made = compose("microbiome", ["model.features=64", "data.target=ibd"], settings=OBJECT)
-    assert made.values["model"] == {"features": 64, "encoder": "taxon"}, "nothing of model=tiny"
+    made = compose("spirals", ["model.features=64", "data.target=ibd"], settings=OBJECT)
+    assert made.values["model"] == {"features": 64, "encoder": "taxon"}, "nothing of model=wide"
     assert made.values["data"] == {"kind": "study", "table": "${seed}/a.biom", "target": "ibd"}, "a text is a text"
     assert made.origin("model.features") == "override 'model.features=64'"
     assert made.origin("model.encoder") == "the task object"
 
 
 def test_a_choice_replaces_the_settings_of_an_object():
-    made = compose("microbiome", ["model=small"], settings=OBJECT)
-    assert made.values["model"] == compose("microbiome", ["model=small"]).values["model"]
+    made = compose("spirals", ["model=narrow"], settings=OBJECT)
+    assert made.values["model"] == {"width": 8}
     assert made.values["data"]["table"] == "${seed}/a.biom"

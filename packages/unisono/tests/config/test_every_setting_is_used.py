@@ -208,6 +208,8 @@ def test_a_setting_is_used_or_refused(engine: tuple[str, Path, set[str]], monkey
 def test_a_setting_of_one_engine_is_refused_by_the_other(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "jax":
+        pytest.importorskip("equinox", reason="equinox is not installed")
     (tmp_path / "small.py").write_text(TASKS[name], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     others = [key for key in keys(RunConfig) if key.only not in (None, name)]

@@ -58,6 +58,6 @@ def test_plain_values_and_what_is_no_yaml_are_left_alone(tmp_path: Path, text: s
 )  # fmt: skip
 def test_a_number_that_no_setting_has_is_a_sentence(tmp_path: Path, value: str) -> None:
     """`1:1:1:…:1.5`, a float to the base of 60, was an OverflowError."""
-    (tmp_path / "config.yaml").write_text(f"recipe: language\ntrain: {{steps: {value}}}\n")
+    (tmp_path / "config.yaml").write_text(f"recipe: tasks.py:Mine\ntrain: {{steps: {value}}}\n")
     with pytest.raises(ConfigError):
         foreign_run.read_values(tmp_path / "config.yaml")

@@ -13,6 +13,7 @@ from unisono.runtime.errors import ConfigError
 from unisono.task_config import validate_config
 
 LINEAR = f"{tasks.__file__}:LinearTask"
+pytestmark = pytest.mark.usefixtures("spirals")
 BEST = "checkpoint.keep_best={}"
 
 
@@ -21,7 +22,7 @@ def lengths(recipe: str, *words: str, folder: Path | None = None) -> tuple[Any, 
     return train.steps, train.epochs
 
 
-@pytest.mark.parametrize("recipe", [LINEAR, "language"])
+@pytest.mark.parametrize("recipe", [LINEAR, "spirals"])
 def test_epochs_on_the_command_line_beat_our_steps(recipe: str):
     assert lengths(recipe, "train.epochs=5") == (None, 5.0)
     assert lengths(recipe)[1] is None
@@ -39,7 +40,7 @@ def test_steps_and_epochs_that_the_user_wrote_both_are_refused():
         lengths(LINEAR, "train.epochs=5", "train.steps=1000")
 
 
-@pytest.mark.parametrize("recipe", [LINEAR, "language"])
+@pytest.mark.parametrize("recipe", [LINEAR, "spirals"])
 def test_tokens_on_the_command_line_beat_our_steps(recipe: str):
     train = validate_config(compose(recipe, ["train.tokens=2e9"])).train
     assert (train.steps, train.epochs, train.tokens) == (None, None, 2e9)
@@ -53,10 +54,10 @@ def test_a_default_that_yields_says_to_which_key():
 
 
 def test_no_average_means_none_of_our_settings_of_it():
-    ema = validate_config(compose("puzzles", ["ema.decay=null"])).ema
+    ema = validate_config(compose("spirals", ["ema.decay=null"])).ema
     assert (ema.decay, ema.exclude) == (None, [])
     with pytest.raises(ConfigError, match=r"ema\.exclude has no effect without ema\.decay"):
-        validate_config(compose("puzzles", ["ema.decay=null", "ema.exclude=[a]"]))
+        validate_config(compose("spirals", ["ema.decay=null", "ema.exclude=[a]"]))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,9 @@ def test_our_steps_between_checkpoints_and_evaluations_yield_to_what_is_to_be_ke
 ):
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found.replace(".", r"\.")):
-            validate_config(compose("language", words))
+            validate_config(compose("spirals", words))
         return
-    config = validate_config(compose("language", words))
+    config = validate_config(compose("spirals", words))
     assert (config.checkpoint.every, config.eval.every) == found
 
 

@@ -56,6 +56,21 @@ class Large(unisono.Settings):
     kind: Literal["large"]
     depth: int
 
+class Embedded(unisono.Settings):
+    kind: Literal["embedded"]
+    held_out: int = 500
+    seed: int = 0
+
+class FromFile(unisono.Settings):
+    kind: Literal["file"]
+    path: str
+    held_out: float = 0.1
+    seed: int = 0
+
+class Sourced(unisono.Task):
+    Data = Annotated[Embedded | FromFile, Field(discriminator="kind")]
+{METHODS}
+
 class Choosy(unisono.Task):
     class Config(unisono.Settings):
         width: int
@@ -148,13 +163,13 @@ def test_a_configuration_that_was_written_is_read_back_the_same(tmp_path: Path):
 
 
 def test_another_kind_of_a_group_keeps_no_value_of_a_key_that_means_something_else(tmp_path: Path):
-    values = {"recipe": "puzzles", "train": {"steps": 1}, "optim": {"kind": "sgd"}}
+    recipe, other = "tasks.py:Sourced", ["data.kind=file", "data.path=x.csv"]
+    values = {"recipe": recipe, "train": {"steps": 1}, "optim": {"kind": "sgd"}}
     values["data"] = {"kind": "embedded", "held_out": 500, "seed": 7}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    found = read_config(tmp_path / "config.yaml", "puzzles", ["data.kind=sudoku", "data.path=x.csv"]).data
+    found = read_config(tmp_path / "config.yaml", recipe, other).data
     assert (found.held_out, found.seed) == (0.1, 7)  # a share of the rows, where it was a number of them
-    given = ["data.kind=sudoku", "data.path=x.csv", "data.held_out=0.3"]
-    assert read_config(tmp_path / "config.yaml", "puzzles", given).data.held_out == 0.3
+    assert read_config(tmp_path / "config.yaml", recipe, [*other, "data.held_out=0.3"]).data.held_out == 0.3
 
 
 # keys that there were -------------------------------------------------------------------------------------------------
@@ -233,7 +248,7 @@ def test_an_unknown_key_is_told_with_its_origin_and_the_nearest_key(override: st
         ("Plan", "train.steps=1", ["tasks.py has no class 'Plan', did you mean 'Plain'?"]),
         (
             "Zzzzz", "train.steps=1",
-            ["tasks.py has no class 'Zzzzz', valid here: Choosy, Halved, Plain, Retiring, Tagged, Unfit"],
+            ["tasks.py has no class 'Zzzzz', valid here: Choosy, Halved, Plain, Retiring, Sourced, Tagged, Unfit"],
         ),
         ("Halved", "train.steps=1", ["tasks.py:Halved does not define loss(), outputs()"]),
     ],
@@ -415,11 +430,11 @@ def test_a_package_that_is_not_there_is_named():
         find_task("nowhere.tasks:Mine")
 
 
-def test_a_recipe_whose_packages_are_missing_is_told_what_to_install():
-    code = "import sys; sys.modules['pyarrow'] = None; import unisono.task_config as c; c.find_task('language')"
+def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(spirals: Path):
+    code = "import sys; sys.modules['pydantic'] = None; import unisono.task_config as c; c.find_task('spirals')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"ConfigError: language needs the package 'pyarrow.*': pip install 'unisono\[language\]'$", last)
+    assert re.search(r"ConfigError: spirals needs the package 'pydantic': pip install pydantic$", last)
 
 
 def test_two_files_of_the_same_name_in_folders_of_the_same_name_are_two_tasks(tmp_path: Path):

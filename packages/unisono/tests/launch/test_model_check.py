@@ -73,7 +73,12 @@ def test_a_model_larger_than_any_memory_is_checked() -> None:
     [
         (Fitting, {"optim": {"kind": "sgd", "groups": [{"match": "body.*"}]}}, r"optim.groups: 'body.\*' matches no"),
         (Fitting, {"ema": {"decay": 0.9, "exclude": ["body*"]}}, r"ema.exclude: 'body\*' matches no parameter"),
-        (Fitting, {"adapter": {"kind": "lora", "targets": ["query"]}}, "adapter.targets: 'query' matches no linear"),
+        pytest.param(
+            Fitting,
+            {"adapter": {"kind": "lora", "targets": ["query"]}},
+            "adapter.targets: 'query' matches no linear",
+            marks=pytest.mark.needs("peft"),
+        ),
         (Misfit, {}, "Misfit, on the first .* rows: the forward pass fails: RuntimeError: .* 8"),
         (Vector, {}, r"the term 'square' has the shape \(\d+,\); return a scalar sum"),
     ],

@@ -20,6 +20,7 @@ from unisono.runtime.communication.communicator import ProcessInfo, SingleProces
 from unisono.runtime.errors import CheckpointError, ConfigError, RunError
 
 pytestmark = pytest.mark.slow  # real runs, started again and again
+TASK = "packages.unisono.tests.tasks:TransformerTask"
 WORDS = (
     "run.name=a", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "train.global_batch=4",
     "layout.world_size=1", "layout.device=cpu", "layout.threads=1", "observe.progress=false",
@@ -29,7 +30,7 @@ WORDS = (
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    assert main.main(["train", "language", *WORDS, f"run.dir={folder}", "checkpoint.final=model"]) == 0
+    assert main.main(["train", TASK, *WORDS, f"run.dir={folder}", "checkpoint.final=model"]) == 0
     return folder / "a"
 
 

@@ -88,6 +88,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """The same run, with a fault in each of four attempts; the fifth finishes it."""
+    pytest.importorskip("unisono_faults", reason="unisono-faults is not installed")
     faults = ";".join(f"{fault},attempt={number}" for number, fault in enumerate(FAULTS))
     folder = tmp_path_factory.mktemp("disturbed")
     words = (f"launch.max_restarts={len(FAULTS)}", "launch.stuck_after=2", "launch.deadlines={data: 3, shape: 60}")
@@ -188,6 +189,7 @@ def test_a_fault_ends_a_run_with_its_code_and_a_record_when_no_restart_is_left(t
     assert jobs.working_in(tmp_path) == []
 
 
+@pytest.mark.needs("unisono_faults")
 def test_under_torchrun_the_monitor_tells_the_sentence_itself_and_ends_all_processes(tmp_path: Path):
     jobs.task_file(tmp_path)
     words = [*TRAIN, "launch.stuck_after=2", "launch.max_restarts=0", "--fault", "rank=1,step=4,phase=forward,act=gil"]

@@ -127,6 +127,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(point.step, point.value) for point in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
 
 
+@pytest.mark.needs("tensorboard")
 def test_tensorboard_shows_what_the_file_says(tmp_path: Path) -> None:
     with record(tmp_path, trackers=["tensorboard"]) as recording:
         recording.step(1, result(3.0, accuracy=0.5), SCALARS, SPEED)
@@ -140,6 +141,7 @@ def test_tensorboard_shows_what_the_file_says(tmp_path: Path) -> None:
     assert "eval/eval" not in shown
 
 
+@pytest.mark.needs("tensorboard")
 def test_tensorboard_takes_back_what_a_resumed_run_makes_again(tmp_path: Path) -> None:
     with record(tmp_path, trackers=["tensorboard"]) as recording:
         for step in (1, 2, 3):

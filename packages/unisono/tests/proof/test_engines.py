@@ -141,15 +141,3 @@ def test_rounding_is_allowed_in_the_step_where_an_engine_shows_it_and_in_no_othe
     assert marks(tmp_path / "none", grown)["raw gradients"] == "FAIL"
     elsewhere = {("raw gradients", 1): 8e-9}
     assert marks(tmp_path / "elsewhere", grown, elsewhere)["raw gradients"] == "FAIL"
-
-
-@pytest.mark.slow
-def test_the_puzzles_of_both_engines_are_the_same_run() -> None:
-    import unisono
-
-    pytest.importorskip("jax", reason="jax is not installed: pip install 'unisono[jax]'")
-    small = ["data.side=4", "data.clues=[6,8]", "data.puzzles=64", "data.held_out=8", "task.halt_steps=3"]
-    proved = unisono.prove("puzzles", ["engines=[torch,jax]", "shrink=always", "steps=4", *small])
-    assert proved.passed, proved
-    (verdict,) = proved.verdicts
-    assert {one.quantity for one in verdict.compared if one.mark == "PASS"} >= {"raw gradients", "parameters", "EMA"}

@@ -116,6 +116,7 @@ def test_a_proof_that_compares_nothing_is_no_pass(monkeypatch: pytest.MonkeyPatc
     assert seen == [("my.py:Task", [1, 4], ["steps=3"])]
 
 
+@pytest.mark.needs("transformers", "pytorch_lightning")
 def test_callbacks_do_nothing_outside_of_a_proof() -> None:
     from unisono.proof import LightningCallback, TransformersCallback
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from packages.unisono.tests import tasks
 from unisono.config.compose import compose
 from unisono.config.validate import refuse_secrets
 from unisono.observe import events
@@ -15,6 +16,7 @@ from unisono.runtime import console, secrets
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import validate_config
 
+LINEAR = f"{tasks.__file__}:LinearTask"
 CANARY = "canary5f0c9d1e7a"
 
 
@@ -95,7 +97,7 @@ def test_values_under_secret_names_are_hidden_wherever_they_are_nested_and_a_sec
 
 @pytest.mark.parametrize("override", [f"data.path=https://me:{CANARY}@example.org", f"task.hf_token={CANARY}"])
 def test_a_configuration_with_a_secret_is_refused_and_the_secret_not_repeated(override: str) -> None:
-    composed = compose("language", ["data=corpus", override])
+    composed = compose(LINEAR, [override])
     with pytest.raises(ConfigError) as refused:
         validate_config(composed)
     said = composed.explain(str(refused.value))
@@ -104,8 +106,8 @@ def test_a_configuration_with_a_secret_is_refused_and_the_secret_not_repeated(ov
     assert CANARY not in said
 
 
-def test_no_packaged_recipe_has_anything_to_hide() -> None:
-    values: Any = compose("language").values
+def test_a_recipe_has_nothing_to_hide(spirals: Path) -> None:
+    values: Any = compose("spirals").values
     assert secrets.hidden(values) == values
 
 
@@ -128,12 +130,12 @@ def test_neither_a_configuration_nor_an_override_reads_the_environment(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLAIN", CANARY)
-    (tmp_path / "mine.yaml").write_text(f"defaults: [language, _self_]\nwhich: env\nnotes: '{text}'\n")
+    (tmp_path / "mine.yaml").write_text(f"defaults: [task, _self_]\nwhich: env\nnotes: '{text}'\n")
     with pytest.raises(ConfigError, match=r"oc\.env:PLAIN.*may not read environment variables") as refused:
         compose("mine", config_dir=tmp_path)
     assert CANARY not in str(refused.value)
     with pytest.raises(ConfigError, match="may not read environment variables"):
-        compose("language", ["run.name='${oc.env:PLAIN}'"])
+        compose(LINEAR, ["run.name='${oc.env:PLAIN}'"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_neither_a_configuration_nor_an_override_reads_the_environment(
      "{client_kwargs: CANARY}", "{fo: CANARY}", "{anon: [CANARY]}", "{connection_string: CANARY}"],
 )  # fmt: skip
 def test_a_store_takes_no_option_that_is_not_in_the_list(options: str) -> None:
-    composed = compose("language", [f"checkpoint.upload.options={options.replace('CANARY', CANARY)}"])
+    composed = compose(LINEAR, [f"checkpoint.upload.options={options.replace('CANARY', CANARY)}"])
     with pytest.raises(ConfigError) as refused:
         validate_config(composed)
     said = composed.explain(str(refused.value))
@@ -153,7 +155,7 @@ def test_a_store_takes_no_option_that_is_not_in_the_list(options: str) -> None:
 def test_a_store_takes_where_it_lies_and_how_it_is_spoken_to() -> None:
     given = {"endpoint_url": "http://127.0.0.1:9", "anon": True, "client_kwargs": {"region_name": "eu-1"}}
     text = "{endpoint_url: 'http://127.0.0.1:9', anon: true, client_kwargs: {region_name: eu-1}}"
-    config = validate_config(compose("language", [f"checkpoint.upload.options={text}"]))
+    config = validate_config(compose(LINEAR, [f"checkpoint.upload.options={text}"]))
     assert config.checkpoint.upload.options == given
 
 

@@ -16,7 +16,7 @@ OURS = Path(unisono.__file__).parent
     ("file", "user", "library"),
     [
         ("/home/me/train.py", True, False),
-        (f"{sysconfig.get_path('purelib')}/unisono_language/task.py", True, True),  # a recipe, which is installed
+        (f"{sysconfig.get_path('purelib')}/spirals/task.py", True, True),  # a recipe, which is installed
         (f"{OURS}/engines/rules.py", False, False),
         (os.__file__, False, True),
         (f"{sysconfig.get_path('purelib')}/numpy/core.py", False, True),
@@ -25,7 +25,7 @@ OURS = Path(unisono.__file__).parent
         ("<frozen importlib._bootstrap>", False, False),
     ],
 )
-def test_files_are_the_users_a_librarys_or_neither(file: str, user: bool, library: bool) -> None:
+def test_files_are_the_users_a_librarys_or_neither(file: str, user: bool, library: bool, spirals: Path) -> None:
     assert (source_files.is_user_file(file), source_files.is_library_file(file)) == (user, library)
 
 

@@ -26,7 +26,7 @@ def doubled(levels: int, kind: str) -> str:
     """YAML in which each key stands for the next one, twice."""
     form = {"text": "v{0}: ${{v{1}}}${{v{1}}}", "group": "v{0}: {{a: '${{v{1}}}', b: '${{v{1}}}'}}"}[kind]
     lines = [form.format(level, level + 1) for level in range(levels)]
-    return "\n".join(["defaults: [language, _self_]", *lines, f"v{levels}: x"]) + "\n"
+    return "\n".join(["defaults: [task, _self_]", *lines, f"v{levels}: x"]) + "\n"
 
 
 @pytest.mark.parametrize("kind", ["text", "group"])
@@ -40,7 +40,7 @@ def test_references_that_double_are_refused_at_once(kind: str, levels: int, tmp_
 
 
 def test_a_long_text_may_not_be_multiplied_either(tmp_path: Path) -> None:
-    text = f"defaults: [language, _self_]\nlong: {'x' * 10_000}\nmany: '{'${long}' * 500}'\n"
+    text = f"defaults: [task, _self_]\nlong: {'x' * 10_000}\nmany: '{'${long}' * 500}'\n"
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"references .* stand for more than"):
         compose("mine", config_dir=tmp_path)

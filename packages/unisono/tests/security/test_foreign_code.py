@@ -136,8 +136,8 @@ def test_any_reference_of_a_stranger_is_only_shown(
     assert not touched.exists() and "\x1b" not in told and "this" not in sys.modules
 
 
-def test_a_packaged_recipe_needs_no_word(tmp_path: Path) -> None:
-    for number, name in enumerate(("language", "unisono_language.task:Language")):
+def test_a_packaged_recipe_needs_no_word(tmp_path: Path, spirals: Path) -> None:
+    for number, name in enumerate(("spirals", "spirals.task:Spirals")):
         run, _ = stranger(tmp_path / str(number), reference=name)
         assert foreign_run.resolve_task(run) == name
 

@@ -30,6 +30,7 @@ def test_a_variable_does_nothing_without_the_plugin(monkeypatch: pytest.MonkeyPa
     assert heartbeat.phase_hook is None
 
 
+@pytest.mark.needs("unisono_faults")
 def test_with_the_plugin_both_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono_faults import injection
 

@@ -13,7 +13,7 @@ from unisono.runtime.errors import RunError
 from unisono.supervise import identity, run_lock
 from unisono.supervise.run_facts import read_run_facts
 
-CONFIG = {"recipe": "language", "train": {"steps": 3}, "optim": {"kind": "sgd", "lr": 0.1}}
+CONFIG = {"recipe": "spirals", "train": {"steps": 3}, "optim": {"kind": "sgd", "lr": 0.1}}
 
 
 def folder_of(tmp_path: Path, *events: dict[str, Any], fault: int | None = None) -> Path:

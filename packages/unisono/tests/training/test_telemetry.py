@@ -12,6 +12,7 @@ import unisono
 from unisono.observe import events
 
 
+@pytest.mark.needs("peft")
 def test_the_header_counts_base_and_adapters_and_every_step_has_its_peak_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

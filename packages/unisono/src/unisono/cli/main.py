@@ -108,7 +108,7 @@ def _first_words() -> str:
 
     names = recipes.recipe_names()
     example = "language" if "language" in names else next(iter(names), "")
-    train = f"unisono train {example}" if example else "pip install 'unisono[language]' && unisono train language"
+    train = f"unisono train {example}" if example else "pip install 'unisono[language]'"
     return (
         f"train an example       {train}\n"
         "train your own task    unisono train my_task.py\n"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unisono.runtime.entry_points import EntryPoint
 
 ENTRY_POINT_GROUP = "unisono.recipes"
+EXTRAS = ("birdsong", "language", "microbiome", "puzzles", "speech")  # of `unisono`, each a recipe of ours
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,8 @@ def find_folder_recipe(folder: Path) -> tuple[str, list[str]] | None:
 
 def suggest_recipe(name: str) -> str:
     """The end of an error about a name that is no recipe."""
-    known = recipe_names()
     if Path(f"{name}.py").is_file():
         return f"did you mean the file {name}.py?"
-    if known:
-        return f"{nearest(name, known)} (or a task of your own: path/to/file.py:Class)"
-    return (
-        "and no recipe is installed: the metadata of this installation is older than its source. Reinstall it "
-        "(pip install -e .), or train a task of your own: path/to/file.py:Class"
-    )
+    if name in EXTRAS and name not in recipe_names():
+        return f"which is not installed: pip install 'unisono[{name}]'"
+    return f"{nearest(name, recipe_names() or EXTRAS)} (or a task of your own: path/to/file.py:Class)"

@@ -102,7 +102,7 @@ def test_any_row_in_any_order_is_the_same_in_all_formats(
 ) -> None:
     made = rows(count)
     order = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
-    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    name = data.draw(st.sampled_from(sorted(set(FORMATS) - {"saved data set"})))
     columns = data.draw(st.sampled_from([None, "text", "tokens", ["tokens", "id"]]))
     folder = tmp_path / "any"
     shutil.rmtree(folder, ignore_errors=True)

@@ -76,19 +76,6 @@ def test_an_object_that_is_overwritten_has_another_fingerprint(bucket: Any, stor
         after.check_same(before.manifest)
 
 
-def test_the_language_recipe_reads_from_an_object_store(
-    bucket: Any, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from unisono_language import texts as documents
-
-    for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("ENDPOINT_URL", "endpoint_url")):
-        monkeypatch.setenv(f"AWS_{name}", storage[value])  # as a user would have them
-    bucket.pipe("rows/corpus/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
-    bucket.pipe("rows/corpus/b.txt", b"three")
-    found = documents.find_texts(["s3://rows/corpus"])
-    assert [text for file in found.files for text in documents.read_documents(file)] == ["one", "two", "three"]
-
-
 def test_a_store_that_goes_away_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     server = stores.Server()
     options, system = server.options, server.system()

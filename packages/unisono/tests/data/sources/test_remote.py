@@ -62,6 +62,7 @@ def test_the_order_and_the_rules_are_those_of_local_files(tmp_path: Path, memory
     assert list(named) == ["c.txt", "B.txt"]
 
 
+@pytest.mark.needs("datasets")
 def test_the_splits_of_a_saved_data_set_are_found_behind_a_url(tmp_path: Path, memory: Any) -> None:
     from datasets import Dataset, DatasetDict
 
@@ -133,6 +134,7 @@ def test_large_reads_are_made_of_pieces(memory: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["Parquet", "Arrow stream", "JSONL"])
+@pytest.mark.needs("aiohttp")
 def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
     folder = write(name, tmp_path / "rows", ROWS)
     path = next(folder.iterdir())
@@ -145,6 +147,7 @@ def test_a_web_server_gives_rows(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["silent", "half", "broken", "gone"])
+@pytest.mark.needs("aiohttp")
 def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mode: str) -> None:
     folder = write("Parquet", tmp_path / "rows", rows(400))
     with serving(folder) as server:
@@ -163,6 +166,7 @@ def test_a_server_that_goes_away_while_it_is_read_is_an_error(tmp_path: Path, mo
             assert plain(source[399]) == rows(400)[399], "and it can come back"
 
 
+@pytest.mark.needs("aiohttp")
 def test_a_server_that_never_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         server.mode = "silent"
@@ -170,8 +174,8 @@ def test_a_server_that_never_answers_is_an_error_at_the_start(tmp_path: Path) ->
             open_source(f"{server.url}/a.parquet", deadline=0.5)
 
 
+@pytest.mark.needs("aiohttp")
 def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
-    """The way of the language recipe: one document after the other."""
     from unisono.data.sources import ColumnRequest, records
 
     (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("x" * 1000) * 3000)
@@ -184,6 +188,7 @@ def test_a_stream_whose_server_goes_away_is_an_error(tmp_path: Path) -> None:
             list(reading)
 
 
+@pytest.mark.needs("aiohttp")
 def test_forked_workers_read_for_themselves(tmp_path: Path) -> None:
     """Clients of object stores keep threads that a fork would lose."""
     folder = write("Parquet", tmp_path / "rows", ROWS)

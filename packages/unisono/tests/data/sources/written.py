@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from unisono.data.sources import Files, open_source
 
@@ -73,9 +74,8 @@ def _shards(made: Rows, folder: Path, block: int) -> None:
 
 
 def _saved(made: Rows, folder: Path, block: int) -> None:
-    from datasets import Dataset
-
-    Dataset(table(made)).save_to_disk(folder, num_shards=min(2, len(made)))
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset(table(made)).save_to_disk(folder, num_shards=min(2, len(made)))
 
 
 FORMATS: dict[str, Callable[[Rows, Path, int], None]] = {

@@ -22,6 +22,7 @@ from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.errors import CheckpointError, ConfigError
 from unisono.task_config import read_run
 
+pytestmark = pytest.mark.needs("peft")
 LORA = Lora(kind="lora", rank=2)
 
 

@@ -331,6 +331,7 @@ def distance(mine: torch.Tensor, exact: torch.Tensor) -> float:
 IDS = torch.tensor([5, 17, 3, 30, 0, 11, 11, 2, 29])
 
 
+@pytest.mark.needs("transformers")
 def test_neither_logits_nor_gradients_of_a_llama_have_fp32_rounding_in_them(llama: Any) -> None:
     parameters = dict(llama.named_parameters())
     exact = reference(parameters, llama.model.rotary_emb.inv_freq.double(), IDS)

@@ -128,6 +128,7 @@ def hugging_face(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.needs("transformers")
 def test_blocks_of_a_language_model_are_its_layers_and_its_width_is_its_hidden_size(name: str) -> None:
     model = hugging_face(name)
     layers = model.model.layers if name == "llama" else model.transformer.h

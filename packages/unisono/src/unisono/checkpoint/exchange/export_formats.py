@@ -84,6 +84,11 @@ def transformers_format(arrays: Mapping[str, TensorEntry], assets: Path) -> Expo
         RunError: where the assets are not those of a transformers model.
         CheckpointError: where the arrays are not those of the model that the assets describe.
     """
+    if not (assets / "config.json").is_file():
+        raise RunError(
+            f"{assets.parent}: the task has no Hugging Face format: it saved no config.json of a transformers model "
+            "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
+        )
     if find_spec("transformers") is None:
         raise ConfigError("to=hf needs the package 'transformers': pip install 'unisono[language]'")
     from transformers.core_model_loading import revert_weight_conversion
@@ -180,11 +185,6 @@ def _skeleton(assets: Path) -> Any:
     """The transformers model of a run, without numbers."""
     import transformers as library
 
-    if not (assets / "config.json").is_file():
-        raise RunError(
-            f"{assets.parent}: the task has no Hugging Face format: it saved no config.json of a transformers model "
-            "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
-        )
     try:
         config = hf_config.read_config(assets)
         named = getattr(library, (config.architectures or [""])[0], None)

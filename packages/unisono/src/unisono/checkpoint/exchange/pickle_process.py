@@ -59,9 +59,16 @@ def limit_resources(source: str, limit: int, seconds: int) -> list[str]:
     packages = [
         entry for entry in sys.path if entry.rstrip("/").endswith(("-packages", ".zip")) or "/lib/python" in entry
     ]
+    # Where they are, if an installer has put links there, as PDM does from its cache.
+    packages += {os.path.realpath(one) for entry in packages if os.path.isdir(entry) for one in _links(entry)}  # noqa: PTH112
     own = Path(__file__).parents[2]  # where this package is, if it is not among the others
     system = ["/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/proc/self", "/dev/null", "/dev/urandom"]
     return sandbox.enter([source, sys.prefix, sys.base_prefix, *packages, str(own), *system])
+
+
+def _links(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        yield from (entry.path for entry in entries if entry.is_symlink())
 
 
 def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from unisono_sweeps.axes import list_variants, read_space
 from unisono_sweeps.planning import Estimate, PlannedRun, Sweep
 from unisono_sweeps.sweep import describe_plan, read_words, split_place
 
-from .written import ROOT
-
+ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
 STUDY = (ROOT / "recipes" / "language" / "README.md").read_text(encoding="utf-8")
 
