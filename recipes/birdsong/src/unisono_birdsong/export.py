@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, cast
+from typing import Any, NotRequired, cast
 
 import equinox as eqx
 import jax
@@ -24,11 +24,9 @@ from typing_extensions import TypedDict
 
 from unisono import ConfigError, DataError, Run, RunError, __version__
 from unisono.recipe_tools import safe_paths, wrap_native_errors
+from unisono_birdsong.data.library import TaskOfRecordings
 from unisono_birdsong.model.encoder import Encoder
 from unisono_birdsong.settings import EncoderSettings
-
-if TYPE_CHECKING:
-    from unisono_birdsong.task import Birdsong
 
 SETTINGS, WEIGHTS, FORMAT = "encoder.json", "encoder.safetensors", "unisono birdsong encoder 1"
 
@@ -42,7 +40,7 @@ def export(run: Run, out: Path | None = None, ema: bool = False, step: int | Non
         ema: use the moving average of the weights.
         step: use the checkpoint after this step, in place of the newest.
     """
-    task = cast("Birdsong", run.task)
+    task = cast("TaskOfRecordings", run.task)
     encoder = run.load_model(ema=ema, step=step).encoder
     updates = run.newest_step if step is None else step
     out = out or run.folder / f"encoder-{updates:08d}{'-ema' * ema}"

@@ -7,7 +7,7 @@ the whole text: a few prompts cost little beside an evaluation, and no layout ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +15,30 @@ from numpy.typing import NDArray
 from unisono import Batch, Callback, RunInfo
 from unisono_language.chat import ChatTemplate
 from unisono_language.generate import encode_prompt
-
-if TYPE_CHECKING:
-    from unisono_language.task import Language
+from unisono_language.settings import LanguageConfig
+from unisono_language.tokenizer import Tokenizer
 
 NAME = "samples"  # of the table, in events and trackers
+
+
+class Prompted(Protocol):
+    """The task: prompts, and how they are encoded."""
+
+    config: LanguageConfig
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the documents."""
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """Of conversations."""
 
 
 class PromptSamples(Callback):
     """Continues `task.prompts` after each evaluation, on all processes together."""
 
-    def __init__(self, task: Language) -> None:
+    def __init__(self, task: Prompted) -> None:
         super().__init__()
         self._task = task
 

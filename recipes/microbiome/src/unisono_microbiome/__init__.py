@@ -9,7 +9,7 @@ RECIPE = Recipe(
             "unisono_microbiome.crossvalidation:crossvalidate",
             "train a model per fold and score them all, beside forests",
         ),
-        "predict": ("unisono_microbiome.predict:predict", "predict samples, as a table with intervals"),
+        "predict": ("unisono_microbiome.predict_verb:predict", "predict samples, as a table with intervals"),
         "look": ("unisono_microbiome.plots:look", "plot a run and rank the taxa that matter to it"),
     },
 )

@@ -1,4 +1,4 @@
-"""The verb `predict`: a trained run's predictions for samples, averaged over rarefactions, with intervals."""
+"""A trained run's predictions for samples, averaged over rarefactions, with intervals."""
 
 from __future__ import annotations
 
@@ -153,45 +153,6 @@ class Predictor:
                 f"({format_examples(self.library.taxa)}); use the ids of its own table"
             )
         return found
-
-
-def predict(
-    run: Run,
-    out: Path | None = None,
-    rows: Rows = "held_out",
-    draws: int = 5,
-    micro_batch: int = 8,
-    seed: int = 0,
-    baseline: bool = True,
-    ensemble: bool = False,
-    device: str = "auto",
-) -> Iterator[str]:
-    """Predict samples with a run's newest checkpoint: a table with intervals, the distances, and how good both are.
-
-    Args:
-        run: its folder; settings of data may be replaced, e.g. data.table=FILE data.target=null.
-        out: table to write, by default RUN/predictions.tsv; .tsv is metadata of QIIME 2, .qza its artifacts, and .csv,
-            .jsonl and .parquet are plain tables.
-        rows: held_out, training or all samples.
-        draws: number of rarefactions to average.
-        micro_batch: number of samples per forward pass.
-        seed: of the rarefactions.
-        baseline: also score random forests, on the model's inputs (reads and covariates) and on the number of reads.
-        ensemble: average the models of all folds of a cross-validation, of which the run is one; its intervals hold
-            the models' error.
-        device: cpu, cuda, …; auto uses an accelerator if there is one.
-    """
-    if ensemble:
-        from unisono_microbiome.crossvalidation import predict_ensemble
-
-        predicted = predict_ensemble(run, rows, draws, micro_batch, seed, device)
-    else:
-        predicted = predict_samples(Predictor(run, draws, micro_batch, seed, device), rows)
-    yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
-    if predicted.target is not None:
-        yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
-    for name, value in scores(predicted, baseline, seed).items():
-        yield f"{name}: {value:.4f}"
 
 
 def predict_samples(predictor: Predictor, rows: Rows) -> Predictions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,26 @@ from unisono_speech.voices import pcm_wav
 
 if TYPE_CHECKING:
     from unisono_speech.codec import Codec
-    from unisono_speech.task import Speech
 
 Codes = NDArray[np.int64]
+
+
+class Shown(Protocol):
+    """The task: what an evaluation has kept to be shown, and what turns codes into sound."""
+
+    @property
+    def shown(self) -> list[tuple[Codes, Codes]]:
+        """Predicted and true codes of held-out rows."""
+
+    @property
+    def codec(self) -> Codec:
+        """Between sound and codes."""
 
 
 class Show(Callback):
     """Writes `samples/step-N-K-predicted.wav`, `-true.wav` and a picture of both at each evaluation."""
 
-    def __init__(self, task: Speech) -> None:
+    def __init__(self, task: Shown) -> None:
         super().__init__()
         self._task = task
 

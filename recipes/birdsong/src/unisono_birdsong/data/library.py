@@ -36,6 +36,20 @@ class Library:
     held_out: LabelledSource | None
 
 
+class TaskOfRecordings(Protocol):
+    """What exports, probes and pictures use of a task."""
+
+    data_config: SyntheticData | RecordingsData
+
+    @property
+    def library(self) -> Library:
+        """Its recordings."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes."""
+
+
 def open_library(config: SyntheticData | RecordingsData) -> Library:
     """The recordings that the group `data` names."""
     if isinstance(config, RecordingsData):

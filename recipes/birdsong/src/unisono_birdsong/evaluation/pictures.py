@@ -6,23 +6,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from unisono import Callback, ConfigError, RunConfig, RunInfo, open_run
+from unisono import Callback, ConfigError, RunConfig, RunInfo, Task, open_run
 from unisono.recipe_tools import safe_paths
 from unisono_audio import CENTRE
 from unisono_birdsong.data.augment import mask_order
+from unisono_birdsong.data.library import TaskOfRecordings
 from unisono_birdsong.evaluation.embeddings import Embedded, embed
 from unisono_birdsong.model.encoder import patches_of
 from unisono_birdsong.objectives.pixio import Masked, masked_patches
-
-if TYPE_CHECKING:
-    from unisono_birdsong.task import Birdsong, BirdsongModel
 
 _ROWS = 500  # embeddings in a picture, at most
 
@@ -33,7 +31,7 @@ class Pictures(Callback):
     The recordings drawn are the held-out ones, or those of the training if there are none.
     """
 
-    def __init__(self, task: Birdsong) -> None:
+    def __init__(self, task: TaskOfRecordings) -> None:
         super().__init__()
         self._task = task
         self._draws = False  # and it stays so where another callback fails before the start
@@ -53,7 +51,7 @@ class Pictures(Callback):
         if not self._draws:
             return
         task, library = self._task, self._task.library
-        model = open_run(self._run.directory, task=type(task)).load_model(step=step)
+        model = open_run(self._run.directory, task=cast("type[Task]", type(task))).load_model(step=step)
         source = library.training if library.held_out is None else library.held_out
         if len((embedded := embed(model.encoder, source, most=_ROWS)).embeddings) > 1:
             self._draw(step, "embeddings", (1, 1), lambda axes: plot_embeddings(axes[0], embedded))
@@ -108,7 +106,7 @@ def plot_embeddings(axis: Any, embedded: Embedded) -> None:
     axis.set(xlabel="largest component", ylabel="second")
 
 
-def plot_reconstruction(axes: Sequence[Any], model: BirdsongModel, clip: NDArray[np.float32]) -> None:
+def plot_reconstruction(axes: Sequence[Any], model: Any, clip: NDArray[np.float32]) -> None:
     """A clip (frames, mels), what of it Pixio is shown, and what its decoder tells of the rest.
 
     The decoder's patches are normalised, so each has the mean and deviation of the true one.

@@ -11,21 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
-from unisono import Callback, ConfigError, DataError, Run, RunInfo, open_run
+from unisono import Callback, ConfigError, DataError, Run, RunInfo, Task, open_run
 from unisono.recipe_tools import nearest
-from unisono_birdsong.data.library import Library
+from unisono_birdsong.data.library import Library, TaskOfRecordings
 from unisono_birdsong.evaluation import metrics, probes, results
 from unisono_birdsong.evaluation.embeddings import Embedded, embed
 from unisono_birdsong.evaluation.results import Result
 from unisono_birdsong.export import digest
 from unisono_birdsong.model.encoder import Encoder
-
-if TYPE_CHECKING:
-    from unisono_birdsong.task import Birdsong
 
 log = logging.getLogger(__name__)
 FILE, _RESAMPLES = "probes.parquet", 200  # of a run's saves
@@ -66,7 +63,7 @@ def probe(
             "the last at least 0"
         )
     results.check(out)
-    library = cast("Birdsong", run.task).library
+    library = cast("TaskOfRecordings", run.task).library
     if library.held_out is None:
         raise DataError(
             "a probe is measured on held-out recordings, and there are none; set data.held_out, or data.test"
@@ -87,7 +84,7 @@ def probe(
 class ProbeSaves(Callback):
     """Measures each checkpoint once it is whole, on rank 0, into RUN/probes.parquet; the others wait meanwhile."""
 
-    def __init__(self, task: Birdsong) -> None:
+    def __init__(self, task: TaskOfRecordings) -> None:
         super().__init__()
         self._task = task
 
@@ -101,7 +98,7 @@ class ProbeSaves(Callback):
         if not self._run.is_first or library.held_out is None:
             return
         folder = self._run.directory
-        encoder = open_run(folder, task=type(self._task)).load_model(step=step).encoder
+        encoder = open_run(folder, task=cast("type[Task]", type(self._task))).load_model(step=step).encoder
         measured = measure_encoder(
             encoder, library, _KINDS, [0], task=_name_of(self._task.data_config), resamples=_RESAMPLES,
             run=str(folder), step=step, weights="model",
