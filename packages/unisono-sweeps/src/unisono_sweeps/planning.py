@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import parse_step
-from unisono.config import fingerprint, foreign_run
+from unisono.config import CONFIG_FILE, fingerprint
 from unisono.config.compose import ComposedConfig, Composer
 from unisono.config.schema.run import RunConfig
 from unisono.launch import launcher, preflight, run_directory
@@ -209,7 +209,7 @@ def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None, under_way: str
     Raises:
         UnisonoError: if its folder holds another run, or a process that trains it.
     """
-    if not (run.folder / foreign_run.CONFIG_FILE).is_file():
+    if not (run.folder / CONFIG_FILE).is_file():
         return under_way or "new"
     if under_way is None and (holder := run_lock.find_holder(run.folder)) is not None:
         raise ConfigError(f"{run.folder} is being trained by process {holder['pid']} on {holder['host']}; wait for it")

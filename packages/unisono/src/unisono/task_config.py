@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.config import foreign_run, recipes, references, safe_yaml, validate
+from unisono.config import CONFIG_FILE, foreign_run, recipes, references, safe_yaml, validate
 from unisono.config.compose import GROUPS_DIR, ComposedConfig, apply_overrides, compose
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError
@@ -46,9 +46,7 @@ def read_run(
         TrustError: if the run names a task that is not trusted.
         ConfigError: if its file is not a configuration of this task.
     """
-    config = read_config(
-        folder / foreign_run.CONFIG_FILE, foreign_run.resolve_task(folder, task, trust=trust), overrides
-    )
+    config = read_config(folder / CONFIG_FILE, foreign_run.resolve_task(folder, task, trust=trust), overrides)
     return config.model_copy(update={"callbacks": []})  # callbacks are the author's code and only act on training
 
 

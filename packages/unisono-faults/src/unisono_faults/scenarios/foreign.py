@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from unisono.checkpoint.core import manifest
+from unisono.config import CONFIG_FILE
 from unisono.data.sources import open_source
 from unisono.runtime.errors import UnisonoError
 from unisono.runtime.untrusted.hdf5 import check_hdf5
@@ -41,8 +42,8 @@ def _restored_code(sandbox: Sandbox) -> Outcome:
     newest = job.train_to_end(sandbox, url)
     run, store = newest.parents[1], sandbox.folder / "store" / job.RUN
     evil = _write_evil_task(run, touched)
-    values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
-    _write_description(store, {"config.yaml": yaml.safe_dump(values).encode(), "assets/evil.py": evil.read_bytes()})
+    values = yaml.safe_load((run / CONFIG_FILE).read_text()) | {"recipe": f"{evil}:Small"}
+    _write_description(store, {CONFIG_FILE: yaml.safe_dump(values).encode(), "assets/evil.py": evil.read_bytes()})
     for path in store.glob("checkpoints/*/manifest.json"):  # so that the start asks config.yaml for the micro-batch
         job.rewrite_manifest(path.parent, lambda old: {**old, "state": {**old["state"], "random": False}})
     shutil.rmtree(run)
@@ -60,8 +61,8 @@ def _foreign_run(sandbox: Sandbox) -> Outcome:
     outcome, touched = Outcome(), sandbox.folder / "touched"
     run = job.train_to_end(sandbox).parents[1]
     evil = _write_evil_task(run, touched)
-    values = yaml.safe_load((run / "config.yaml").read_text()) | {"recipe": f"{evil}:Small"}
-    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    values = yaml.safe_load((run / CONFIG_FILE).read_text()) | {"recipe": f"{evil}:Small"}
+    (run / CONFIG_FILE).write_text(yaml.safe_dump(values))
     for verb in (["evaluate"], ["replay"], ["data", "audit"]):
         outcome.expect(sandbox.run_verb(*verb, str(run), answers=True), REFUSED, "--trust", name=f"{verb}")
         outcome.check(not touched.exists(), f"{verb} imported it")

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import read_manifest
-from unisono.config import fingerprint, foreign_run
+from unisono.config import CONFIG_FILE, fingerprint
 from unisono.runtime.errors import RunError, UnisonoError
 from unisono.runtime.text import one_line
 from unisono.supervise import run_status
@@ -49,7 +49,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunFacts]:
     folders: dict[Path, None] = {}
     for path in paths:
         if not (inside := run_status.find_runs(path)):
-            raise RunError(f"{path} is neither a run (no {path}/{foreign_run.CONFIG_FILE}) nor a folder of runs")
+            raise RunError(f"{path} is neither a run (no {path}/{CONFIG_FILE}) nor a folder of runs")
         folders |= dict.fromkeys(inside)
     return [read_run_facts(folder) for folder in folders]
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
-from unisono.config import schema
+from unisono.config import CONFIG_FILE, schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.runtime.errors import ConfigError, Preempted
@@ -214,7 +214,7 @@ class SlurmLauncher:
         """The outcome of a job, as a launcher reports it."""
         if one.asked and outcome.code == 0:
             return replace(outcome, code=Preempted.exit_code)
-        if outcome.code and self._settings.nodes > 1 and (one.job.folder / "config.yaml").is_file():
+        if outcome.code and self._settings.nodes > 1 and (one.job.folder / CONFIG_FILE).is_file():
             return replace(outcome, why=read_run_facts(one.job.folder).why or outcome.why)  # any rank's first fault
         return outcome
 

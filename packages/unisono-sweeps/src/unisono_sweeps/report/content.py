@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from unisono.checkpoint.core import commit
+from unisono.config import CONFIG_FILE
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.runtime.text import format_value
 from unisono.runtime.untrusted import safe_paths
@@ -45,7 +46,7 @@ def describe(folder: Path) -> Page:
     Raises:
         UnisonoError: if it is neither.
     """
-    if (folder / "config.yaml").is_file():
+    if (folder / CONFIG_FILE).is_file():
         return describe_run(read_run_facts(folder))
     return describe_many(folder, find_runs([folder]))
 

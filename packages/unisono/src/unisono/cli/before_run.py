@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+from unisono.config import CONFIG_FILE
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.preparing import preparing
@@ -56,7 +57,7 @@ def describe(parsed: argparse.Namespace) -> int:
     from unisono.launch.model.summary import describe_model
     from unisono.task_config import build_task, read_run
 
-    if (Path(parsed.recipe) / "config.yaml").is_file():  # a run is a task with settings
+    if (Path(parsed.recipe) / CONFIG_FILE).is_file():  # a run is a task with settings
         with preparing(f"opening {parsed.recipe}"), paused_collector():
             asked = read_run(Path(parsed.recipe), overrides=parsed.overrides)
     else:

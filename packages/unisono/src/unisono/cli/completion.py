@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from unisono.cli import verbs as recipe_verbs
+from unisono.config import CONFIG_FILE
 from unisono.runtime.console import say
 
 COMPLETION = "print what makes a shell complete verbs, recipes, runs and keys"
@@ -143,7 +144,7 @@ def _list_entries(prefix: str, is_wanted: Callable[[Path], bool]) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file()
+    return (folder / CONFIG_FILE).is_file()
 
 
 def _recipe_of(folder: Path | None) -> str | None:
@@ -154,7 +155,7 @@ def _recipe_of(folder: Path | None) -> str | None:
     if folder is None:
         return None
     try:
-        return str(safe_yaml.read_yaml(Path(folder) / "config.yaml").get("recipe"))
+        return str(safe_yaml.read_yaml(Path(folder) / CONFIG_FILE).get("recipe"))
     except ConfigError:
         return None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
+from unisono.config import CONFIG_FILE
 from unisono.runtime import text_table
 from unisono.runtime.console import say, terminal_width
 from unisono.runtime.text import format_bytes
@@ -50,9 +51,9 @@ def add_verbs(verbs: Any) -> None:
 
 def longer(folder: Path, steps: int) -> str:
     """The words that make a finished run twice as long; of a run in epochs the last batch was short, and stays so."""
-    from unisono.config import foreign_run, safe_yaml
+    from unisono.config import safe_yaml
 
-    train = safe_yaml.read_yaml(folder / foreign_run.CONFIG_FILE).get("train")
+    train = safe_yaml.read_yaml(folder / CONFIG_FILE).get("train")
     epochs = train.get("epochs") if isinstance(train, dict) else None
     if not isinstance(epochs, int | float):
         return f"train.steps={2 * steps}"

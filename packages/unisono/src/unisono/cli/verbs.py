@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli import arguments
+from unisono.config import CONFIG_FILE
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
@@ -54,15 +55,15 @@ def replaces_core(words: Sequence[str]) -> bool:
     """Whether a run's recipe has its own `export`, which takes precedence; `to=FORM` selects the built-in one."""
     if words[0] != "export" or any(word.startswith("to=") for word in words):
         return False
-    from unisono.config import foreign_run, recipes, safe_yaml
+    from unisono.config import recipes, safe_yaml
 
     # A word may be too long for a file name, for which `Path.is_file` raises an error.
-    config = foreign_run.CONFIG_FILE
+    config = CONFIG_FILE
     run = next((Path(word) for word in words[1:] if os.path.isfile(Path(word, config))), None)  # noqa: PTH113
     if run is None:
         return False
     try:
-        reference = str(safe_yaml.read_yaml(run / foreign_run.CONFIG_FILE).get("recipe"))
+        reference = str(safe_yaml.read_yaml(run / CONFIG_FILE).get("recipe"))
     except ConfigError:
         return False  # the verb reports what is wrong with it
     name = recipes.find_recipe_name(reference)
@@ -107,13 +108,13 @@ def _reference(target: str, task: str | None, trust: bool) -> str:
     """Return the task that a command is about: that of a run, if it may be imported, or the one named directly."""
     from unisono.config import foreign_run, recipes, references
 
-    if (Path(target) / foreign_run.CONFIG_FILE).is_file():
+    if (Path(target) / CONFIG_FILE).is_file():
         return foreign_run.resolve_task(Path(target), task, trust=trust)
     if (found := recipes.find_folder_recipe(Path(target))) is not None:
         return found[0]
     if task is not None or trust:
         raise ConfigError(
-            f"{target} is not a run (no {target}/{foreign_run.CONFIG_FILE}); --task and --trust are about a run's task"
+            f"{target} is not a run (no {target}/{CONFIG_FILE}); --task and --trust are about a run's task"
         )
     if references.names_code(target) or target in recipes.recipe_names():
         return target

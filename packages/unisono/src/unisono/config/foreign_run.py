@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.config import fingerprint, own_runs, recipes, references, safe_yaml, validate
+from unisono.config import CONFIG_FILE, fingerprint, own_runs, recipes, references, safe_yaml, validate
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.errors import ConfigError, RunError
 from unisono.runtime.text import one_line
 
 if TYPE_CHECKING:
     from unisono.task import Task
-
-CONFIG_FILE = own_runs.CONFIG_FILE
 
 
 class TrustError(ConfigError):

@@ -22,14 +22,13 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from unisono.config import code_digest, recipes, references
+from unisono.config import CONFIG_FILE, code_digest, recipes, references
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
 
 MARK_FILE = "mark.json"
-CONFIG_FILE = "config.yaml"
 _KEY_BYTES = 32
 _PURPOSE = b"unisono mark of a run, version 1\n"
 _MAX_MARK = 4 << 20  # bytes

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.config import CONFIG_FILE
 from unisono.data import ledger
 from unisono.data.ledger import LedgerLine, RunStart
 from unisono.data.loading import checksum
@@ -90,7 +91,7 @@ def audit(folder: Path, remake: int = 2, *, task: str | type[Task] | None = None
         TrustError: if the run names a task that is not trusted.
         RunError: if the folder is not a run directory, or has no ledger.
     """
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml)")
     files = ledger.find_files(folder)
     if not files:

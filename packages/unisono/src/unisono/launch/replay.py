@@ -21,7 +21,7 @@ import yaml
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import Checkpoint, parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint
-from unisono.config import fingerprint, references
+from unisono.config import CONFIG_FILE, fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
 from unisono.launch import cluster, train
@@ -206,7 +206,7 @@ def _prepare_run(run: Path, config: RunConfig, before: Checkpoint | None, after:
             if os.path.lexists(run / file):
                 safe_paths.copy_inside(run, file, folder / file)
         values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
-        (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise

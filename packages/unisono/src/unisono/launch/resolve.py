@@ -18,7 +18,7 @@ from typing import Any
 from unisono.checkpoint.core import commit, provenance, resume_point
 from unisono.checkpoint.core.resume_point import NewestCheckpoint
 from unisono.checkpoint.remote import restore, upload
-from unisono.config import batch_split, fingerprint, foreign_run
+from unisono.config import CONFIG_FILE, batch_split, fingerprint, foreign_run
 from unisono.config.compose import ComposedConfig
 from unisono.config.resolved_run import (
     RESOLVED_FILE,
@@ -276,11 +276,11 @@ def _read_past(
     if config.checkpoint.upload.url is not None and (partial_restores := restore.find_partial(directory)):
         newest = NewestCheckpoint(commit.read_manifest(partial_restores[-1]))
     past: provenance.Provenance | None = None
-    if (directory / "config.yaml").is_file():
+    if (directory / CONFIG_FILE).is_file():
         if newest.checkpoint is not None:
             past = newest.checkpoint.about
         else:  # it ended before its first checkpoint
-            past = {"config": foreign_run.read_values(directory / "config.yaml")}
+            past = {"config": foreign_run.read_values(directory / CONFIG_FILE)}
     provenance.check_names(config, past["config"] if past else None)
     return newest, past, newest.checkpoint is not None and bool(newest.checkpoint.state["random"])
 
@@ -300,7 +300,7 @@ def _resolve_micro_batch(
         before = provenance.fill_defaults(past["config"], config)
         previous = before["layout"]["micro_batch"]
         if not random:  # a start that has since run out of memory may have stored a smaller one
-            since = foreign_run.read_values(directory / "config.yaml")["layout"]["micro_batch"]
+            since = foreign_run.read_values(directory / CONFIG_FILE)["layout"]["micro_batch"]
             previous = min(previous, since) if isinstance(since, int) and isinstance(previous, int) else previous
         whole = config.layout.sync_batch_norm and fingerprint.batch_norm_rows(before) is None
         if random or config.run.resume == "exact" or (_divides(previous, config) and not whole):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.config import foreign_run, own_runs, safe_yaml
+from unisono.config import CONFIG_FILE, foreign_run, own_runs, safe_yaml
 from unisono.config.compose import ComposedConfig
 from unisono.runtime.errors import RunError
 from unisono.runtime.text import one_line
@@ -27,9 +27,9 @@ def compose_run(folder: Path, overrides: Sequence[str] = (), *, trust: bool = Fa
         RunError: If the folder is not that of a run.
         TrustError: If somebody else made it, or its code has changed.
     """
-    path = folder / foreign_run.CONFIG_FILE
+    path = folder / CONFIG_FILE
     if not path.is_file():
-        raise RunError(f"{folder} is not a run directory (no {foreign_run.CONFIG_FILE})")
+        raise RunError(f"{folder} is not a run directory (no {CONFIG_FILE})")
     values = safe_yaml.read_yaml(path)
     if not trust and (reason := own_runs.why_not_own(folder, values)):
         raise foreign_run.TrustError(

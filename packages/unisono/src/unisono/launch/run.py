@@ -11,7 +11,7 @@ from unisono.checkpoint.core import assets, commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.exchange.export import find_checkpoint, read_adapter_settings
 from unisono.checkpoint.remote.description import ASSETS
-from unisono.config import foreign_run, recipes
+from unisono.config import CONFIG_FILE, recipes
 from unisono.config.schema.run import RunConfig
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import RunError
@@ -42,7 +42,7 @@ class Run:
     @property
     def is_trained(self) -> bool:
         """Whether the folder is a run's; else the model has the weights with which its recipe begins."""
-        return (self.folder / foreign_run.CONFIG_FILE).is_file()
+        return (self.folder / CONFIG_FILE).is_file()
 
     def load_model(
         self, *, ema: bool = False, step: int | None = None, precision: str | None = None, device: str = "cpu"
@@ -115,7 +115,7 @@ def open_run(
         ConfigError: For an invalid override.
     """
     folder = Path(folder)
-    model = None if (folder / foreign_run.CONFIG_FILE).is_file() else recipes.find_folder_recipe(folder)
+    model = None if (folder / CONFIG_FILE).is_file() else recipes.find_folder_recipe(folder)
     if model is not None:
         name, words = model
         config = load_config(name, [*words, *overrides])[0]

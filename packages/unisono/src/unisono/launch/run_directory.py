@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.remote import store_lock
 from unisono.checkpoint.remote.description import ASSETS
-from unisono.config import environment, fingerprint, foreign_run, own_runs
+from unisono.config import CONFIG_FILE, environment, fingerprint, foreign_run, own_runs
 from unisono.config.resolved_run import RESOLVED_FILE, ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.launch.preflight import DataFacts
@@ -69,9 +69,9 @@ def refuse_unusable(config: RunConfig) -> None:
         ) from error
     harmless = {run_lock.FOLDER, CERTIFICATE, store_lock.LOCAL_FILE}
     inside = [path.name for path in folder.iterdir() if path.suffix != TEMPORARY_SUFFIX] if folder.exists() else []
-    if set(inside) - harmless and not (folder / "config.yaml").is_file():
+    if set(inside) - harmless and not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not empty and is not a run directory (no config.yaml); choose another run.name")
-    if config.run.resume == "never" and (folder / "config.yaml").is_file():
+    if config.run.resume == "never" and (folder / CONFIG_FILE).is_file():
         raise RunError(
             f"{folder} already holds a run, and run.resume=never; choose another run.name, or set run.resume=auto"
         )
@@ -81,9 +81,9 @@ def refuse_unusable(config: RunConfig) -> None:
 def _refuse_case_collision(config: RunConfig) -> None:
     """Refuse the folder `Run` for the run `run` if the file system does not distinguish them."""
     folder = run_path(config)
-    if not (folder / "config.yaml").is_file() or not ignores_case(folder):
+    if not (folder / CONFIG_FILE).is_file() or not ignores_case(folder):
         return
-    there = str(foreign_run.read_values(folder / "config.yaml")["run"]["name"])
+    there = str(foreign_run.read_values(folder / CONFIG_FILE)["run"]["name"])
     if there != config.run.name and there.casefold() == str(config.run.name).casefold():
         raise RunError(
             f"{folder} already holds the run {there!r}: this file system ignores upper and lower case. "
@@ -163,7 +163,7 @@ def write_config(run: ResolvedRun) -> None:
     """
     values = run.plain()
     try:
-        write_with_backup(run.directory / "config.yaml", yaml.safe_dump(values["config"], sort_keys=False))
+        write_with_backup(run.directory / CONFIG_FILE, yaml.safe_dump(values["config"], sort_keys=False))
         own_runs.mark_run(run.directory, values["config"])
         write_whole(run.directory / RESOLVED_FILE, json.dumps(values, indent=1) + "\n")
     except OSError as error:

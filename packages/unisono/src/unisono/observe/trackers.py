@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
-from unisono.config import safe_yaml
+from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.observe import events
 from unisono.observe.samples import Sample, prepare_sample
 from unisono.runtime import secrets
@@ -251,7 +251,7 @@ def show_samples(folder: Path, samples: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: For a tracker that is no longer installed, or has no key.
     """
-    observe = safe_yaml.read_yaml(folder / "config.yaml")["observe"]
+    observe = safe_yaml.read_yaml(folder / CONFIG_FILE)["observe"]
     names = [name for name in observe["trackers"] if name in read_ids(folder)]
     path = folder / "events.jsonl"
     step = max((event["step"] for event in events.read_events(path)), default=0) if samples else 0

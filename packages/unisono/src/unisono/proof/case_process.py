@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from pydantic import TypeAdapter
 
-from unisono.config import code_digest
+from unisono.config import CONFIG_FILE, code_digest
 from unisono.config.batch_split import rows_of_sources
 from unisono.config.schema.run import RunConfig
 from unisono.launch import cluster
@@ -166,7 +166,7 @@ def main(folder: Path, task: str) -> NoReturn:
         todo = Work.read(folder)
         several, proof, progress = len(todo.lanes) > 1, todo.proof, todo.progress
         place = _stand_alone() if several else started_as
-        config = read_config(folder / "config.yaml", task)
+        config = read_config(folder / CONFIG_FILE, task)
         cases = todo.lanes[started_as.rank if several else 0]
         elsewhere = {case.name for lane in todo.lanes for case in lane} - {case.name for case in cases}
         first = build_case_config(config, cases[0], proof, place)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint
+from unisono.config import CONFIG_FILE, code_digest, environment, fingerprint
 from unisono.config.compose import compose
 from unisono.config.key_values import split_words, validate_words
 from unisono.config.schema.optimizers import Sgd
@@ -59,7 +59,7 @@ def prove(config: RunConfig, proof: ProofSettings) -> tuple[list[Verdict], list[
         one = _open_fork_server(stack, config, every)
         facts = preflight(build_task(config), case_process.build_case_config(config, every[0], proof, None)).facts
         config, shrunk = _shrink_model(config, proof)
-        (folder / "config.yaml").write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(fingerprint.to_json(config), sort_keys=False), "utf-8")
         libraries = preloading.imported_libraries()  # the parts that the task uses, too
         several = max(case.world_size for case in every) > 1
         # While this process and the first server import, two cores have enough to do.

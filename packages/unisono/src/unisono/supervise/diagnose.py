@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.core import commit
-from unisono.config import safe_yaml
+from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.config.resolved_run import RESOLVED_FILE
 from unisono.observe import events
 from unisono.runtime.errors import CheckpointError, RunError, explain_command
@@ -41,9 +41,9 @@ def diagnose_run(folder: Path) -> list[str]:
     Raises:
         RunError: If it is not a run directory.
     """
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml)")
-    config = safe_yaml.read_yaml(folder / "config.yaml")
+    config = safe_yaml.read_yaml(folder / CONFIG_FILE)
     written = folder / "events.jsonl"
     seen = events.read_events(written) if written.is_file() else []
     steps = events.step_events(seen)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from unisono.config import foreign_run
+from unisono.config import CONFIG_FILE, foreign_run
 from unisono.observe import events
 from unisono.runtime.errors import DeadlineError, Preempted, RunError
 from unisono.runtime.text import one_line
@@ -88,9 +88,9 @@ def read_run_facts(folder: Path) -> RunFacts:
         RunError: If it is not the folder of a run.
         ConfigError: If its `config.yaml` cannot be read.
     """
-    if not (folder / foreign_run.CONFIG_FILE).is_file():
-        raise RunError(f"{folder} is not a run directory (no {foreign_run.CONFIG_FILE})")
-    config = foreign_run.read_values(folder / foreign_run.CONFIG_FILE)
+    if not (folder / CONFIG_FILE).is_file():
+        raise RunError(f"{folder} is not a run directory (no {CONFIG_FILE})")
+    config = foreign_run.read_values(folder / CONFIG_FILE)
     written = folder / "events.jsonl"
     seen = events.read_events(written) if written.is_file() else []
     total = planned_steps(folder) or config["train"]["steps"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.config import CONFIG_FILE
 from unisono.observe import events
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
@@ -65,7 +66,7 @@ class RunStatus:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
-    return (folder / "config.yaml").is_file()
+    return (folder / CONFIG_FILE).is_file()
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -103,7 +104,7 @@ def read_tail(folder: Path) -> tuple[list[dict[str, Any]], float]:
             text = file.read(_TAIL).decode("utf-8", errors="replace")
     except OSError:
         with suppress(OSError):
-            return [], (folder / "config.yaml").stat().st_mtime
+            return [], (folder / CONFIG_FILE).stat().st_mtime
         return [], time.time()
     return events.parse_events(text), facts.st_mtime
 

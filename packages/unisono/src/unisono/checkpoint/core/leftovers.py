@@ -14,7 +14,7 @@ from pathlib import Path
 from unisono.checkpoint.core import commit
 from unisono.checkpoint.core.manifest import parse_step
 from unisono.checkpoint.core.retention import Retention
-from unisono.config import foreign_run
+from unisono.config import CONFIG_FILE, foreign_run
 from unisono.config.schema.run import Checkpoint
 from unisono.runtime.errors import CheckpointError, RunError
 from unisono.runtime.files import TEMPORARY_SUFFIX
@@ -55,7 +55,7 @@ def find_leftovers(run: Path, keep: int | None = None) -> list[Leftover]:
 
 
 def _older_checkpoints(run: Path, keep: int) -> Iterator[Path]:
-    settings = Checkpoint.model_validate(foreign_run.read_values(run / foreign_run.CONFIG_FILE)["checkpoint"])
+    settings = Checkpoint.model_validate(foreign_run.read_values(run / CONFIG_FILE)["checkpoint"])
     retention = Retention.from_settings(settings.model_copy(update={"keep": keep}))
     known = {}
     for path in commit.find_checkpoints(run / "checkpoints"):

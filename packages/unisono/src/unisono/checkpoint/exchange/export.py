@@ -28,7 +28,7 @@ from unisono.checkpoint.exchange import export_formats, hf_shards
 from unisono.checkpoint.exchange.export_formats import ExportFormat, Output
 from unisono.checkpoint.exchange.hf_shards import TensorEntry, TensorFile
 from unisono.checkpoint.remote.description import ASSETS
-from unisono.config import safe_yaml
+from unisono.config import CONFIG_FILE, safe_yaml
 from unisono.config.schema.run import Lora
 from unisono.config.schema.verbs import Export
 from unisono.runtime.communication.communicator import usable_cores
@@ -137,7 +137,7 @@ def finish(plan: Plan, folder: Path) -> None:
 
 def read_adapter_settings(folder: Path) -> Lora | None:
     """The adapter settings of a run; None if it trains none."""
-    values = safe_yaml.read_yaml(folder / "config.yaml").get("adapter")
+    values = safe_yaml.read_yaml(folder / CONFIG_FILE).get("adapter")
     return None if values is None else Lora.model_validate(values)
 
 
@@ -147,7 +147,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     Raises:
         RunError: if there is no run, or no such checkpoint.
     """
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise RunError(f"{folder} is not a run directory (no config.yaml){pickle_hint(folder)}")
     checkpoints = {parse_step(path.name): path for path in commit.find_checkpoints(folder / "checkpoints")}
     if not checkpoints:
@@ -169,7 +169,7 @@ def plan_checkpoint(checkpoint: Checkpoint, folder: Path, words: Export) -> Plan
     if words.to == "safetensors":
         form = export_formats.safetensors_format(arrays)
     elif adapter is not None:
-        base = (safe_yaml.read_yaml(folder / "config.yaml").get("model") or {}).get("path")
+        base = (safe_yaml.read_yaml(folder / CONFIG_FILE).get("model") or {}).get("path")
         form = export_formats.peft_format(arrays, folder / ASSETS, adapter, base)
     else:
         form = export_formats.transformers_format(arrays, folder / ASSETS)

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-RECORDS = ("config.yaml", "config.[0-9]*.yaml", "fingerprint.json", "files.json", "trackers.json", "certificate.json")
+from unisono.config import CONFIG_FILE
+
+RECORDS = (CONFIG_FILE, "config.[0-9]*.yaml", "fingerprint.json", "files.json", "trackers.json", "certificate.json")
 ASSETS = "assets"
 _RECORD = re.compile(r"config(\.[0-9]{4,8})?\.yaml|(fingerprint|files|trackers|certificate)\.json")
 _PATH_PART = re.compile(

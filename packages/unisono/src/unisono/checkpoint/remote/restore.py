@@ -27,6 +27,7 @@ from unisono.checkpoint.remote.upload_process import (
     description_object,
     list_checkpoints,
 )
+from unisono.config import CONFIG_FILE
 from unisono.config.schema.run import RunConfig
 from unisono.observe import events
 from unisono.runtime.console import say
@@ -166,7 +167,7 @@ class Restore:
         if not folder.exists() and store_lock.read_owner(store) is None:
             return
         with hold():
-            fresh = not (folder / "config.yaml").is_file()
+            fresh = not (folder / CONFIG_FILE).is_file()
             if (there := store_lock.check_owner(store, folder, fresh)) is None:
                 return
             if not store_lock.read_local(folder):
@@ -299,7 +300,7 @@ def _fetch_description(store: ObjectStore, folder: Path, assets: Mapping[str, st
             f"{store.url_of(DESCRIPTION_FILE)} names '{one_line(elsewhere)}', which lies outside a run's folder. "
             "Nothing of it was downloaded: do not use this store"
         )
-    for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != "config.yaml", file[0])):
+    for name, (size, sha256) in sorted(files.items(), key=lambda file: (file[0] != CONFIG_FILE, file[0])):
         if not description.is_known(name):
             _warn(
                 f"{store.url_of(DESCRIPTION_FILE)} names '{one_line(name)}', which is neither a run record nor a data "

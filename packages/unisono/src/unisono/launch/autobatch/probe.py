@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.config import memory_fit
+from unisono.config import CONFIG_FILE, memory_fit
 from unisono.config.batch_split import BatchSplit
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading import checksum
@@ -97,7 +97,7 @@ def main(folder: Path, task: str) -> NoReturn:
     assert place is not None
 
     def work() -> None:
-        config = read_config(folder / "config.yaml", task)
+        config = read_config(folder / CONFIG_FILE, task)
         request = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
         group = rank_process.join_processes(config, place)
         limit = memory.memory_limit(config, config.layout.device, place.local_world_size)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from unisono.config import code_digest, environment, fingerprint, memory_fit, references
+from unisono.config import CONFIG_FILE, code_digest, environment, fingerprint, memory_fit, references
 from unisono.config.batch_split import divisors
 from unisono.config.schema.run import RunConfig
 from unisono.engines.torch import devices
@@ -119,7 +119,7 @@ def _measure(config: RunConfig, sizes: list[int], known: dict[str, Any]) -> dict
     with tempfile.TemporaryDirectory(prefix="unisono-autobatch-") as name:
         path = Path(name)
         values = {**fingerprint.to_json(config), "recipe": references.absolute_reference(config.recipe)}
-        (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        (path / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
         for start in range(_MAX_STARTS):
             request = {"sizes": sizes, **{name: found[name] for name in ("peaks", "kind", "failed")}}
             (path / REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
