@@ -244,7 +244,7 @@ def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes, tr
     """The same runs with estimates from trials, one for each model that is still to be trained."""
     waiting = {run.variant: run for run in planned if run.state != "finished"}
     groups = list(_group({variant: run.config for variant, run in waiting.items()}, _model_key).values())
-    asked = [
+    requests = [
         {
             "number": number,
             "recipe": sweep.recipe,
@@ -254,7 +254,7 @@ def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes, tr
         for number, variants in enumerate(groups)
     ]
     estimates: dict[Variant, Estimate] = {}
-    for number, outcome in enumerate(trials.run(asked)):
+    for number, outcome in enumerate(trials.run(requests)):
         if "error" in outcome:
             mistakes.add(outcome["error"], groups[number])
             continue

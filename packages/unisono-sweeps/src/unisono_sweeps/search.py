@@ -255,9 +255,11 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
             pruner=optuna.pruners.MedianPruner() if settings.prune else optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-    asked = [direction.name.lower() for direction in study.directions]
-    if asked != settings.directions:
-        raise ConfigError(f"{folder} holds a search with other directions ({', '.join(asked)}); choose another name=")
+    directions = [direction.name.lower() for direction in study.directions]
+    if directions != settings.directions:
+        raise ConfigError(
+            f"{folder} holds a search with other directions ({', '.join(directions)}); choose another name="
+        )
     search.study, search.under_way = study, launcher.under_way(folder / record.CONSOLE)
     launcher.run(search.jobs(), search.started, search.ended, search.stops)
     return _report_best(study, settings, folder)

@@ -93,16 +93,16 @@ def main(recipe: str, results: Path) -> None:
             import_module(name)
     with results.open("a", encoding="utf-8") as file:
         for line in sys.stdin:
-            asked = json.loads(line)
+            request = json.loads(line)
             outcome: dict[str, Any]
             try:
-                folder = Path(asked["config_dir"]) if asked["config_dir"] else None
-                outcome = try_run(load_config(asked["recipe"], asked["words"], folder)[0])
+                folder = Path(request["config_dir"]) if request["config_dir"] else None
+                outcome = try_run(load_config(request["recipe"], request["words"], folder)[0])
             except UnisonoError as error:
                 outcome = {"error": str(error)}
             except Exception as error:  # of the user's code
                 outcome = {"error": format_user_error(error) or f"{type(error).__name__}: {error}"}
-            file.write(json.dumps({**outcome, "number": asked["number"]}) + "\n")
+            file.write(json.dumps({**outcome, "number": request["number"]}) + "\n")
             file.flush()
 
 

@@ -36,14 +36,14 @@ class Trials:
         self._process.wait()
         self._folder.cleanup()
 
-    def run(self, asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """What came of each trial; one that ended its process is reported, and the others go on without it.
 
         Args:
-            asked: `number`, `recipe`, `config_dir` and `words` of each.
+            requests: `number`, `recipe`, `config_dir` and `words` of each.
         """
         outcomes: dict[int, dict[str, Any]] = {}
-        while left := [one for one in asked if one["number"] not in outcomes]:
+        while left := [one for one in requests if one["number"] not in outcomes]:
             self._process.communicate("".join(json.dumps(one) + "\n" for one in left))
             lines = self._results.read_text(encoding="utf-8").splitlines() if self._results.exists() else []
             outcomes |= {int(one["number"]): one for one in map(json.loads, lines)}
@@ -55,7 +55,7 @@ class Trials:
             error = f"the trial of this model ended with exit code {code}: {said}"
             outcomes[current] = {"number": current, "error": error}
             self._process = self._start()
-        return [outcomes[one["number"]] for one in asked]
+        return [outcomes[one["number"]] for one in requests]
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "unisono_sweeps.trial", self._recipe, str(self._results)]

@@ -56,7 +56,7 @@ def crossvalidate(
         if (name := word.partition("=")[0]) in _OWN:
             raise ConfigError(f"{name}: each fold has its own; the runs go to out={out}")
     made: list[Predictions] = []
-    told: list[dict[str, float]] = []
+    scored: list[dict[str, float]] = []
     folds = 1
     while len(made) < folds:
         own = [f"data.fold={len(made)}", f"run.dir={out}", f"run.name=fold-{len(made)}"]
@@ -66,17 +66,17 @@ def crossvalidate(
         groups = np.array(predicted.library.groups)
         folds = -(-len(set(groups)) // len(set(groups[predicted.numbers]))) if not made else folds
         made.append(predicted)
-        told.append(scores(predicted, baseline=True, seed=seed))
-        yield f"fold {len(made)} of {folds}: " + ", ".join(f"{name} {value:.3f}" for name, value in told[-1].items())
+        scored.append(scores(predicted, baseline=True, seed=seed))
+        yield f"fold {len(made)} of {folds}: " + ", ".join(f"{name} {value:.3f}" for name, value in scored[-1].items())
     half_width, coverage = None, {}
     if (target := made[0].target) is not None:
         pooled = pool(made)
-        told.append(score_pooled(made[0].library, pooled))
+        scored.append(score_pooled(made[0].library, pooled))
         if target.classes is None:
             coverage = measure_coverage(pooled)
             half_width = find_half_width(pooled["error"], pooled["group"])
         yield str(write_predictions(out / "predictions.tsv", made[0].library, pooled))
-    yield str(write_table(out / "folds.tsv", tabulate(made, told)))
+    yield str(write_table(out / "folds.tsv", tabulate(made, scored)))
     samples = [made[0].library.samples[number] for one in made for number in one.numbers]
     record = CrossValidation(folds=[f"fold-{n}" for n in range(folds)], samples=samples, half_width=half_width)
     write_whole(out / FILE, json.dumps(record))
@@ -150,15 +150,15 @@ def score_pooled(library: Library, pooled: Mapping[str, Any]) -> dict[str, float
     return scoring.score_classification("target", pooled["predicted"], pooled["true"], pooled["true"])
 
 
-def tabulate(made: Sequence[Predictions], told: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+def tabulate(made: Sequence[Predictions], scored: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
     """The table of folds: a row for each, their mean and standard deviation, and, of a target, all samples at once."""
-    names = list(dict.fromkeys(name for one in told for name in one))
-    values = np.array([[one.get(name, np.nan) for name in names] for one in told[: len(made)]])
+    names = list(dict.fromkeys(name for one in scored for name in one))
+    values = np.array([[one.get(name, np.nan) for name in names] for one in scored[: len(made)]])
     rows = [*values, values.mean(0), values.std(0)]
     labels = [*(str(fold) for fold in range(len(made))), "mean", "sd"]
-    if len(told) > len(made):
+    if len(scored) > len(made):
         labels.append("all samples at once")
-        rows.append(np.array([told[-1].get(name, np.nan) for name in names]))
+        rows.append(np.array([scored[-1].get(name, np.nan) for name in names]))
     held = [", ".join(sorted({one.library.groups[number] for number in one.numbers})) for one in made]
     blank = [""] * (len(labels) - len(made))
     return {

@@ -152,10 +152,10 @@ def _read(
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=sandbox.folder, env=variables, capture_output=True, text=True, timeout=60
     )
-    told = done.stderr if refused else done.stdout
+    output = done.stderr if refused else done.stdout
     outcome.check(
-        bool(done.returncode) == bool(refused), f"{refused or 'reading'} ended with {done.returncode}: {told}"
+        bool(done.returncode) == bool(refused), f"{refused or 'reading'} ended with {done.returncode}: {output}"
     )
-    outcome.check(says in told, f"'{says}' is missing from what is said of {refused or 'it'}: {told[-800:]}")
+    outcome.check(says in output, f"'{says}' is missing from what is said of {refused or 'it'}: {output[-800:]}")
     if refused:
-        outcome.message = told.strip().splitlines()[-1].partition("Error: ")[2]
+        outcome.message = output.strip().splitlines()[-1].partition("Error: ")[2]

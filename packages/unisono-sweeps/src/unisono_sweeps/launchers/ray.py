@@ -212,7 +212,7 @@ class _Placed:
     _hosts: list[Any] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
-    _asked: bool = False
+    _is_requested: bool = False
 
     def __post_init__(self) -> None:
         self._group = self.ray.util.placement_group(
@@ -225,7 +225,7 @@ class _Placed:
         """How the run ended; None while it waits or runs."""
         try:
             if not self._hosts:
-                if self._asked:
+                if self._is_requested:
                     return Ended(75, 0.0, "it had not begun")
                 if self._group.wait(timeout_seconds=0):
                     self._start()
@@ -246,10 +246,10 @@ class _Placed:
 
     def stop(self) -> None:
         """Ask the run to save and stop; any of its launchers passes it on."""
-        if not self._asked and self._hosts:
+        if not self._is_requested and self._hosts:
             with suppress(self.ray.exceptions.RayError):
                 self.ray.get(self._hosts[0].stop.remote())
-        self._asked = True
+        self._is_requested = True
 
     def release(self) -> None:
         """Give back what was reserved; whatever still runs there ends."""

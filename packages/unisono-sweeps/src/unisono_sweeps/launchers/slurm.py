@@ -83,7 +83,7 @@ class _Waiting:
     job: Job
     number: str
     vanished: float | None = None
-    asked: bool = False
+    stop_requested: bool = False
 
 
 class SlurmLauncher:
@@ -151,11 +151,11 @@ class SlurmLauncher:
             if value is not None
         ]
         with _clean_environment():
-            asked = subprocess.run(
+            tested = subprocess.run(
                 ["sbatch", "--test-only", *words, "--wrap", "true"], capture_output=True, text=True, check=False
             )
-        if asked.returncode:
-            said = asked.stderr.strip().splitlines() or ["without a message"]
+        if tested.returncode:
+            said = tested.stderr.strip().splitlines() or ["without a message"]
             raise ConfigError(f"Slurm refuses a job of {job.name} ({' '.join(words)}): {said[-1]}")
 
     def under_way(self, consoles: Path) -> Mapping[str, str]:
@@ -198,8 +198,8 @@ class SlurmLauncher:
                     if outcome is not None:
                         del running[name]
                         ended(one.job, self._complete(one, outcome))
-                    elif stops is not None and stops(one.job) and not one.asked:
-                        one.asked = True
+                    elif stops is not None and stops(one.job) and not one.stop_requested:
+                        one.stop_requested = True
                         with suppress(FileExistsError):
                             safe_paths.create_inside(one.job.folder, STOP)
                 time.sleep(_POLL)
@@ -212,7 +212,7 @@ class SlurmLauncher:
 
     def _complete(self, one: _Waiting, outcome: Ended) -> Ended:
         """The outcome of a job, as a launcher reports it."""
-        if one.asked and outcome.code == 0:
+        if one.stop_requested and outcome.code == 0:
             return replace(outcome, code=Preempted.exit_code)
         if outcome.code and self._settings.nodes > 1 and (one.job.folder / CONFIG_FILE).is_file():
             return replace(outcome, why=read_run_facts(one.job.folder).why or outcome.why)  # any rank's first fault
@@ -336,11 +336,11 @@ def _list_queue() -> dict[str, str]:
     command = ["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--states", "all", "--format", "%i %T"]
     for attempt in range(3):
         try:
-            asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         except subprocess.TimeoutExpired:
             continue
-        if asked.returncode == 0:
-            lines = (line.split(maxsplit=1) for line in asked.stdout.splitlines())
+        if listed.returncode == 0:
+            lines = (line.split(maxsplit=1) for line in listed.stdout.splitlines())
             return {line[0]: line[1] for line in lines if len(line) == 2}
         time.sleep(attempt)
     raise ConfigError(f"Slurm does not answer `{' '.join(command)}`; the same command finds its jobs again")

@@ -24,10 +24,10 @@ def check(parsed: argparse.Namespace) -> int:
     from unisono.launch.model.check import check_model
     from unisono.task_config import build_task
 
-    asked = arguments.load_config(parsed)
-    task = build_task(asked)
+    configured = arguments.load_config(parsed)
+    task = build_task(configured)
     with preparing("looking at the data"):
-        run, data = resolve.check_run(asked, task)
+        run, data = resolve.check_run(configured, task)
     config = run.config
     with preparing("checking the model"), paused_collector():
         model = check_model(task, config)
@@ -59,10 +59,10 @@ def describe(parsed: argparse.Namespace) -> int:
 
     if (Path(parsed.recipe) / CONFIG_FILE).is_file():  # a run is a task with settings
         with preparing(f"opening {parsed.recipe}"), paused_collector():
-            asked = read_run(Path(parsed.recipe), overrides=parsed.overrides)
+            configured = read_run(Path(parsed.recipe), overrides=parsed.overrides)
     else:
-        asked = arguments.load_config(parsed)
-    config = layout.resolve_layout(asked, None)
+        configured = arguments.load_config(parsed)
+    config = layout.resolve_layout(configured, None)
     with preparing("looking at the model"), paused_collector():
         lines = describe_model(build_task(config), config)
     for line in lines:
@@ -77,9 +77,9 @@ def find_micro_batch(parsed: argparse.Namespace) -> int:
     from unisono.launch.preflight import preflight
     from unisono.task_config import build_task
 
-    asked = arguments.load_config(parsed)
-    asked = asked.model_copy(update={"layout": asked.layout.model_copy(update={"micro_batch": "auto"})})
-    config = layout.resolve_layout(asked, None)
+    configured = arguments.load_config(parsed)
+    configured = configured.model_copy(update={"layout": configured.layout.model_copy(update={"micro_batch": "auto"})})
+    config = layout.resolve_layout(configured, None)
     preflight(build_task(config), config)
     say("\n".join(search.find_micro_batch(config).lines()))
     return 0
@@ -90,9 +90,9 @@ def find_rate(parsed: argparse.Namespace) -> int:
     from unisono.config.schema.verbs import FindLr
     from unisono.launch.find_lr import find_lr
 
-    asked = arguments.parse_own_settings(parsed, FindLr)
+    settings = arguments.parse_own_settings(parsed, FindLr)
     config = arguments.load_config(parsed)
-    found = find_lr(config, asked, parsed.composed.origins)
+    found = find_lr(config, settings, parsed.composed.origins)
     say("\n".join(found.lines()))
     return 0
 

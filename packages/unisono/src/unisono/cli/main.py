@@ -317,8 +317,8 @@ def _prove(parsed: argparse.Namespace) -> int:
         parsed.overrides = [*QUICK, *parsed.overrides]
     proof = arguments.parse_own_settings(parsed, ProofSettings)
     with user_errors.raise_as_sentences():
-        asked = arguments.load_config(parsed)
-        config = run_directory.with_name(asked)
+        configured = arguments.load_config(parsed)
+        config = run_directory.with_name(configured)
         resolve.refuse_other_run(config)
         verdicts, alone, about = prove.prove(config, proof)
     judged = [*alone, *verdicts]
@@ -328,7 +328,7 @@ def _prove(parsed: argparse.Namespace) -> int:
         say(certificate.text(verdicts, alone, about) if parsed.json else shown, verbatim=parsed.json)
         say(f"{outcome}; no certificate, since no layout was proved", error=True)
         return code
-    if asked.run.name is None:
+    if configured.run.name is None:
         config = run_directory.claim_directory(config)
     path = run_directory.run_path(config)
     if superseded := certificate.describe_superseded(path, config):

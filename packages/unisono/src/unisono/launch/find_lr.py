@@ -88,12 +88,12 @@ class RangeTest:
         yield from textwrap.wrap(self.why, 60)
 
 
-def find_lr(config: RunConfig, asked: FindLr, origins: Mapping[str, str] | None = None) -> RangeTest:
+def find_lr(config: RunConfig, settings: FindLr, origins: Mapping[str, str] | None = None) -> RangeTest:
     """Run a range test of a task, with its model, data, optimizer, batch and layout.
 
     Args:
         config: of a run, as for `train`.
-        asked: the range.
+        settings: the range.
         origins: of the configuration's values.
 
     Raises:
@@ -106,9 +106,9 @@ def find_lr(config: RunConfig, asked: FindLr, origins: Mapping[str, str] | None 
             "launch.nodes. What it finds holds on any layout with the same train.global_batch"
         )
     with tempfile.TemporaryDirectory(prefix="unisono-find-lr-") as folder:
-        short = _range_config(config, asked, Path(folder))
+        short = _range_config(config, settings, Path(folder))
         diverged = False
-        with preparing(f"trying learning rates, {asked.steps} steps", shown=config.observe.progress is True):
+        with preparing(f"trying learning rates, {settings.steps} steps", shown=config.observe.progress is True):
             try:
                 train.start_run(short, origins=origins, callbacks=[StopDiverged])
             except UnisonoError as error:  # that of a process of its own is of another class, with the same code
@@ -117,7 +117,7 @@ def find_lr(config: RunConfig, asked: FindLr, origins: Mapping[str, str] | None 
                     raise
                 diverged = True
         steps = _read_steps(short)
-    return judge_curve([step["lr"] for step in steps], [step["loss"] for step in steps], asked, diverged=diverged)
+    return judge_curve([step["lr"] for step in steps], [step["loss"] for step in steps], settings, diverged=diverged)
 
 
 def _read_steps(config: RunConfig) -> list[Mapping[str, Any]]:
@@ -126,14 +126,14 @@ def _read_steps(config: RunConfig) -> list[Mapping[str, Any]]:
     return events.step_events(events.read_events(path)) if path.is_file() else []
 
 
-def _range_config(config: RunConfig, asked: FindLr, folder: Path) -> RunConfig:
+def _range_config(config: RunConfig, settings: FindLr, folder: Path) -> RunConfig:
     """The run of a range test: no checkpoint, no evaluation, no tracker, and a rate that grows."""
     values: dict[str, Any] = fingerprint.to_json(config)
-    rate = {"kind": "exponential", "rising": True, "floor": asked.min_lr / asked.max_lr}
+    rate = {"kind": "exponential", "rising": True, "floor": settings.min_lr / settings.max_lr}
     values |= {
         "run": {"dir": str(folder), "name": "range", "seed": config.run.seed, "resume": "never"},
-        "train": {**values["train"], "steps": asked.steps, "epochs": None},
-        "optim": {**values["optim"], "lr": asked.max_lr, "skip_spikes": None},
+        "train": {**values["train"], "steps": settings.steps, "epochs": None},
+        "optim": {**values["optim"], "lr": settings.max_lr, "skip_spikes": None},
         "schedules": {**values["schedules"], "lr": rate},
         "eval": {"at_end": False},
         "checkpoint": {"at_end": False},
@@ -145,22 +145,24 @@ def _range_config(config: RunConfig, asked: FindLr, folder: Path) -> RunConfig:
     return typed.model_copy(update={"task": config.task, "model": config.model, "data": config.data})
 
 
-def judge_curve(rates: Sequence[float], losses: Sequence[float], asked: FindLr, *, diverged: bool) -> RangeTest:
+def judge_curve(rates: Sequence[float], losses: Sequence[float], settings: FindLr, *, diverged: bool) -> RangeTest:
     """What a curve shows: the steepest fall before the smallest loss, if the loss falls by more than its noise.
 
     Args:
         rates: of the steps, growing by a constant factor.
         losses: of the steps.
-        asked: the range, for advice.
+        settings: the range, for advice.
         diverged: whether the run was ended by its loss.
     """
     raw = np.asarray(losses, dtype=float)
     if len(raw) < _FEWEST:
-        lower = f"the loss diverged after {len(raw)} steps, so there is no curve; try min_lr={asked.min_lr / 1000:.0e}"
+        lower = (
+            f"the loss diverged after {len(raw)} steps, so there is no curve; try min_lr={settings.min_lr / 1000:.0e}"
+        )
         return RangeTest(rates, losses, diverged, losses, None, f"no suggestion: {lower}")
     start = float(np.median(raw[: max(3, len(raw) // 10)]))
     capped = np.minimum(raw, start + abs(start - raw.min()))  # a divergence would hide what was before it
-    width = max(1.0, asked.steps / 30)
+    width = max(1.0, settings.steps / 30)
     smoothed = _smooth(capped, width)
     lowest = int(smoothed.argmin())
     noise = float(np.std((capped - smoothed)[: lowest + 1])) / math.sqrt(2 * math.sqrt(math.pi) * width)
@@ -170,12 +172,12 @@ def judge_curve(rates: Sequence[float], losses: Sequence[float], asked: FindLr, 
     if fall <= max(_SIGNIFICANT * noise, 0.01 * abs(start)):
         why = (
             f"no suggestion: the loss falls by {fall:.2g} at most, which is little beside its noise; try more steps "
-            f"(steps={5 * asked.steps}), a larger train.global_batch, or another range (min_lr, max_lr)"
+            f"(steps={5 * settings.steps}), a larger train.global_batch, or another range (min_lr, max_lr)"
         )
     elif steepest < width:
-        why = f"no suggestion: the loss falls fastest at the smallest rate; try min_lr={asked.min_lr / 1000:.0e}"
+        why = f"no suggestion: the loss falls fastest at the smallest rate; try min_lr={settings.min_lr / 1000:.0e}"
     elif not diverged and steepest > len(raw) - 1 - 2 * width:
-        why = f"no suggestion: the loss falls fastest at the largest rate; try max_lr={asked.max_lr * 100:g}"
+        why = f"no suggestion: the loss falls fastest at the largest rate; try max_lr={settings.max_lr * 100:g}"
     else:
         suggestion = rates[steepest]
         why = f"{RULE}. It is smallest at {rates[lowest]:.2g}; a tenth of that is another common choice"

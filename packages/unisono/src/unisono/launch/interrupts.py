@@ -38,13 +38,13 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
     if not is_interactive or not ours or threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    is_stopping = False
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked or newest_step(run) <= (run.resume.step if run.resume else 0):
+        nonlocal is_stopping
+        if is_stopping or newest_step(run) <= (run.resume.step if run.resume else 0):
             raise KeyboardInterrupt
-        asked = True
+        is_stopping = True
         with suppress(FileExistsError):
             safe_paths.create_inside(run.directory, STOP)
         text = "interrupted: the run saves and stops after this step; interrupt again to end it at once"
@@ -55,7 +55,7 @@ def stop_on_interrupt(run: ResolvedRun) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked and not in_notebook:
+    if is_stopping and not in_notebook:
         raise Interrupted("interrupted, and saved")
 
 

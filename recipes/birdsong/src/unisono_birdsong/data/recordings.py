@@ -95,10 +95,10 @@ def open_split(config: RecordingsData) -> tuple[LabelledRecordings, LabelledReco
         return replace(found, classes=classes), replace(other, classes=classes)
     if not config.held_out and config.held_out_groups is None:
         return found, None
-    aside = hold_out(
+    held_out = hold_out(
         found.groups, config.held_out, config.fold, named=config.held_out_groups, column=named, what="recording"
     )
-    return replace(found, rows=found.rows[~aside]), replace(found, rows=found.rows[aside])
+    return replace(found, rows=found.rows[~held_out]), replace(found, rows=found.rows[held_out])
 
 
 def _shared_classes(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:

@@ -94,14 +94,14 @@ def _choose_decay(
     if (count := len(set(groups))) < 2:
         return 1e-2
     parts = count // max(1, round(_CHOOSING * count))
-    aside = hold_out(list(groups), _CHOOSING, seed % parts, what="row")
-    there = truth[~aside].any(axis=0)
-    if there.sum() < 2 or not truth[aside][:, there].any():
+    chosen_on = hold_out(list(groups), _CHOOSING, seed % parts, what="row")
+    there = truth[~chosen_on].any(axis=0)
+    if there.sum() < 2 or not truth[chosen_on][:, there].any():
         return 1e-2
     best, chosen = -np.inf, 1e-2
     for decay in reversed(DECAYS):
-        scores = _fit_network(kind, embeddings[~aside], truth[~aside][:, there], objective, decay, seed)
-        found = metrics.evaluate(scores(embeddings[aside]), truth[aside][:, there], resamples=0)
+        scores = _fit_network(kind, embeddings[~chosen_on], truth[~chosen_on][:, there], objective, decay, seed)
+        found = metrics.evaluate(scores(embeddings[chosen_on]), truth[chosen_on][:, there], resamples=0)
         value = found["cmap"].value
         if value > best + 1e-9:
             best, chosen = value, decay

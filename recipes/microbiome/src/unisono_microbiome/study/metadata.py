@@ -94,8 +94,8 @@ def _take_types(path: Path, key: str, columns: dict[str, list[str]]) -> dict[str
         return {}
     if rows != [0]:
         raise DataError(f"{path} ({key}): '{_TYPES}' must be the first line after the header, and only there")
-    told = {name: values.pop(0).strip().lower() for name, values in columns.items()}
-    types = {name: kind for name, kind in list(told.items())[1:] if kind}
+    declared = {name: values.pop(0).strip().lower() for name, values in columns.items()}
+    types = {name: kind for name, kind in list(declared.items())[1:] if kind}
     if wrong := [f"{kind} of {name}" for name, kind in types.items() if kind not in KINDS]:
         raise DataError(
             f"{path} ({key}), line '{_TYPES}': {format_examples(wrong)}; the types are numeric and categorical"

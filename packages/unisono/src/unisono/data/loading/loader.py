@@ -91,7 +91,7 @@ class Loader:
         if on_error == "mask":
             refuse_mask(task)
         self._plan, self._split, self._rank = plan, split, rank
-        self._purpose, self._asked_kind, self._timeout = purpose, worker_kind, timeout
+        self._purpose, self._worker_kind, self._timeout = purpose, worker_kind, timeout
         self._max_bytes = 1e6 * prefetch_mb
         self._maker = BatchBuilder(
             task,
@@ -224,7 +224,7 @@ class Loader:
     @cached_property
     def _kind(self) -> str:
         """`threads` or `processes`."""
-        return worker_autotuning.choose_kind(self._stages) if self._asked_kind == "auto" else self._asked_kind
+        return worker_autotuning.choose_kind(self._stages) if self._worker_kind == "auto" else self._worker_kind
 
     @cached_property
     def _waits(self) -> worker_autotuning.WaitMonitor:

@@ -240,12 +240,12 @@ def _make_all(
         else:
             missing.append(shard)
     workers = max(1, min(workers, len(missing)))
-    stopped, telling = threading.Event(), threading.Lock()
+    stopped, reporting = threading.Event(), threading.Lock()
 
     def counted(records: int, units: int) -> None:
         if stopped.is_set():
             raise _StoppedError
-        with telling:
+        with reporting:
             progress(records, units)
 
     pool: Executor

@@ -122,8 +122,8 @@ def open_source(
     known = {*_READERS, *find_entry_points(FORMATS_GROUP)}
     if format is not None and format not in known:
         raise ConfigError(f"format='{format}' is not known, {nearest(format, known)}")
-    asked = [columns] if isinstance(columns, str) else columns
-    wanted = ColumnRequest.parse(asked, expect, separator)
+    names = [columns] if isinstance(columns, str) else columns
+    wanted = ColumnRequest.parse(names, expect, separator)
     where = remote_options(storage, deadline)
     found = find(paths, pattern, split, format=format, where=where, duplicates=duplicates, key=key)
     return Files(found, wanted, bare=isinstance(columns, str), cache_mb=cache_mb, key=key)

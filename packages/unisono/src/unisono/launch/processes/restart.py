@@ -35,8 +35,8 @@ def launch_with_restarts(run: ResolvedRun, threads: int, server: ForkServer | No
                 local_processes.launch(run.config, run.directory, threads, arguments=(run.digest,), server=server)
             return
         except WorkerError as error:
-            was_asked_to_end = preemption.seconds_since_signal() is not None  # and nobody waits for another attempt
-            if error.exit_code not in RESTARTABLE or attempt == allowed or was_asked_to_end:
+            is_ending = preemption.seconds_since_signal() is not None  # and nobody waits for another attempt
+            if error.exit_code not in RESTARTABLE or attempt == allowed or is_ending:
                 raise _final_error(run, error, attempt) from None
             try:
                 short = error.exit_code == MemoryExhaustedError.exit_code

@@ -201,8 +201,8 @@ def name_local_statistics(
         if any(c.mark == "FAIL" and c.worst.step == found.first.worst.step for c in found.invariants):
             continue  # a fault that the run shows by itself, whatever its layers normalise by
         if names := find_local_statistics(traces[found.case], reference, found.first.worst.step):
-            told = f"{names[0]} and others are of the rows of one process, which normalises by them"
-            found.diagnosis = build_diagnosis(FaultName.LOCAL_BUFFERS, told)
+            message = f"{names[0]} and others are of the rows of one process, which normalises by them"
+            found.diagnosis = build_diagnosis(FaultName.LOCAL_BUFFERS, message)
 
 
 def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrace:
@@ -230,22 +230,22 @@ def _interpret_error(
     error: local_processes.WorkerError, run: ScriptRun, trace: Path, world: int
 ) -> ConfigError | local_processes.WorkerError:
     """The error of a run, with what else is known of its end."""
-    told, fault = str(error), error.fault
+    message, fault = str(error), error.fault
     if error.exit_code == ConfigError.exit_code:
-        return ConfigError(told)
+        return ConfigError(message)
     if late := read_stacks(trace.parent, world):
         lines = "; ".join(f"rank {rank} was at {line}" for rank, line in late.items())
-        told = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
+        message = f"{LATE} {run.timeout:g} s (timeout={run.timeout:g}): {lines}"
         if waiting := describe_waiting(trace, world):
-            return ConfigError(f"{told}{waiting} One that is made on some ranks only cannot be recorded")
+            return ConfigError(f"{message}{waiting} One that is made on some ranks only cannot be recorded")
         fault = FaultName.DEADLOCK if world > 1 else ""
-    elif not fault and GONE.search(told):
+    elif not fault and GONE.search(message):
         ended = describe_ended(trace, world)
-        told = f"{told}; {ended or 'another process is gone'}"
+        message = f"{message}; {ended or 'another process is gone'}"
         fault = UnequalUpdatesError.fault if ended else FaultName.ERROR
-    elif run.precision == "fp64" and _MIXED_PRECISION.search(told):
+    elif run.precision == "fp64" and _MIXED_PRECISION.search(message):
         fault = FaultName.MIXED_PRECISIONS
-    return local_processes.WorkerError(told, error.exit_code, fault=fault)
+    return local_processes.WorkerError(message, error.exit_code, fault=fault)
 
 
 def drop_unrepeatable_reports(
@@ -275,8 +275,8 @@ def _explain_unrepeatable(again: ScriptTrace, reference: ScriptTrace, adaptive: 
     found = {c.quantity: c for c in comparison.compare_traces(again, reference, allowed, adaptive=False)}
     if adaptive:  # what it makes of rounding is told from the rest by the floor of the gradients
         allowed["raw gradients"] = judgement.FLOOR[reference.precision]
-        told = comparison.compare_traces(again, reference, allowed, adaptive=True)
-        found |= {c.quantity: c for c in told if c.quantity in ("optimizer state", "parameters", "EMA")}
+        compared = comparison.compare_traces(again, reference, allowed, adaptive=True)
+        found |= {c.quantity: c for c in compared if c.quantity in ("optimizer state", "parameters", "EMA")}
     for quantity in QUANTITIES:
         worst = found[quantity].worst
         if found[quantity].mark == "FAIL" or worst.size > MAX_ROUNDING[reference.precision]:

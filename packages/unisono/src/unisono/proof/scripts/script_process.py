@@ -90,8 +90,8 @@ class LowerPrecisions(precision.PromoteToDouble):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Called by torch for every function while the mode is on."""
-        asked = {_CASTS.get(func), *(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.dtype))}
-        self.found |= {str(dtype).removeprefix("torch.") for dtype in asked & {*_CASTS.values()}}
+        dtypes = {_CASTS.get(func), *(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.dtype))}
+        self.found |= {str(dtype).removeprefix("torch.") for dtype in dtypes & {*_CASTS.values()}}
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -231,11 +231,11 @@ class Records:
         """Record what an evaluation after the last step came to; a second call checks that evaluation repeats."""
         if self._facts.evaluation_again:
             raise ConfigError("records.evaluation() may be called at most twice (twice checks that evaluation repeats)")
-        told = fill_reports(self._group.gather({n: float(v) for n, v in values.items()}, "the evaluation"))
+        evaluation = fill_reports(self._group.gather({n: float(v) for n, v in values.items()}, "the evaluation"))
         if self._facts.evaluation:
-            self._facts.evaluation_again = told
+            self._facts.evaluation_again = evaluation
         else:
-            self._facts.evaluation = told
+            self._facts.evaluation = evaluation
 
     def close(self, lower: Sequence[str] = ()) -> None:
         """Write the facts; called when the script has returned, with what it asked for below float64 and did not get.

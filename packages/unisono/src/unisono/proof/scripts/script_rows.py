@@ -123,8 +123,8 @@ def _explain_inputs(mine: ScriptTrace, reference: ScriptTrace, step: int) -> str
     for fewer, more, less, full in ((a, b, "many", "one process"), (b, a, "one process", "many")):
         if step and not Counter(fewer) - Counter(more):  # the steps before had the same rows
             left = len(more) - len(fewer)
-            told = f"{at}: the model is given {len(more)} rows on {full}, and all but {left} of them on {less}"
-            return f"{told}; the steps before agree"
+            message = f"{at}: the model is given {len(more)} rows on {full}, and all but {left} of them on {less}"
+            return f"{message}; the steps before agree"
     common = (Counter(a) & Counter(b)).total()
     some = f", but for {common} of {len(b)} rows" if common else ""
     dealt = "dealt out otherwise, or " if common else ""
@@ -146,17 +146,17 @@ def _describe_draws(mine: ScriptTrace, reference: ScriptTrace) -> str:
     if len(pairs) > 1 and any(parts) and not all(parts):
         return ""
     rows = mine.facts.steps[0].rows
-    told = "step 1: other rows than on one process; that is no fault if "
+    message = "step 1: other rows than on one process; that is no fault if "
     if len({*rows}) < len(rows):
-        return told + "every process draws its own"
-    return told + (
+        return message + "every process draws its own"
+    return message + (
         "the sampler only shuffles otherwise there (to compare, take a DistributedSampler, or in Accelerate "
         "DataLoaderConfiguration(use_seedable_sampler=True))"
     )
 
 
 def _describe_batches(mine: int, reference: int, seen: list[RankFacts]) -> str:
-    told = f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; "
+    message = f"step 1: {mine} rows, and {reference} on one process, so the global batch is another; "
     if any(rank.cleared for rank in seen):
-        return told + "gradients of other passes were cleared before the update (zero_grad between micro-batches?)"
-    return told + "let an argument depend on the world, e.g. --batch-size '{16/world}'"
+        return message + "gradients of other passes were cleared before the update (zero_grad between micro-batches?)"
+    return message + "let an argument depend on the world, e.g. --batch-size '{16/world}'"

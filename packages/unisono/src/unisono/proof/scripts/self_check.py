@@ -173,14 +173,14 @@ def check_run(trace: ScriptTrace) -> SelfCheck:
     parted = any(rank.parted for rank in seen) or computes_in_parts(trace)
     failures, inside = _follow_gradients(steps, parted)
     for check, describe in _BY_STEP.items():
-        if first := next(((step.number, told) for step in steps if (told := describe(step))), None):
+        if first := next(((step.number, message) for step in steps if (message := describe(step))), None):
             failures[check] = _fail(check, *first)
     left = {}  # what is neither right nor wrong
-    telling = [] if parted else find_conclusive_steps(trace.ranks)
-    alike = [step for step in telling if have_same_inputs(trace.ranks[step])]
-    if alike and alike == telling:
-        told = f"all ranks computed the same {len(trace.ranks[alike[0]][0].inputs)} inputs"
-        failures[DIFFERENT] = _fail(DIFFERENT, alike[0], told)
+    conclusive = [] if parted else find_conclusive_steps(trace.ranks)
+    alike = [step for step in conclusive if have_same_inputs(trace.ranks[step])]
+    if alike and alike == conclusive:
+        message = f"all ranks computed the same {len(trace.ranks[alike[0]][0].inputs)} inputs"
+        failures[DIFFERENT] = _fail(DIFFERENT, alike[0], message)
     elif alike:
         numbers = join_names([f"{step + 1}" for step in alike], 3)
         left[DIFFERENT] = (
@@ -254,11 +254,11 @@ def _follow_gradients(steps: Sequence[_Step], parted: bool) -> tuple[dict[str, _
             if replicas and _is_undone(step, inside == SENT):
                 inside = SENT
             elif step.number and not parted and (apart := _find_apart(step.seen)):
-                told = f"ranks differ in {join_names(apart, 3)} when the update begins"
-                failures.setdefault(APART, _fail(APART, step.number, told))
+                message = f"ranks differ in {join_names(apart, 3)} when the update begins"
+                failures.setdefault(APART, _fail(APART, step.number, message))
         elif _is_united_by_clipping(step):
-            told = f"when they were clipped, {_describe_unequal(step)}"
-            failures.setdefault(CLIPPED, _fail(CLIPPED, step.number, told))
+            message = f"when they were clipped, {_describe_unequal(step)}"
+            failures.setdefault(CLIPPED, _fail(CLIPPED, step.number, message))
         elif not replicas:  # nor the optimizer's state
             inside = inside or INSIDE
         elif all(said.startswith("'optimizer/") for said in replicas):

@@ -46,8 +46,8 @@ def plan_replay(mine: ScriptTrace, reference: ScriptTrace) -> ReplayPlan:
             found.add("in turn")
         else:
             counts = join_names([str(count) for count in several])
-            told = f"step {step}: one process makes {alone} backward passes, and the ranks make {counts}"
-            return ReplayPlan(None, f"{told}: neither as many as each, nor as all together")
+            counted = f"step {step}: one process makes {alone} backward passes, and the ranks make {counts}"
+            return ReplayPlan(None, f"{counted}: neither as many as each, nor as all together")
     if len(found) > 1:
         return ReplayPlan(None, "passes per update change from step to step")
     return ReplayPlan(*found)

@@ -32,7 +32,7 @@ def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tup
         sum(max(len(rank.inputs), len(rows)) for rank, rows in zip(seen, step.by_rank, strict=True))
         for seen, step in zip(mine.ranks, mine.facts.steps, strict=True)
     )
-    told = ""
+    unseen = ""
     for number, one in enumerate(read_epochs(reference.folder, 0)):
         each = [rows[number] for rows in epochs if number < len(rows)]
         if not len(one) or len(each) < len(epochs) or not all(map(len, each)):
@@ -40,18 +40,18 @@ def judge_reading(mine: ScriptTrace, reference: ScriptTrace, reason: str) -> tup
         likely, said = describe_epoch(each, one, update)
         if likely is not None:
             return ComparedQuantity(ROWS, "FAIL", Difference(math.inf, 1, said)), likely
-        told = told or said
+        unseen = unseen or said
     size = describe_size(mine, reference)
     numbered = bool(mine.facts.steps[0].rows and reference.facts.steps[0].rows)
     ours, theirs = _inputs_by_number(mine), _inputs_by_number(reference)
     common = [number for number in ours if number in theirs]
     if any(ours[number] != theirs[number] for number in common):  # scaled by a part of the data, perhaps
-        size = told = ""
-    elif size and not (numbered and told):
-        told = "which rows of an epoch each reads could not be seen"
-    if size or (numbered and told):
+        size = unseen = ""
+    elif size and not (numbered and unseen):
+        unseen = "which rows of an epoch each reads could not be seen"
+    if size or (numbered and unseen):
         seen = "" if common or not numbered else "no row was read by both, so what it holds is not compared"
-        return ComparedQuantity(ROWS, "PASS", why="; ".join(filter(None, [size, told, seen]))), None
+        return ComparedQuantity(ROWS, "PASS", why="; ".join(filter(None, [size, unseen, seen]))), None
     if _draw_by_rank(mine):
         said = "every process draws for itself what it reads, by a generator that has another state on each"
         return ComparedQuantity(ROWS, "PASS", why=f"{said}, so that is not compared"), None
