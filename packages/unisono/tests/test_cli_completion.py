@@ -121,11 +121,15 @@ def test_tab_completes_in_zsh_too(tmp_path: Path):
         zsh.close()
 
 
-def test_tab_completes_recipes_and_the_keys_of_their_files(spirals: Path, shell: Shell):
-    assert shell.complete("unisono train spir") == "unisono train spirals"
-    assert shell.complete("unisono train spirals model=na") == "unisono train spirals model=narrow"
-    line = "unisono train spirals model=narrow model.wid"
-    assert shell.complete(line) == f"{line}th="
+def test_tab_completes_recipes_and_the_keys_of_their_files(spirals: Path, tmp_path: Path):
+    shell = Shell(tmp_path)
+    try:
+        assert shell.complete("unisono train spir") == "unisono train spirals"
+        assert shell.complete("unisono train spirals model=na") == "unisono train spirals model=narrow"
+        line = "unisono train spirals model=narrow model.wid"
+        assert shell.complete(line) == f"{line}th="
+    finally:
+        shell.close()
 
 
 def test_completing_imports_no_library_that_computes(tmp_path: Path):

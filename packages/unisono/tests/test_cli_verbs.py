@@ -274,7 +274,7 @@ def test_a_recipe_s_own_export_is_the_one_for_its_runs_unless_a_form_is_named(
 
 
 @pytest.fixture(scope="module")
-def spirals(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def spirals_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("spirals")
     steps = {"train.steps": 40, "train.global_batch": 64, "optim.lr": 1e-2, "task.width": 16}
     return face.train(SPIRALS, {**SMALL, **steps, "run.dir": str(folder), "run.name": "run"})
@@ -285,45 +285,49 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_held_out_rows_are_predicted_beside_what_is_known_of_them(spirals: Any, command: Callable[..., Told]) -> None:
-    code, told, _ = command("predict", spirals.folder)
-    rows = rows_of(spirals.folder / "predictions.csv")
+def test_held_out_rows_are_predicted_beside_what_is_known_of_them(
+    spirals_run: Any, command: Callable[..., Told]
+) -> None:
+    code, told, _ = command("predict", spirals_run.folder)
+    rows = rows_of(spirals_run.folder / "predictions.csv")
     assert (code, len(rows), list(rows[0])) == (0, 500, ["row", "output", "side"])
     right = sum((float(row["output"]) > 0) == (row["side"] == "1") for row in rows) / 500
     assert right > 0.6
     values = dict(line.split(": ") for line in told.splitlines()[1:])
     assert float(values["accuracy"]) == pytest.approx(right, abs=1e-6)
-    assert float(values["accuracy"]) == pytest.approx(spirals.evaluation["accuracy"], abs=1e-6)
-    assert float(values["loss"]) == pytest.approx(spirals.evaluation["loss"], rel=1e-4)
+    assert float(values["accuracy"]) == pytest.approx(spirals_run.evaluation["accuracy"], abs=1e-6)
+    assert float(values["loss"]) == pytest.approx(spirals_run.evaluation["loss"], rel=1e-4)
 
 
 def test_predictions_do_not_depend_on_the_micro_batch_or_the_format(
-    spirals: Any, tmp_path: Path, command: Callable[..., Told]
+    spirals_run: Any, tmp_path: Path, command: Callable[..., Told]
 ) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    assert command("predict", spirals.folder, f"out={one}", "micro_batch=7")[0] == 0
-    assert command("predict", spirals.folder, f"out={other}", "micro_batch=500")[0] == 0
+    assert command("predict", spirals_run.folder, f"out={one}", "micro_batch=7")[0] == 0
+    assert command("predict", spirals_run.folder, f"out={other}", "micro_batch=500")[0] == 0
     first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in (one, other))
     assert [row["row"] for row in first] == list(range(500)) == [row["row"] for row in second]
     assert [row["output"] for row in first] == pytest.approx([row["output"] for row in second], rel=1e-4, abs=1e-5)
 
 
 def test_rows_that_were_trained_on_are_predicted_too_and_not_augmented(
-    spirals: Any, tmp_path: Path, command: Callable[..., Told]
+    spirals_run: Any, tmp_path: Path, command: Callable[..., Told]
 ) -> None:
     out = tmp_path / "all.csv"
-    assert command("predict", spirals.folder, "rows=all", f"out={out}")[0] == 0
+    assert command("predict", spirals_run.folder, "rows=all", f"out={out}")[0] == 0
     rows = rows_of(out)
     assert [row["source"] for row in rows] == ["training"] * 2000 + ["held_out"] * 500
     again = tmp_path / "again.csv"
-    assert command("predict", spirals.folder, "rows=training", f"out={again}")[0] == 0
+    assert command("predict", spirals_run.folder, "rows=training", f"out={again}")[0] == 0
     assert [row["output"] for row in rows_of(again)] == [row["output"] for row in rows[:2000]]
 
 
 def test_another_table_format_and_rows_that_are_not_there_are_refused(
-    spirals: Any, mine: str, tmp_path: Path, command: Callable[..., Told]
+    spirals_run: Any, mine: str, tmp_path: Path, command: Callable[..., Told]
 ) -> None:
-    assert "tables are written as .csv, .tsv, .jsonl, .parquet" in command("predict", spirals.folder, "out=x.xlsx")[2]
+    assert (
+        "tables are written as .csv, .tsv, .jsonl, .parquet" in command("predict", spirals_run.folder, "out=x.xlsx")[2]
+    )
     from packages.unisono.tests import tasks
 
     settings = {**SMALL, "train.steps": 1, "train.global_batch": 8, "run.dir": str(tmp_path), "run.name": "linear"}

@@ -114,10 +114,10 @@ def test_documents_lie_in_an_object_store(monkeypatch: pytest.MonkeyPatch) -> No
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         bucket = s3fs.S3FileSystem(skip_instance_cache=True)
-        bucket.mkdir("rows")
-        bucket.pipe("rows/corpus/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
-        bucket.pipe("rows/corpus/b.txt", b"three")
-        found = documents.find_texts(["s3://rows/corpus"])
+        bucket.mkdir("texts")
+        bucket.pipe("texts/corpus/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
+        bucket.pipe("texts/corpus/b.txt", b"three")
+        found = documents.find_texts(["s3://texts/corpus"])
         assert [text for file in found.files for text in documents.read_documents(file)] == ["one", "two", "three"]
 
 

@@ -56,12 +56,12 @@ class Large(unisono.Settings):
     kind: Literal["large"]
     depth: int
 
-class Embedded(unisono.Settings):
+class Embedded(unisono.Data):
     kind: Literal["embedded"]
     held_out: int = 500
     seed: int = 0
 
-class FromFile(unisono.Settings):
+class FromFile(unisono.Data):
     kind: Literal["file"]
     path: str
     held_out: float = 0.1
@@ -431,10 +431,10 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def test_a_recipe_whose_packages_are_missing_is_told_what_to_install(spirals: Path):
-    code = "import sys; sys.modules['pydantic'] = None; import unisono.task_config as c; c.find_task('spirals')"
+    code = "import sys; sys.modules['torch'] = None; import unisono.task_config as c; c.find_task('spirals')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"ConfigError: spirals needs the package 'pydantic': pip install pydantic$", last)
+    assert re.search(r"ConfigError: spirals needs the package 'torch': pip install torch$", last)
 
 
 def test_two_files_of_the_same_name_in_folders_of_the_same_name_are_two_tasks(tmp_path: Path):
