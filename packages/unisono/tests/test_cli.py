@@ -17,7 +17,7 @@ from unisono import task_config
 from unisono.checkpoint.core import commit
 from unisono.config import recipes
 from unisono.engines.torch import devices
-from unisono.launch import train
+from unisono.launch import start
 from unisono.launch.processes import local_processes
 from unisono.runtime import errors
 from unisono.training import loop
@@ -325,7 +325,7 @@ def test_an_error_ends_in_one_line_and_its_own_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(train, "start_run", fail)
+    monkeypatch.setattr(start, "start_run", fail)
     assert unisono("train", LINEAR) == (code, "", "unisono: error: no\n")
 
 
@@ -335,10 +335,10 @@ def test_an_interruption_ends_in_130_without_a_traceback_and_a_fault_of_our_own_
     def fail(error: BaseException) -> None:
         raise error
 
-    monkeypatch.setattr(train, "start_run", lambda *_, **__: fail(KeyboardInterrupt()))
+    monkeypatch.setattr(start, "start_run", lambda *_, **__: fail(KeyboardInterrupt()))
     code, _, told = unisono("train", LINEAR)
     assert (code, told) == (130, "\nunisono: interrupted\n")
-    monkeypatch.setattr(train, "start_run", lambda *_, **__: fail(KeyError("ours")))
+    monkeypatch.setattr(start, "start_run", lambda *_, **__: fail(KeyError("ours")))
     with pytest.raises(KeyError, match="ours"):
         unisono("train", LINEAR)
 

@@ -16,10 +16,11 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.launch.test_folder import checkpoint
 from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
-from unisono.launch import layout, resolve, run_directory, train
+from unisono.launch import layout, resolve, run_directory
 from unisono.launch.preflight import DataFacts
 from unisono.launch.processes import local_processes, restart
 from unisono.launch.processes.local_processes import WorkerError
+from unisono.launch.start import read_outcome, start_run
 from unisono.observe.events import Events
 from unisono.runtime.communication.communicator import ProcessInfo
 from unisono.runtime.errors import ConfigError, RunError
@@ -185,7 +186,7 @@ def test_a_new_start_stays_in_the_file_and_is_no_step(tmp_path: Path):
     )
     Events(tmp_path / "events.jsonl", first_step=4).close()
     assert [event.get("restart") for event in jobs.events(tmp_path)] == [None, 1]
-    assert train.read_outcome(tmp_path).loss == 2.0
+    assert read_outcome(tmp_path).loss == 2.0
 
 
 def test_processes_that_others_started_or_that_are_on_other_nodes_are_not_started_again():
@@ -203,7 +204,7 @@ def test_a_run_on_one_process_says_that_nothing_starts_it_again(
     task = f"{tasks.__file__}:LinearTask"
     path = f"run.dir={tmp_path}"
     words = ["layout.world_size=1", "layout.device=cpu", "train.steps=1", "observe.progress=false", path, *words]
-    train.start_run(load_config(task, words)[0])
+    start_run(load_config(task, words)[0])
     assert ("has no effect on a single process" in capsys.readouterr().err) == warned
 
 

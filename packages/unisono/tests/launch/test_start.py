@@ -18,7 +18,7 @@ from packages.unisono.tests.launch import jobs
 from packages.unisono.tests.tasks import LinearTask
 from unisono.config.schema.run import RunConfig
 from unisono.data.sources import open_source
-from unisono.launch import layout, preflight, run_directory, train
+from unisono.launch import layout, preflight, run_directory, start
 from unisono.launch.host import memory_allocators
 from unisono.launch.processes import local_processes
 from unisono.observe import events
@@ -281,7 +281,7 @@ def test_a_task_object_with_state_of_its_own_is_refused_where_it_would_be_made_a
 def test_what_a_task_object_has_worked_out_from_its_settings_is_no_state(monkeypatch: pytest.MonkeyPatch):
     started = []
     monkeypatch.setattr(local_processes, "launch", lambda config, *_, **__: started.append(config.layout.world_size))
-    monkeypatch.setattr(train, "read_outcome", lambda path: Result(path, 3))
+    monkeypatch.setattr(start, "read_outcome", lambda path: Result(path, 3))
     unisono.train(remembering(), {**SHORT, "layout.world_size": 2})
     assert started == [2]
 
@@ -351,7 +351,7 @@ def test_one_process_with_all_devices_says_where_there_is_only_one(capsys: pytes
 
 def test_the_outcome_of_a_run_without_a_step_is_empty(here: Path):
     (here / "events.jsonl").write_text("")
-    found = train.read_outcome(here)
+    found = start.read_outcome(here)
     assert (found.folder, found.step, found.loss, dict(found.evaluation)) == (here, 0, None, {})
 
 
@@ -360,7 +360,7 @@ def test_the_outcome_of_a_run_is_its_last_step_and_its_last_evaluation(here: Pat
         '{"step": 1, "loss": 3.0}\n{"step": 1, "eval": true, "loss": 9.0, "rows": 2, "seconds": 1.0}\n'
         '{"step": 2, "loss": 2.0}\n{"step": 2, "eval": true, "loss": 8.0, "accuracy": 0.5, "rows": 2, "seconds": 1.0}\n'
     )
-    found = train.read_outcome(here)
+    found = start.read_outcome(here)
     assert (found.step, found.loss, dict(found.evaluation)) == (2, 2.0, {"loss": 8.0, "accuracy": 0.5})
 
 

@@ -250,7 +250,7 @@ def _start(parsed: argparse.Namespace) -> None:
     shown = _is_progress_live(parsed.overrides)
     with preparing(f"starting {_subject(parsed)}", shown=shown), paused_collector():
         from unisono.config import compose
-        from unisono.launch import train
+        from unisono.launch import start
         from unisono.task_config import validate_config
 
     if parsed.verb == "resume":
@@ -267,10 +267,10 @@ def _start(parsed: argparse.Namespace) -> None:
         recipe, *words = arguments.recipe_words(parsed)
         command = ["unisono", "train", recipe, *(["--proved"] if parsed.proved else []), *words]
         parsed.composed = compose.compose(parsed.recipe, parsed.overrides, parsed.config_dir)
-    with train.start_fork_server(parsed.composed) as server:
+    with start.start_fork_server(parsed.composed) as server:
         with preparing(f"importing {_subject(parsed)}", shown=shown), paused_collector():
             config, origins = validate_config(parsed.composed), parsed.composed.origins
-        train.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
+        start.start_run(config, allow=_build_check(parsed), origins=origins, command=command, server=server)
 
 
 def _subject(parsed: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from unisono.callback import Callback
 from unisono.config import fingerprint
 from unisono.config.schema.run import RunConfig
 from unisono.config.schema.verbs import FindLr
-from unisono.launch import cluster, train
+from unisono.launch import cluster, start
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, SpikeError, UnisonoError
 from unisono.runtime.preparing import preparing
@@ -110,7 +110,7 @@ def find_lr(config: RunConfig, settings: FindLr, origins: Mapping[str, str] | No
         diverged = False
         with preparing(f"trying learning rates, {settings.steps} steps", shown=config.observe.progress is True):
             try:
-                train.start_run(short, origins=origins, callbacks=[StopDiverged])
+                start.start_run(short, origins=origins, callbacks=[StopDiverged])
             except UnisonoError as error:  # that of a process of its own is of another class, with the same code
                 steps = _read_steps(short)
                 if error.exit_code != SpikeError.exit_code or not steps:

@@ -24,7 +24,7 @@ from unisono.checkpoint.exchange.export import find_checkpoint
 from unisono.config import CONFIG_FILE, fingerprint, references
 from unisono.config.schema.run import RunConfig, Upload
 from unisono.data import ledger
-from unisono.launch import cluster, train
+from unisono.launch import cluster, start
 from unisono.launch.run_directory import FILES, FINGERPRINT
 from unisono.observe import events
 from unisono.runtime.errors import ConfigError, RunError, format_ranges
@@ -131,7 +131,7 @@ def replay(
         folder, config = _prepare_run(run, config, before, after)
     except OSError as error:
         raise RunError(f"{run}: cannot create a folder for the repeated steps: {error.strerror}") from error
-    train.start_run(config)
+    start.start_run(config)
     again = commit.open_checkpoint(folder / "checkpoints" / after.path.name)
     then, now = _read_steps(run, made, after.step), _read_steps(folder, made, after.step)
     common = sorted(then.keys() & now.keys())

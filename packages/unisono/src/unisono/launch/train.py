@@ -1,30 +1,23 @@
-"""From a configuration to a running job: resolves it, starts its processes, and returns the outcome."""
+"""`unisono.train` and `unisono.resume`: from a task and settings to a run, and its result."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unisono.callback import Callback
-from unisono.checkpoint.core import provenance
 from unisono.config.compose import ComposedConfig, compose
-from unisono.config.resolved_run import ResolvedRun
 from unisono.config.schema.run import RunConfig
 from unisono.data.loading.worker_process import WORKER_VARIABLE
-from unisono.launch import cluster, exit_advice, interrupts, layout, preflight, resolve
-from unisono.launch.host import host_check, memory_allocators
-from unisono.launch.nodes import agreement, tcp_rendezvous
-from unisono.launch.notebook import bar, cell_source
-from unisono.launch.processes import local_processes, monitor_client, preloading, rank_process, restart
-from unisono.launch.processes.fork_server import ForkServer
-from unisono.launch.resolve import Request, StartCheck
+from unisono.launch import cluster
+from unisono.launch.notebook import cell_source
 from unisono.launch.result import RunResult
 from unisono.launch.resume import compose_run
+from unisono.launch.start import start_fork_server, start_run
 from unisono.launch.task_objects import (
-    callback_entry,
     format_override,
     merge_settings,
     reference_to,
@@ -32,13 +25,9 @@ from unisono.launch.task_objects import (
     settings_of,
     with_engine,
 )
-from unisono.runtime.communication.communicator import ProcessInfo
-from unisono.runtime.communication.consensus import raise_everywhere, share_first
 from unisono.runtime.errors import ConfigError, Interrupted
-from unisono.supervise import fault_hook, preemption
 from unisono.task import Task
-from unisono.task_config import build_task, composed_engine, validate_config
-from unisono.training.callbacks.build import build_callbacks
+from unisono.task_config import validate_config
 
 
 def train(
@@ -155,210 +144,3 @@ def _refuse_inside_run() -> None:
             "unisono.train was called while a process of a run imported the task's file. Put the call under "
             "`if __name__ == '__main__':`"
         )
-
-
-@contextmanager
-def start_fork_server(composed: ComposedConfig) -> Iterator[ForkServer | None]:
-    """Start a fork server for the processes that a configuration asks for; it imports while the run is prepared.
-
-    Args:
-        composed: Not validated yet; errors in it are reported later.
-    """
-    values = composed.values
-    requested, nodes = values.get("layout") or {}, (values.get("launch") or {}).get("nodes") or 1
-    count = 0
-    if cluster.process_info() is None and requested.get("strategy") not in ("single", "dp"):
-        world = requested.get("world_size", "auto")
-        count = world // nodes if isinstance(world, int) and isinstance(nodes, int) else _guess_process_count(requested)
-    if count < 2 and nodes == 1:
-        yield None
-        return
-    threads, reference = layout.threads_per_process(max(1, count)), str(values.get("recipe", ""))
-    modules = preloading.find_libraries(reference)
-    engine = composed_engine(values)
-    if engine == "auto":
-        engine = "jax" if preloading.is_jax(reference) else "torch"
-    with local_processes.open_fork_server(count, threads, reference, modules, engine) as server:
-        yield server
-
-
-def _guess_process_count(layout_values: Mapping[str, Any]) -> int:
-    """Guess how many processes `auto` resolves to, without importing a library that counts devices; 0 if unclear."""
-    if layout_values.get("device") == "cpu":
-        return 0
-    return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
-
-
-def start_run(
-    config: RunConfig,
-    task: Task | None = None,
-    allow: StartCheck | None = None,
-    *,
-    origins: Mapping[str, str] | None = None,
-    command: Sequence[str] = (),
-    callbacks: Sequence[Callback | type[Callback] | str] = (),
-    server: ForkServer | None = None,
-) -> Any:
-    """Resolve a typed configuration and run it, here or on processes of its own.
-
-    Args:
-        config: As given by the user.
-        task: The task to train; None for the one that the configuration names.
-        allow: May refuse the start.
-        origins: Origin of each configuration value.
-        command: The words of the user's command, if there was one.
-        callbacks: Of the user, in addition to those of the configuration and the task.
-        server: Forks the processes, if there are several; None starts new ones.
-
-    Raises:
-        Preempted: If the run was ended by SIGTERM or SIGUSR1.
-    """
-    allocator = memory_allocators.device_variables(config.layout.device)
-    with preemption.handle_signals(), local_processes.environment_changed(allocator):
-        memory_allocators.use_single_arena()
-        process = cluster.process_info()
-        requested, config = config, layout.resolve_layout(config, process)
-        if process is None or process.is_first:
-            layout.warn_about_layout(requested, config)
-        by_other_launcher = process is not None and process.launcher != "unisono" and not layout.is_single(config)
-        # Objects are used as they are if each process has its own; otherwise they are added to the configuration.
-        own_objects = by_other_launcher or layout.is_single(config)
-        local = [one for one in callbacks if isinstance(one, Callback) and own_objects]
-        entries = [callback_entry(one) for one in callbacks if not any(one is other for other in local)]
-        for callback in local:
-            callback.check(config)
-        config = config.model_copy(update={"callbacks": [*config.callbacks, *entries]})
-        if config.layout.engine == "jax" and server is not None:  # its forks have imported torch, and JAX uses threads
-            server.close()
-            server = None
-        request = Request(config, allow, origins or {}, tuple(command), _job_id(process))
-        if by_other_launcher:
-            assert process is not None
-            return _run_as_rank(request, task, process, local)
-        return _run_as_launcher(request, task, local, server)
-
-
-def read_outcome(path: Path) -> Any:
-    """Read the outcome of a run from its events."""
-    from unisono.observe import events
-    from unisono.training.loop import Result
-
-    lines = events.read_events(path / "events.jsonl")
-    steps = events.step_events(lines)
-    last: Mapping[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
-    stopped = next((event["stopped"] for event in lines if "stopped" in event and event["step"] == last["step"]), "")
-    return Result(path, last["step"], last["loss"], events.last_evaluation(lines), stopped)
-
-
-def _run_as_launcher(
-    request: Request, task: Task | None, callbacks: Sequence[Callback], server: ForkServer | None
-) -> Any:
-    """Run a single process here, or start the processes of this host or node."""
-    config = request.config
-    if task is not None and not layout.is_single(config):
-        refuse_state(task, "other processes build their own")
-    task = task or build_task(config)
-    if config.launch.nodes > 1:
-        return _run_as_node(request, task, server)
-    with (
-        resolve.resolve_run(request, task) as run,
-        exit_advice.explain_exit(run),
-        interrupts.stop_on_interrupt(run),
-        bar.show_run(run),
-    ):
-        local_processes.remove_old_faults(run.directory)
-        if layout.is_single(config):
-            return _run_as_single(run, task, callbacks)
-        restart.launch_with_restarts(run, layout.threads_per_process(run.world_size), server)
-        return read_outcome(run.directory)
-
-
-def _run_as_single(run: ResolvedRun, task: Task, callbacks: Sequence[Callback]) -> Any:
-    """Train in this process."""
-    from unisono.training import loop
-
-    fault_hook.install(0)
-    process = ProcessInfo()
-    with rank_process.record_errors(run.directory, process):
-        all_callbacks = [*build_callbacks(run.config, task), *callbacks]
-        return loop.train(task, run, process, rank_process.join_processes(run.config, process), all_callbacks)
-
-
-def _run_as_rank(request: Request, task: Task | None, process: ProcessInfo, callbacks: Sequence[Callback]) -> Any:
-    """Run as one of the processes that torchrun or srun started: rank 0 resolves the run, and all train."""
-    from unisono.training import loop
-
-    config, allow = request.config, request.allow
-    host_check.check_host(config)
-    communicator = rank_process.join_processes(config, process)
-    with ExitStack() as stack:
-        try:
-            if allow is not None:  # on every process, since each has the code and versions of its own host
-                raise_everywhere(communicator, lambda: allow(config, None), "all ranks to pass the startup checks")
-
-            def resolve_once() -> dict[str, Any]:
-                run = stack.enter_context(resolve.resolve_run(request, task or build_task(config)))
-                local_processes.remove_old_faults(run.directory)
-                return run.plain()
-
-            run = resolve.accept_resolved_run(
-                share_first(communicator, resolve_once, "rank 0 to resolve the run and prepare its data"), config
-            )
-        except Exception:
-            rank_process.leave_group(communicator)
-            raise
-        if process.is_first:
-            stack.enter_context(exit_advice.explain_exit(run, process.launcher))
-        with (
-            rank_process.record_errors(run.directory, process),
-            monitor_client.monitor_rank(run.config, run.directory, process, communicator),
-        ):
-            task = task or build_task(run.config)
-            all_callbacks = [*build_callbacks(run.config, task), *callbacks]
-            result = loop.train(task, run, process, communicator, all_callbacks)
-    rank_process.leave_group(communicator)
-    return result
-
-
-def _run_as_node(request: Request, task: Task, server: ForkServer | None) -> Any:
-    """Run this node's processes once all nodes agree on the run; node 0 resolves it."""
-    config, allow = request.config, request.allow
-    launch = config.launch
-    assert launch.node_rank is not None and launch.rendezvous is not None
-    with ExitStack() as stack:
-        nodes = stack.enter_context(
-            tcp_rendezvous.connect_nodes(
-                launch.node_rank, launch.nodes, launch.rendezvous, launch.start_timeout, launch.timeout, config.run.dir
-            )
-        )
-        node = agreement.agree_on_node(nodes, config, stack)
-        if allow is not None:
-            raise_everywhere(nodes, lambda: allow(config, None), "all nodes to pass the startup checks", member="node")
-
-        def resolve_once() -> list[Any]:
-            run = stack.enter_context(resolve.resolve_run(request, task))
-            local_processes.remove_old_faults(run.directory)
-            return [run.plain(), agreement.write_token(run.directory)]
-
-        values, token = share_first(nodes, resolve_once, "node 0 to resolve the run and prepare its data")
-        path = Path(values["directory"])
-
-        def check_and_prepare() -> dict[str, Any]:
-            agreement.check_shared_directory(path, token)
-            return preflight.preflight(task, config).facts  # with this host's files and caches
-
-        facts = raise_everywhere(nodes, check_and_prepare, "all nodes to prepare the data", member="node")
-        provenance.check_agreement(nodes, {"the data": facts[node.rank]}, "node")
-        agreement.remove_token(path, node)
-        run = resolve.accept_resolved_run(values, config)
-        threads = layout.threads_per_process(run.world_size // node.count)
-        with nodes.watch_nodes(), exit_advice.explain_exit(run):
-            local_processes.launch(
-                run.config, run.directory, threads, node=node, arguments=(run.digest,), server=server
-            )
-    return read_outcome(run.directory)
-
-
-def _job_id(process: ProcessInfo | None) -> str | None:
-    """Return the job id that names the run, so that a requeued job finds it; not in an interactive shell of a job."""
-    return None if process is None or "SLURM_PTY_PORT" in os.environ else os.environ.get("SLURM_JOB_ID")
