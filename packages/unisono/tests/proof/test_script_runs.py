@@ -1,0 +1,162 @@
+"""What `unisono prove train.py` says of how a script starts, joins its processes and ends."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from packages.unisono.tests.launch import jobs
+from packages.unisono.tests.proof.small_scripts import HEAD, SYNCHRONISED, prove
+from unisono.launch.processes.local_processes import WorkerError
+from unisono.proof.scripts import script_hooks, script_proof
+from unisono.proof.scripts.script_comparison import LATE
+from unisono.proof.scripts.script_process import ScriptRun
+from unisono.proof.scripts.script_proof import ScriptSettings, prove_script
+from unisono.proof.scripts.script_recorder import World
+from unisono.runtime.errors import ConfigError, RunError
+
+
+def test_a_script_that_makes_no_update_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.py ended without an update by a torch optimizer"):
+        prove(tmp_path, HEAD + "sys.exit(0)\n")
+
+
+def test_a_script_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    """Nothing was compared, so this is no FAIL: the exit code of the command is 2."""
+    with pytest.raises(RunError, match="fails on one process, so nothing was compared") as caught:
+        prove(tmp_path, HEAD + "raise KeyError(sys.argv[1])\n")
+    assert caught.value.exit_code == 2
+    assert "rank 0: KeyError: '--as-given' (train.py, line 8, in <module>: raise KeyError(sys.argv[1])" in str(
+        caught.value
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_never_join_fail_by_name(tmp_path: Path) -> None:
+    text = (
+        HEAD + "torch.manual_seed(0)\nfor _ in range(9):\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n    optimizer.step()\n"
+    )
+    report = prove(tmp_path, text)
+    assert report.exit_code == 1
+    assert report.verdicts[0].diagnosis is not None
+    assert report.verdicts[0].diagnosis.fault == "Every process trains alone"
+    assert "the script has not joined its 2 processes: each trains alone" in "\n".join(report.lines)
+
+
+@pytest.mark.slow
+def test_processes_may_join_after_a_first_forward_pass(tmp_path: Path) -> None:
+    """A trial on one process (shapes, a sanity check) comes before `init_process_group` in some scripts."""
+    text = SYNCHRONISED.replace("dist.init_process_group", "model(torch.ones(1, 3))\ndist.init_process_group", 1)
+    report = prove(tmp_path, text + "for _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
+    assert report.mark == "PASS", report.lines
+
+
+class _Meter:
+    """Of a script: what it does when it is left fails where the loop was not finished."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        raise AttributeError("no end was measured")
+
+
+def test_what_fails_while_a_script_is_ended_is_no_error_of_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with _Meter():
+            for _ in range(5):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+
+    records = script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 2)
+    assert records.steps == 2
+    with pytest.raises(AttributeError, match="no end was measured"):
+        script_hooks.run_watched(train, "train", World(0, 1, 0, tmp_path, 60.0), 9)
+
+
+@pytest.mark.slow
+def test_a_script_that_writes_nowhere_twice_is_given_a_name_for_every_start(tmp_path: Path) -> None:
+    once = "import os\nif dist.get_rank() == 0:\n    os.mkdir(sys.argv[1])\n"
+    loop = "for _ in range(4):\n    step(x[dist.get_rank()::dist.get_world_size()])\n"
+    (tmp_path / "train.py").write_text(SYNCHRONISED + once + loop)
+    report = prove_script(tmp_path / "train.py", [f"{tmp_path}/{{run}}"], ScriptSettings(precision="fp64"), quiet=True)
+    assert report.mark == "PASS", report.lines
+    assert len([*tmp_path.glob("*processes*")]) == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    report = prove(tmp_path, SYNCHRONISED + "for _ in range(2):\n    step(x[dist.get_rank()::dist.get_world_size()])\n")
+    assert report.mark == "PASS", report.lines
+    assert "the script ended after 2 of 4 steps (steps=4)" in report.lines
+
+
+@pytest.mark.slow
+def test_a_script_that_hangs_on_many_processes_is_named_with_its_lines(tmp_path: Path) -> None:
+    began = time.monotonic()
+    wait = "if dist.get_rank():\n    time.sleep(300)\n"
+    report = prove(tmp_path, SYNCHRONISED + wait + "for _ in range(9):\n    step(x)\n", timeout=25)
+    assert time.monotonic() - began < 150
+    told = "\n".join(report.lines)
+    assert report.exit_code == 1
+    assert "it did not finish within 25 s" in told
+    assert re.search(r"rank 1 was at \S+train\.py:\d+ in <module>", told)
+    assert "likely: Processes wait for each other" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [(f"{LATE} 25 s (timeout=25): rank 0 was at …", ["fp64"]), ("TypeError: no kernel for this", ["fp64", "fp32"])],
+)
+def test_a_run_that_took_too_long_is_not_tried_again_in_single_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, tried: list[str]
+) -> None:
+    asked: list[str] = []
+
+    def run(settings: ScriptRun, *_: object) -> SimpleNamespace:
+        asked.append(settings.precision)
+        ended = {"2 processes": WorkerError(error, 1)}
+
+        def refuse() -> None:
+            raise RunError(error)
+
+        return SimpleNamespace(
+            cases=[None, None], record=lambda case: None, ended=ended, refuse_unrunnable=refuse, traces={}, run=settings
+        )
+
+    monkeypatch.setattr(script_proof, "ScriptRuns", run)
+    with pytest.raises(RunError, match=re.escape(error)):
+        prove(tmp_path, "", precision=None)
+    assert asked == tried
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_table_and_ends_with_the_code_of_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        SYNCHRONISED + "n = int(sys.argv[1])\nfor _ in range(9):\n    step(x[:n] * (1 + dist.get_rank()))\n"
+    )
+    done = jobs.finished(
+        [
+            str(Path(sys.executable).with_name("unisono")),
+            "prove",
+            "train.py",
+            "worlds=[1,2]",
+            "steps=2",
+            "--",
+            "{8//world}",
+        ],
+        cwd=tmp_path,
+    )
+    assert done.returncode in (1, 2), done.stderr
+    assert "the gradient of an update is the mean of those of the ranks" in done.stdout
+    assert "not seen:" in done.stdout
