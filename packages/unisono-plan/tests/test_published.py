@@ -18,7 +18,7 @@ from unisono_plan.recording import Trace
 
 from .conftest import load_config, trace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("unisono_language")]
 SETTINGS = {
     "763M": "hidden_size: 1536, intermediate_size: 4096, num_hidden_layers: 24, num_attention_heads: 12, "
     "num_key_value_heads: 12, vocab_size: 27184, max_position_embeddings: 2048, tie_word_embeddings: false",
