@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from packages.unisono.tests.screen import check_widths
+from unisono.runtime.console import say, terminal_width
 from unisono.runtime.errors import ConfigError
 from unisono.task_config import load_config
 from unisono_plan import search as searching
@@ -40,6 +42,11 @@ def test_the_command_prints_memory_collectives_time_and_a_layout_to_type() -> No
     ):
         assert part in lines
     assert "a simulation cannot see" in lines or "cannot see" in lines
+
+
+def test_a_plan_wraps_no_line_and_loses_no_word_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan("train.global_batch=128", "layout.strategy=fsdp", "layout.micro_batch=1", hardware="h100x16")
+    check_widths(monkeypatch, lambda: say("\n".join(describe(found, terminal_width()))))
 
 
 def test_what_is_found_is_no_slower_than_what_was_asked_for_and_fits() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from packages.unisono.tests.screen import check_widths
+from unisono.cli.main import main
 from unisono.launch import launcher
 from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
@@ -39,6 +41,14 @@ def test_a_sweep_runs_once_and_the_same_command_runs_only_what_is_new(command: C
     assert started == ["lr0.1", "lr0.01", "lr0.001"]
     listed = json.loads(Path("runs/s/sweep.json").read_text())["runs"]
     assert listed == {name: {"optim.lr": name[2:]} for name in started}
+
+
+def test_a_dry_run_wraps_no_line_and_loses_no_word_at_any_width(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01", "optim.momentum=0.0,0.9", "--dry-run")
+    check_widths(monkeypatch, lambda: main(words))
+    assert not started
 
 
 def test_a_run_that_fails_is_told_by_its_sentence_and_is_run_again(command: Command, started: list[str]) -> None:

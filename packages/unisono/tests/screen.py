@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
 import select
 import struct
+import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 _TOKENS = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])", re.DOTALL)
 # At the end of what was read: a control sequence, or a character of several bytes, of which the rest is to come.
@@ -113,3 +117,42 @@ def show(
     screen.write(rest.decode())
     os.close(terminal)
     return Showing(pictures, screen, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
+def told_at(width: int | None, monkeypatch: pytest.MonkeyPatch, tell: Callable[[], object]) -> str:
+    """What is told on a terminal of this width, or into a pipe."""
+    out = Terminal() if width else io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((width or 0, 50)))
+        tell()
+    return out.getvalue()
+
+
+def words(text: str) -> set[str]:
+    """The words of a text; all numbers are alike, and times that pass between two calls are none."""
+    return set(re.sub("[─#]+", " ", re.sub(r"\d+(\.\d+)?( (s|min|h|d)\b)?", "0", text)).split())
+
+
+def wrapped_lines(text: str, width: int) -> list[str]:
+    """Lines that a terminal wraps, but for single words that are longer, and what is copied whole."""
+    screen = Screen(width)
+    screen.write("\r\n".join(line for line in text.splitlines() if " " in line.strip() and not line.startswith("    ")))
+    return screen.wrapped
+
+
+def check_widths(monkeypatch: pytest.MonkeyPatch, tell: Callable[[], object]) -> None:
+    """At 60, 80 and 120 columns the terminal wraps no line, and all words are there that a pipe gets."""
+    whole = words(told_at(None, monkeypatch, tell))
+    assert len(whole) > 5
+    for width in (60, 80, 120):
+        text = told_at(width, monkeypatch, tell)
+        assert (wrapped_lines(text, width), words(text)) == ([], whole), width

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import unisono as face
-from packages.unisono.tests.screen import Screen
+from packages.unisono.tests.screen import check_widths
 from unisono.cli.main import main
 from unisono.proof import report
 from unisono.proof.comparison import ComparedQuantity, Difference, Mark
@@ -30,6 +26,7 @@ COMMANDS = [
     "describe SPIRALS",
     "data preview SPIRALS count=3",
     "explain",
+    pytest.param("doctor --no-rates", marks=SLOW),
     pytest.param("list RUNS", marks=SLOW),
     pytest.param("diagnose RUNS/one", marks=SLOW),
     pytest.param("compare RUNS/one RUNS/a-name-of-several-words out=OUT", marks=SLOW),
@@ -43,44 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps = {"train.steps": 3, "train.global_batch": 8, "optim.lr": rate, "optim.weight_decay": 10 * rate}
         face.train(SPIRALS, {**SMALL, **steps, "run.dir": str(folder), "run.name": name})
     return folder
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-
-def told_at(width: int | None, monkeypatch: pytest.MonkeyPatch, tell: Callable[[], object]) -> str:
-    """What is told on a terminal of this width, or into a pipe."""
-    out = Terminal() if width else io.StringIO()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((width or 0, 50)))
-        tell()
-    return out.getvalue()
-
-
-def words(text: str) -> set[str]:
-    """The words of a text; all numbers are alike, and times that pass between two calls are none."""
-    return set(re.sub("[─#]+", " ", re.sub(r"\d+(\.\d+)?( (s|min|h|d)\b)?", "0", text)).split())
-
-
-def wrapped_lines(text: str, width: int) -> list[str]:
-    """Lines that a terminal wraps, but for single words that are longer, and what is copied whole."""
-    screen = Screen(width)
-    screen.write("\r\n".join(line for line in text.splitlines() if " " in line.strip() and not line.startswith("    ")))
-    return screen.wrapped
-
-
-def check_widths(monkeypatch: pytest.MonkeyPatch, tell: Callable[[], object]) -> None:
-    whole = words(told_at(None, monkeypatch, tell))
-    assert len(whole) > 5
-    for width in (60, 80, 120):
-        text = told_at(width, monkeypatch, tell)
-        assert (wrapped_lines(text, width), words(text)) == ([], whole), width
 
 
 @pytest.mark.parametrize("command", COMMANDS)

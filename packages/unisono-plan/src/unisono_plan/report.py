@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from unisono.config.schema.layout import Layout
+from unisono.runtime.text_table import format_table
 from unisono_plan.estimate import RESERVED, Estimate
 from unisono_plan.plan import Plan
 from unisono_plan.recording import Collective, Kind
@@ -13,8 +14,8 @@ from unisono_plan.recording import Collective, Kind
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers", "batch")
 
 
-def describe(plan: Plan) -> list[str]:
-    """The lines of a plan."""
+def describe(plan: Plan, width: int | None = None) -> list[str]:
+    """The lines of a plan, with tables for a terminal of this width."""
     hardware, config = plan.hardware, plan.config
     nodes = f"{hardware.nodes} node{'s' * (hardware.nodes != 1)} of {hardware.node}"
     shapes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in plan.shapes.items())
@@ -23,14 +24,14 @@ def describe(plan: Plan) -> list[str]:
         f"{config.train.global_batch:,} rows a step",
         f"{plan.parameters:,} parameters are trained; a micro-batch is {shapes}",
         "",
-        *_estimate("as asked", plan.asked, plan),
-        *_best(plan),
+        *_estimate("as asked", plan.asked, plan, width),
+        *_best(plan, width),
         "",
         "A simulation: nothing was run on these devices. docs/plan.md says what it cannot see.",
     ]
 
 
-def _best(plan: Plan) -> Iterator[str]:
+def _best(plan: Plan, width: int | None) -> Iterator[str]:
     if not plan.considered:
         return
     yield ""
@@ -42,7 +43,7 @@ def _best(plan: Plan) -> Iterator[str]:
     elif plan.best is plan.asked:
         yield f"of {plan.considered:,} layouts, none is faster"
     else:
-        yield from _estimate(f"the best of {plan.considered:,} layouts", plan.best, plan)
+        yield from _estimate(f"the best of {plan.considered:,} layouts", plan.best, plan, width)
         yield f"  to type: {' '.join(layout_words(plan.best.layout))}"
 
 
@@ -56,22 +57,25 @@ def layout_words(layout: Layout) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
 
-def _estimate(title: str, one: Estimate, plan: Plan) -> Iterator[str]:
+def _estimate(title: str, one: Estimate, plan: Plan, width: int | None) -> Iterator[str]:
     yield f"{title}: {_layout(one)}"
     unit, name = (1e9, "GB") if one.memory >= 1e9 else (1e6, "MB")
-    yield f"  {f'memory of a device, {name}':<28}{'at the peak':>12}{'at most':>10}"
-    for kind in _KINDS:
-        peak, most = one.peak.get(kind, 0.0), one.most.get(kind, 0.0)
-        if most >= 0.005 * unit:
-            yield f"    {kind:<26}{peak / unit:>12.2f}{most / unit:>10.2f}"
+    parts = [(kind, one.peak.get(kind, 0.0), one.most.get(kind, 0.0)) for kind in _KINDS]
+    rows = [(kind, f"{peak / unit:.2f}", f"{most / unit:.2f}") for kind, peak, most in parts if most >= 0.005 * unit]
+    rows.append(("all", f"{one.memory / unit:.2f}", ""))
+    yield from _table((f"memory of a device, {name}", "at the peak", "at most"), rows, "<>>", width)
     verdict = "fits" if one.fits else "does not fit"
-    reserved, room = RESERVED / 1e9, plan.hardware.memory / 1e9
-    yield f"    {'all':<26}{one.memory / unit:>12.2f}  with {reserved:.0f} GB of libraries in {room:.0f} GB: {verdict}"
-    yield from _collectives(one.collectives, plan)
+    yield f"  {verdict} {plan.hardware.memory / 1e9:.0f} GB, with {RESERVED / 1e9:.0f} GB of libraries"
+    yield from _collectives(one.collectives, plan, width)
     flops = sum(work.flops for work in one.work.values())
     counted = "" if one.flops is None else f"; the task counts {one.flops / 1e12:.4g}"
     yield f"  products of a step and device: {flops / 1e12:.4g} TFLOP{counted}"
     yield from _time(one, plan)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], aligned: str, width: int | None) -> Iterator[str]:
+    for line in format_table(head, rows, left=aligned, width=None if width is None else width - 4):
+        yield f"    {line}" if line else ""
 
 
 def _layout(one: Estimate) -> str:
@@ -88,20 +92,21 @@ def _layout(one: Estimate) -> str:
     )
 
 
-def _collectives(calls: Sequence[Collective], plan: Plan) -> Iterator[str]:
+def _collectives(calls: Sequence[Collective], plan: Plan, width: int | None) -> Iterator[str]:
     if not calls:
         return
-    yield f"  {'collectives of a step':<28}{'calls':>8}{'GB':>10}{'members':>9}  link"
 
     def key(call: Collective) -> tuple[str, str, int, bool]:
         return call.kind, call.phase, len(call.ranks), plan.hardware.is_local(call.ranks)
 
+    rows = []
     for (kind, phase, members, local), same in groupby(sorted(calls, key=key), key):
         listed = list(same)
         name = f"{kind}, {phase}" if phase != "other" else f"{kind}, sums and counts"
         link = "within a node" if local else "between nodes"
         size = sum(call.size for call in listed) / 1e9
-        yield f"    {name:<26}{len(listed):>8,}{size:>10.3f}{members:>9,}  {link}"
+        rows.append((name, f"{len(listed):,}", f"{size:.3f}", f"{members:,}", link))
+    yield from _table(("collectives of a step", "calls", "GB", "members", "link"), rows, "<>>><", width)
 
 
 def _time(one: Estimate, plan: Plan) -> Iterator[str]:

@@ -23,10 +23,10 @@ def add_verbs(verbs: Any) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from unisono.runtime.console import say
+    from unisono.runtime.console import say, terminal_width
     from unisono_plan.plan import PlanSettings, make_plan
     from unisono_plan.report import describe
 
     settings = arguments.parse_own_settings(parsed, PlanSettings)
-    say("\n".join(describe(make_plan(arguments.load_config(parsed), settings))))
+    say("\n".join(describe(make_plan(arguments.load_config(parsed), settings), terminal_width())))
     return 0

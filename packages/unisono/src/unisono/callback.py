@@ -66,6 +66,7 @@ class RunInfo:
         steps: updates in the whole run.
         rank: number of this process.
         world_size: number of processes.
+        held_out: number of rows that evaluations compute; 0 if the task holds out none.
         publish: shows something, as `publish(step, name, value)`: a text, a picture (an array of bytes or of numbers
             from 0 to 1, or a PNG as bytes), a table (a list of dictionaries), or a PNG or WAV file by its path, which
             must stay where it is. It goes to the run's events and folder, and to its trackers; it never waits for
@@ -81,6 +82,7 @@ class RunInfo:
     steps: int
     rank: int = 0
     world_size: int = 1
+    held_out: int = 0
     publish: Callable[[int, str, Any], None] = field(default=lambda step, name, value: None, repr=False, compare=False)
     read_outputs: Callable[[Sequence[Any], Callable[[Any, Any], Any]], Any] = field(
         default=lambda samples, read: None, repr=False, compare=False
@@ -98,8 +100,10 @@ class Callback:
     A method may return a request: `Stop(reason)`, `Save()`, `Evaluate()`, or a list of them. All processes carry it out
     after this step, whichever of them made it. An exception ends the run on all processes.
 
-    `Config` is the type of its settings, as for a `Task`.
+    `Config` is the type of its settings, as for a `Task`. `title` is what messages call it; empty: its class.
     """
+
+    title = ""
 
     class Config(Settings):
         """The config of a callback without settings."""

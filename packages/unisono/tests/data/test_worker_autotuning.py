@@ -13,6 +13,7 @@ from packages.unisono.tests.data import made
 from packages.unisono.tests.data.made import BATCH, SIZE, Augmented
 from packages.unisono.tests.runs import configuration
 from unisono.config.batch_split import BatchSplit
+from unisono.data.loading import batch_builder
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.worker_autotuning import StageTimes, WaitMonitor, lock_share
 from unisono.data.order.mixture import Joined
@@ -25,7 +26,7 @@ SLOW_STORAGE = StageTimes(read=1.0, sample=0.05, rest=0.002, locked=0.1)
 
 
 def _advice(waits: WaitMonitor, stages: StageTimes = SLOW, share: float = 0.5, steps: int = 20) -> list[str]:
-    return [line for _ in range(steps) if (line := waits.step(share, lambda: stages))]
+    return [line for _ in range(steps) if (line := waits.step(share, 0.1, 0.5, lambda: stages))]
 
 
 def test_an_action_that_runs_python_holds_the_lock_and_one_that_sleeps_does_not() -> None:
@@ -81,6 +82,26 @@ def test_neither_auto_nor_workers_that_wait_for_a_network_change_what_is_made(ho
 
 def test_steps_that_do_not_wait_say_nothing() -> None:
     assert _advice(WaitMonitor(1, "threads", 8), share=0.05, steps=100) == []
+
+
+@pytest.mark.parametrize(("building", "told"), [(0.0005, 0), (0.009, 0), (0.011, 1), (0.06, 1)])
+def test_waits_that_the_building_does_not_explain_are_those_of_a_busy_machine(building: float, told: int) -> None:
+    waits = WaitMonitor(1, "threads", 2)  # a fifth of steps of 50 ms, which is 10 ms
+    assert len([line for _ in range(20) if (line := waits.step(0.2, 0.05, building, lambda: SLOW))]) == told
+
+
+def test_time_in_which_a_builder_had_no_core_does_not_count_as_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batch_builder._run_delay() >= 0
+    clock = iter(range(10_000))  # a second has passed whenever the thread looks: it waits all the time
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_builder, "_run_delay", lambda: float(next(clock)))
+        patch.setattr(batch_builder, "perf_counter", lambda: float(next(clock)))
+        with made.loader(Augmented(), workers=1) as loader:
+            batches = next(loader.steps(0))
+            took = [sum(micro.info.seconds) for micro in batches if micro.info]
+            delays = [micro.info.delay for micro in batches if micro.info]
+            assert len(took) == len(batches) and min(delays) > 0
+            assert loader._building == sum(took) - sum(delays)
 
 
 def test_a_wait_is_told_before_the_tenth_step_and_again_only_much_later() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from packages.unisono.tests import processes, runs
 from packages.unisono.tests.runs import configuration
@@ -197,3 +198,9 @@ def test_without_a_profile_a_part_is_nothing() -> None:
 
     profiler = TorchProfiler(torch.device("cpu"))
     assert profiler.part("forward") is profiler.part("backward")
+
+
+@pytest.mark.parametrize("wrong", [True, 3, [3], [1, 2, 3]])
+def test_steps_that_are_no_two_are_refused_with_what_to_give(wrong: Any) -> None:
+    with pytest.raises(ValidationError, match=r"the first and the last step to record, e\.g\. observe\.profile=\[10,"):
+        Observe(profile=wrong)

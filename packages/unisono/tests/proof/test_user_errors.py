@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import unisono
-from unisono.proof.user_errors import find_functions, format_user_error, raise_as_sentences
+from unisono.proof.user_errors import find_functions, raise_as_sentences
 from unisono.runtime.errors import ConfigError, RunError
 
 
@@ -42,7 +42,3 @@ def test_functions_that_the_user_has_written_have_their_lines() -> None:
 def test_an_error_that_is_a_sentence_already_stays_as_it_is() -> None:
     with pytest.raises(ConfigError, match=r"^no such layout$"), raise_as_sentences():
         raise ConfigError("no such layout")
-
-
-def test_an_error_without_a_line_of_the_user_has_none_to_show() -> None:
-    assert format_user_error(KeyError("x")) == ""

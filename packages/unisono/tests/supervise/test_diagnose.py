@@ -94,7 +94,16 @@ def test_a_fault_of_the_task_comes_before_what_the_monitor_found(run: Path):
     text = page(run)
     assert "How it ended\n  rank 1: Traceback (most recent call last):\n" in text
     assert "ValueError: the sky fell" in text
-    assert "Fix the code at the line of the traceback" in text
+    assert "Fix the code at the line that the error names" in text
+
+
+def test_an_error_of_the_task_is_its_sentence_and_the_innermost_line(run: Path):
+    outer, inner = '  File "a.py", line 1, in loss\n    f()\n', '  File "b.py", line 2, in f\n    x.foo()\n    ^^^^^'
+    fault(run, 1, "AttributeError", f"AttributeError: no foo; loss() receives tensors\n{outer}{inner}", 1)
+    text = page(run)
+    assert "How it ended\n  rank 1: AttributeError: no foo; loss() receives tensors\n    …\n" in text
+    assert '  File "b.py", line 2, in f\n        x.foo()\n' in text and "a.py" not in text
+    assert "  rank 1 reported: AttributeError: no foo" in text
 
 
 def test_a_finished_run_needs_nothing(run: Path):

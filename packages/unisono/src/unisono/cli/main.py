@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if argv is not None:
             raise
-        say("".join(traceback.format_exception(error)).rstrip(), error=True)
+        from unisono.runtime.user_code import format_error
+
+        text = format_error(error)
+        say(text if text.startswith("Traceback") else f"unisono: error: {text}", error=True)
         code = 1
     if argv is None and "torch" in sys.modules:
         # The interpreter's way out waits for locks that what was interrupted may hold; and a thread that it stops

@@ -45,7 +45,7 @@ def validate_words(words: Mapping[str, str], kind: Any) -> Any:
     try:
         return kind.model_validate({**words, **{key: _read_value(key, words[key]) for key in unfit & words.keys()}})
     except ValidationError as error:
-        raise ConfigError("; ".join(map(_format_mistake, error.errors()))) from error
+        raise ConfigError("; ".join(_format_mistake(mistake, kind) for mistake in error.errors())) from error
 
 
 def _read_value(key: str, text: str) -> Any:
@@ -57,11 +57,12 @@ def _read_value(key: str, text: str) -> Any:
         raise ConfigError(f"'{key}={text}' cannot be parsed: {str(error).splitlines()[0]}") from error
 
 
-def _format_mistake(mistake: Mapping[str, Any]) -> str:
+def _format_mistake(mistake: Mapping[str, Any], kind: Any) -> str:
     text = mistake["msg"].removeprefix("Value error, ")
     if not mistake["loc"]:  # of several words together, which the text names
         return str(text)
     name = mistake["loc"][0]
     if mistake["type"] == "missing":
-        return f"{name} is missing: add {name}=…"
+        known = kind.model_fields.get(str(name))
+        return f"{name} is missing: add {name}=…{f' ({known.description})' if known and known.description else ''}"
     return f"{name}: {text[0].lower()}{text[1:]}, got {mistake['input']!r}"

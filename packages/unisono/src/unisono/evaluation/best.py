@@ -7,8 +7,10 @@ so an interrupted run has the same ones as an uninterrupted one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from unisono.runtime.errors import ConfigError, nearest
 
 
 class Best:
@@ -37,3 +39,14 @@ class Best:
     def state(self) -> dict[str, Any]:
         """For each value name, `least` and `most`, each with its step."""
         return {name: {end: list(at) for end, at in ends.items()} for name, ends in self._extremes.items()}
+
+
+def require_metric(key: str, metric: str, names: Iterable[str]) -> None:
+    """Reject a setting that names a metric which evaluations do not have.
+
+    Raises:
+        ConfigError: with the nearest metric.
+    """
+    known = list(names)
+    if metric not in known:
+        raise ConfigError(f"{key}={metric}: this task's evaluations have no such metric, {nearest(metric, known)}")

@@ -47,6 +47,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     from unisono.observe import trackers
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
+    from unisono.training.callbacks.early_stopping import EarlyStopping
     from unisono.training.parts import build_held_out
 
     assert isinstance(config.layout.world_size, int)
@@ -54,7 +55,8 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     split = resolve_split(config)
     task.check()
     trackers.check_trackers(config.observe.trackers)
-    for callback in build_callbacks(config, task):
+    callbacks = build_callbacks(config, task)
+    for callback in callbacks:
         callback.check(config)
     _check_adapter(config)
     source = build_source(task, config, config.layout.world_size)
@@ -63,6 +65,9 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     ema.check(config.ema, plan.steps)
     held_out = build_held_out(task, config, ProcessInfo(world_size=config.layout.world_size), split)
     rows = {**source_facts(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping):
+            callback.refuse_no_rows(rows["held_out"])
     facts = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
     for warning in task.data_warnings():
         say(f"unisono: WARNING: {warning}", error=True)

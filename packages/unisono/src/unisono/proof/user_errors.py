@@ -1,26 +1,16 @@
-"""Where something is in the user's code: the lines of an error, and those at which a task's functions begin."""
+"""Where the functions of a task begin in the user's code, and its errors as sentences."""
 
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from unisono.proof.comparison import DOCUMENTS, NEIGHBOURS
-from unisono.runtime.errors import RunError, UnisonoError
+from unisono.runtime.errors import RunError
 from unisono.runtime.source_files import is_user_file
-
-
-def format_user_error(error: BaseException) -> str:
-    """Its name, its text and the frames of the user's code; empty where none of it was in that code."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
-    if not frames or isinstance(error, UnisonoError):
-        return ""
-    lines = [*traceback.format_exception_only(error), *traceback.format_list(frames)]
-    return "".join(lines).rstrip()
-
+from unisono.runtime.user_code import format_user_error
 
 # The functions that make a quantity, as far as they alone do: gradients and what follows come from all of them.
 _MADE_BY = {

@@ -27,9 +27,14 @@ def is_library_file(file: str) -> bool:
     return file.startswith(_INSTALLED) or any(folder in file for folder in _PACKAGES)
 
 
+def is_our_file(file: str) -> bool:
+    """Whether a file is one of this package or of a plug-in of its verbs."""
+    return file.startswith((_OURS, *_package_folders(*PLUGIN_GROUPS)))
+
+
 def is_user_file(file: str) -> bool:
     """Whether a file is user code, not Python's, a library's or ours; installed recipes count as user code."""
-    if file.startswith((_OURS, "<", *_package_folders(*PLUGIN_GROUPS))):
+    if file.startswith("<") or is_our_file(file):
         return False
     recipes = installed_packages("unisono.recipes")
     return not is_library_file(file) or any(

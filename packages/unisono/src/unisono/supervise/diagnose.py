@@ -17,7 +17,7 @@ from unisono.runtime.untrusted import safe_paths
 from unisono.supervise import records, run_facts
 
 REMEDIES = {
-    1: "Fix the code at the line of the traceback, and resume.",
+    1: "Fix the code at the line that the error names, and resume.",
     2: "Fix what the message names, and resume.",
     3: "Check the rows that the message names; a lower optim.lr or train.clip_norm may help. The non-finite numbers "
     "never reached the parameters.",
@@ -99,7 +99,13 @@ def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]
         if found.get("stacks"):
             yield f"  all stacks: {one_line(found['stacks'], 1000)}"
     for fault in sorted(faults, key=lambda fault: fault["rank"]):
-        yield f"  rank {fault['rank']} reported: {one_line(fault['text'].strip().splitlines()[-1], 1000)}"
+        lines = fault["text"].strip().splitlines()
+        yield f"  rank {fault['rank']} reported: {one_line(lines[-1 if _is_traceback(lines) else 0], 1000)}"
+
+
+def _is_traceback(lines: list[str]) -> bool:
+    """Whether an error is Python's traceback, whose last line says what it is; others begin with that."""
+    return lines[0].startswith("Traceback")
 
 
 def _describe_checkpoints(folder: Path, steps_run: int) -> Iterator[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from time import perf_counter
 
-from unisono.checkpoint.core import retention
 from unisono.config.schema.run import RunConfig
-from unisono.evaluation.best import Best
+from unisono.evaluation.best import Best, require_metric
 from unisono.observe import events
 from unisono.observe.run_record import RunRecord
 from unisono.runtime import heartbeat
@@ -32,11 +31,16 @@ class Evaluation:
         self.best = best
 
     def check_metric(self, first: int) -> None:
-        """Reject an unknown metric in `checkpoint.keep_best`; `first` updates have been made."""
-        if self._checkpoint.keep_best is not None:
-            held_out, scalars = self._parts.held_out, self._parts.scalars(first)
-            names = held_out.names(self._parts.engine, first, scalars) if held_out else []
-            retention.check_metric(self._checkpoint, names)
+        """Reject an unknown metric in `checkpoint.keep_best` or `eval.patience`; `first` updates have been made."""
+        best, held_out, asked = self._checkpoint.keep_best, self._parts.held_out, dict[str, str]()
+        if best is not None:
+            asked["checkpoint.keep_best.metric"] = best.metric
+        if self._settings.patience is not None and held_out is not None:  # a run without rows is refused as such
+            asked["eval.metric"] = self._settings.metric
+        if asked:
+            names = held_out.names(self._parts.engine, first, self._parts.scalars(first)) if held_out else []
+            for key, metric in asked.items():
+                require_metric(key, metric, names)
 
     def is_due(self, step: int) -> bool:
         """Whether the settings ask for an evaluation after `step` updates."""

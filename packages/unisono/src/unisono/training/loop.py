@@ -165,8 +165,9 @@ class Training:
             self._profile.start_or_stop(self.first)
             opened.push(self._end)
             place = (process.rank, process.world_size)
+            held_out = parts.held_out.rows if parts.held_out else 0
             info = RunInfo(
-                run.directory, run.config, self.first, self._total, *place, record.publish,
+                run.directory, run.config, self.first, self._total, *place, held_out, record.publish,
                 lambda samples, read: parts.read_outputs(samples, read, self.step),
             )  # fmt: skip
             self._callbacks = Callbacks(self._user_callbacks, process.rank)

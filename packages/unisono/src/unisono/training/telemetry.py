@@ -87,7 +87,7 @@ class Telemetry:
         speed = self._speed(result, *self.stopwatch.lap())
         heartbeat.record_step(step, speed.seconds)
         self.record.step(step, result, self._parts.scalars(step - 1), speed, rows, unsaved_since)
-        for line in self._parts.loader.messages(speed.wait):
+        for line in self._parts.loader.messages(speed.wait, speed.seconds):
             log.info("%s", line)
             self.record.say(line)
         log.info("step %d loss %.6f grad_norm %.6f", step, result.loss, result.grad_norm)

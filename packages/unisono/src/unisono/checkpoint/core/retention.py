@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unisono.config.schema.run import Checkpoint as Settings
-from unisono.runtime.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,3 @@ class Retention:
         judged = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
         remain |= {step for _, step in sorted(judged, reverse=self.largest)[: self.best_count]}
         return [step for step in before if step not in remain]
-
-
-def check_metric(settings: Settings, metrics: Iterable[str]) -> None:
-    """Reject `keep_best` with a metric that evaluations do not have.
-
-    Raises:
-        ConfigError: with the nearest metric.
-    """
-    best, names = settings.keep_best, list(metrics)
-    if best is not None and best.metric not in names:
-        raise ConfigError(
-            f"checkpoint.keep_best.metric={best.metric}: this task's evaluations have no such metric; "
-            f"{nearest(best.metric, names)}"
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from unisono.config.schema import NonNegative, Positive, Settings, foreign_settings, store_options
 from unisono.config.schema.layout import Launch, Layout
@@ -263,6 +263,13 @@ class Observe(Settings):
     profile: tuple[PositiveInt, PositiveInt] | None = Field(
         None, description="first and last step, from 1, to profile: a trace and a table of times"
     )
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _check_two_steps(cls, value: Any) -> Any:
+        if value is not None and not (isinstance(value, list | tuple) and len(value) == 2):
+            raise ValueError("give the first and the last step to record, e.g. observe.profile=[10,13]")
+        return value
 
     @model_validator(mode="after")
     def _check_profile(self) -> Observe:

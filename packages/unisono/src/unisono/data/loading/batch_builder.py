@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +23,7 @@ from unisono.data.sources.cache import LruCache
 from unisono.protocols import Recurrent, Vectorised, require_packable
 from unisono.runtime.errors import BadSamplesError, ConfigError, DataError, UnisonoError
 from unisono.runtime.rng import generator, generators, key
-from unisono.runtime.source_files import is_user_file
+from unisono.runtime.user_code import describe_error
 from unisono.task import EVERY_TERM, Batch, SampleContext, SampleContexts, Source, Task, read_records, run_setup
 
 _MAX_TRIES = 64  # rows tried as a substitute if all samples of a micro-batch are bad
@@ -58,6 +58,7 @@ class BatchInfo:
         contents: a checksum of each sample, (samples,) uint64; empty unless requested.
         masked: samples that could not be built.
         seconds: time spent on reading, on sampling, and on cutting, packing and collating.
+        delay: of these seconds, the time in which this thread had no core because others had them.
     """
 
     slots: range
@@ -65,6 +66,7 @@ class BatchInfo:
     contents: np.ndarray[Any, np.dtype[np.uint64]]
     masked: tuple[MaskedSample, ...] = ()
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    delay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class BatchBuilder:
         Raises:
             DataError: naming the row or rows that cannot be built, and the line of the user's code.
         """
-        watch = _StageTimer()
+        watch, waited = _StageTimer(), _run_delay()
         taken, pieces, masked = self.pieces(request.samples, watch)
         began = perf_counter()
         while True:
@@ -226,6 +228,7 @@ class BatchBuilder:
         made = BatchInfo(
             request.slots, NO_SAMPLES if idle else taken, np.array(contents, dtype=np.uint64),
             () if request.idle else tuple(masked), (watch.read, watch.sample, watch.rest),
+            max(0.0, _run_delay() - waited),
         )  # fmt: skip
         packed = None if self._capacity is None else size
         return MicroBatch(request.number, rows, arrays, counts, work, idle, packed, made)
@@ -445,11 +448,13 @@ def build_sample(task: Task, source: Source, row: int, context: SampleContext, w
     return sample
 
 
-def describe_error(error: BaseException) -> str:
-    """An error with the innermost line of the user's code in its traceback, rather than that of a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames[1:]) if is_user_file(f.filename)), frames[-1])
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno} in {frame.name})"
+def _run_delay() -> float:
+    """Seconds in which this thread was ready but no core was free, since it began; 0 if the kernel does not say."""
+    try:
+        _, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()  # ns on a core and waiting; turns
+        return int(waited) / 1e9
+    except (OSError, ValueError):
+        return 0.0
 
 
 def refuse_mask(task: Task) -> None:

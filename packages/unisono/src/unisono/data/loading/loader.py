@@ -106,7 +106,7 @@ class Loader:
         if isinstance(measured := getattr(plan, "lengths", None), MeasuredLengths):
             measured.measure = self.lengths
         self._largest = 0  # bytes of the largest micro-batch so far
-        self._built, self._seconds = 0, np.zeros(3)
+        self._built, self._seconds, self._building = 0, np.zeros(3), 0.0
         self._masked, self._reported, self._messages = 0, -1, deque[str]()
         self._first_request: Request | None = None
         self._feed: Prefetcher[Request, MicroBatch] | None = None
@@ -186,15 +186,16 @@ class Loader:
         kind = self._kind if self._count > 1 else {"threads": "thread", "processes": "process"}[self._kind]
         return f"{self._count} {kind}, {self._ahead} micro-batches ahead{size}; {self._stages}"
 
-    def messages(self, wait: float = 0.0) -> Iterator[str]:
+    def messages(self, wait: float = 0.0, seconds: float = 0.0) -> Iterator[str]:
         """Lines to show on the console since the last call.
 
         Args:
             wait: fraction of the last step's time spent waiting for data.
+            seconds: that the last step took.
         """
         while self._messages:
             yield self._messages.popleft()
-        if line := self._waits.step(wait, lambda: self._stages):
+        if line := self._waits.step(wait, seconds, self._building, lambda: self._stages):
             yield line
 
     def stop_threads(self) -> None:
@@ -286,6 +287,7 @@ class Loader:
         for made in (micro.info for micro in batches if micro.info):
             self._built += len(made.samples)
             self._seconds += made.seconds
+        self._building = sum(sum(micro.info.seconds) - micro.info.delay for micro in batches if micro.info)
         for sample in (sample for micro in batches if micro.info for sample in micro.info.masked):
             self._masked += 1
             log.warning("step %d: left out: %s", step + 1, sample.reason)

@@ -142,6 +142,10 @@ def cpus_to_request(memory_gb: float, workers: int) -> int:
 class WaitMonitor:
     """Watches how long steps wait for data, and suggests what to change if it is too long.
 
+    On a busy machine, steps also wait for batches that are quickly built, but by threads that get no core; no change of
+    the loading helps there. So the time that building takes, without the time in which the builder had no core, has to
+    explain the wait.
+
     Args:
         workers: number of workers of this process.
         kind: `threads` or `processes`.
@@ -150,18 +154,25 @@ class WaitMonitor:
 
     def __init__(self, workers: int, kind: str, cores: int) -> None:
         self._workers, self._kind, self._cores = workers, kind, cores
-        self._last: deque[float] = deque(maxlen=_WINDOW)
+        self._last: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._quiet, self._begun = 0, False
 
-    def step(self, share: float, stages: Callable[[], StageTimes]) -> str | None:
-        """The warning to show, if any, after a step that spent this fraction of its time waiting."""
+    def step(self, share: float, seconds: float, building: float, stages: Callable[[], StageTimes]) -> str | None:
+        """The warning to show, if any, after a step.
+
+        Args:
+            share: of its time, spent waiting.
+            seconds: that it took.
+            building: seconds that the process's micro-batches of the step take on a core of their own.
+            stages: where they go.
+        """
         if not self._begun:
             self._begun = True
             return None
-        self._last.append(share)
+        self._last.append((share, share * seconds, building / min(self._workers, max(1, self._cores))))
         self._quiet -= 1
-        mean = sum(self._last) / _WINDOW
-        if len(self._last) < _WINDOW or mean < _MAX_WAIT_SHARE or self._quiet > 0:
+        mean, waited, built = (sum(values) / _WINDOW for values in zip(*self._last, strict=True))
+        if len(self._last) < _WINDOW or mean < _MAX_WAIT_SHARE or built < waited or self._quiet > 0:
             return None
         self._quiet = _REPEAT_AFTER
         return f"steps wait for data for {100 * mean:.0f} % of their time; {self._advice(stages())}"

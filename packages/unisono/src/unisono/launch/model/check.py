@@ -16,6 +16,7 @@ from unisono.config.schema.run import RunConfig
 from unisono.launch.data_check import describe_empty_counts
 from unisono.protocols import resolve_features
 from unisono.runtime.errors import ConfigError, UnisonoError
+from unisono.runtime.user_code import describe_error
 from unisono.task import Context, Loss, Task, run_setup
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _check_forward(task: Task, model: Any, config: RunConfig, warnings: list[str
         if _needs_content(error):
             yield f"the forward pass ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             return
-        raise ConfigError(f"{where}: the forward pass fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: the forward pass fails: {describe_error(error)}") from error
     from unisono.engines import rules
 
     rules.check_terms(task, loss, task.counts(arrays), training=True)

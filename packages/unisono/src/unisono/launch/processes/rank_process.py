@@ -33,6 +33,7 @@ from unisono.runtime.errors import (
     UnisonoError,
 )
 from unisono.runtime.files import write_whole
+from unisono.runtime.user_code import format_error
 from unisono.supervise import fault_hook, preemption
 from unisono.task_config import build_task
 
@@ -115,7 +116,8 @@ def log_errors(folder: Path, place: ProcessInfo) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logs.log_fault(folder, place, _error_text(error))
+        whole = str(error) if isinstance(error, UnisonoError) else "".join(traceback.format_exception(error))
+        logs.log_fault(folder, place, clean(whole))
         raise
 
 
@@ -142,7 +144,7 @@ def run_and_exit(act: Any, place: ProcessInfo, report: Path | None = None) -> No
             _write_fault(report, place, error)
         elif place.is_first or not (isinstance(error, UnisonoError) and _is_agreed(error)):
             label = "ended" if isinstance(error, Preempted) else "error"
-            say(f"unisono: {label} on rank {place.rank}: {_error_text(error)}", error=True)
+            say(f"unisono: {label} on rank {place.rank}: {clean(format_error(error))}", error=True)
         else:
             # torchrun kills all others once one rank exits, perhaps before rank 0 has printed the reason.
             time.sleep(_RANK_0_HEAD_START)
@@ -158,18 +160,18 @@ def run_and_exit(act: Any, place: ProcessInfo, report: Path | None = None) -> No
     exit_cleanly(0)
 
 
-def _error_text(error: BaseException) -> str:
-    fault = str(error) if isinstance(error, UnisonoError) else "".join(traceback.format_exception(error))
-    return clean(fault)
-
-
 def _exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, UnisonoError) else 1
 
 
 def _write_fault(path: Path, place: ProcessInfo, error: BaseException) -> None:
     """Write an error where the launcher looks for it: the run's folder or, if its disk is full, shared memory."""
-    fault = {"rank": place.rank, "kind": type(error).__name__, "text": _error_text(error), "code": _exit_code(error)}
+    fault = {
+        "rank": place.rank,
+        "kind": type(error).__name__,
+        "text": clean(format_error(error)),
+        "code": _exit_code(error),
+    }
     memory = isinstance(error, MemoryExhaustedError) or _is_out_of_memory(error)
     fault |= {"fault": getattr(error, "fault", ""), "memory": memory, "random": getattr(error, "random", None)}
     text = json.dumps({**fault, "time": time.time()})

@@ -7,7 +7,6 @@ ranks, naming rank, callback and method.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from unisono.callback import Callback, CallbackRequest, CallbackResult, Evaluate
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CallbackError, UnisonoError
+from unisono.runtime.user_code import format_error
 from unisono.supervise.step_sync import RankRequests
 
 log = logging.getLogger(__name__)
@@ -84,21 +84,21 @@ class Callbacks:
                 except Exception as error:
                     return _combine(requests, RankRequests(error=self._build_error(error, name, point, step)))
             reasons = tuple(
-                f"{name} asks to {_VERBS[type(one)]}{f': {one.reason}' if one.reason else ''}" for one in own
+                f"{callback.title or name} asks to {_VERBS[type(one)]}{f': {one.reason}' if one.reason else ''}"
+                for one in own
             )
             kinds = {type(one) for one in own}
             requests = _combine(requests, RankRequests(Stop in kinds, Save in kinds, Evaluate in kinds, reasons))
         return requests
 
     def _build_error(self, error: Exception, name: str, point: str, step: int) -> UnisonoError:
-        """A user callback's error as raised on all ranks; unexpected exceptions include their traceback."""
+        """A user callback's error as raised on all ranks; unexpected exceptions have the user's lines."""
         where = f"callback {name} on rank {self._rank}, {point} after step {step}"
         if isinstance(error, UnisonoError):
             error.args = (f"{where}: {error}",)
             return error
-        trace = "".join(traceback.format_exception(error)).rstrip()
         log.error("%s failed", where, exc_info=error)
-        found = CallbackError(f"{where}: {type(error).__name__}: {error}\n{trace}")
+        found = CallbackError(f"{where}: {format_error(error)}")
         found.__cause__ = error
         return found
 

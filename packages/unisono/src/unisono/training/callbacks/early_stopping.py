@@ -15,7 +15,8 @@ from pydantic import Field, PositiveInt
 from unisono.callback import Callback, RunInfo, Stop
 from unisono.config.schema import NonNegative, Settings
 from unisono.config.schema.run import RunConfig
-from unisono.runtime.errors import ConfigError, nearest
+from unisono.evaluation.best import require_metric
+from unisono.runtime.errors import ConfigError
 
 
 class EarlyStopping(Callback):
@@ -43,17 +44,23 @@ class EarlyStopping(Callback):
         if config.eval.every is None:
             raise ConfigError("EarlyStopping needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
 
+    def refuse_no_rows(self, held_out: int) -> None:
+        """Reject a task that has no rows to evaluate."""
+        if not held_out:
+            raise ConfigError(
+                f"{self.title or type(self).__name__} would never stop the run, since the task holds out no rows; "
+                "define held_out() (a recipe has a setting for it), or leave it out"
+            )
+
     def on_start(self, run: RunInfo) -> Stop | None:
         """Stop at once if the run had already stopped and patience was not increased since."""
+        self.refuse_no_rows(run.held_out)
         return self._verdict()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> Stop | None:
         """Compare with the best evaluation so far."""
         metric = self.config.metric
-        if metric not in values:
-            raise ConfigError(
-                f"{self._key}={metric}: this task's evaluations have no such metric, {nearest(metric, values)}"
-            )
+        require_metric(self._key, metric, values)
         value = values[metric] if self.config.mode == "min" else -values[metric]
         if math.isfinite(value) and (self.best is None or value < self.best - self.config.min_delta):
             self.best, self.best_step, self.waited = value, step, 0
@@ -77,14 +84,15 @@ class EarlyStopping(Callback):
             return Stop(f"{self.config.metric} was not finite in {times}")
         best = self.best if self.config.mode == "min" else -self.best
         return Stop(
-            f"{self.config.metric} has not improved for {times}; the best was {best:.6g} after step {self.best_step}"
+            f"{self.config.metric} has not improved for {times}; the best was {best:.6g} after step {self.best_step}; "
+            "a larger patience goes on"
         )
 
 
 class Patience(EarlyStopping):
     """Early stopping as `eval.patience`, `eval.metric` and `eval.mode` ask for it."""
 
-    _key = "eval.metric"
+    _key, title = "eval.metric", "eval.patience"
 
     @classmethod
     def from_config(cls, config: RunConfig) -> list[Patience]:
