@@ -61,7 +61,9 @@ def _estimate(title: str, one: Estimate, plan: Plan, width: int | None) -> Itera
     yield f"{title}: {_layout(one)}"
     unit, name = (1e9, "GB") if one.memory >= 1e9 else (1e6, "MB")
     parts = [(kind, one.peak.get(kind, 0.0), one.most.get(kind, 0.0)) for kind in _KINDS]
-    rows = [(kind, f"{peak / unit:.2f}", f"{most / unit:.2f}") for kind, peak, most in parts if most >= 0.005 * unit]
+    rows: list[tuple[str, str, str]] = [
+        (kind, f"{peak / unit:.2f}", f"{most / unit:.2f}") for kind, peak, most in parts if most >= 0.005 * unit
+    ]
     rows.append(("all", f"{one.memory / unit:.2f}", ""))
     yield from _table((f"memory of a device, {name}", "at the peak", "at most"), rows, "<>>", width)
     verdict = "fits" if one.fits else "does not fit"
