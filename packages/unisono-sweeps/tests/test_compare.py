@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from pyarrow import parquet
 
 from unisono.runtime.errors import UnisonoError
@@ -75,6 +76,19 @@ def test_states_and_reasons_of_runs_that_are_not_finished_are_shown(
     said = capsys.readouterr().out
     assert "b: failed after step 1: rank 0: the file is gone\\x1b[31m" in said
     assert re.search(r"^a +finished", said, re.MULTILINE)
+
+
+def test_a_setting_that_is_called_as_a_result_is_shown_by_its_whole_key_and_a_task_by_its_path_from_here(
+    tmp_path: Path, command: Command
+) -> None:
+    for name, steps in (("a", 2), ("b", 3)):
+        recipe = f"{Path.cwd()}/{name}.py:Mine"
+        folder = write_run(tmp_path / "s" / name, [2.0] * steps)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, "recipe": recipe}))
+    head, first, *_ = command("compare", tmp_path / "s")[1].splitlines()
+    assert head.split()[:5] == ["run", "state", "recipe", "train.steps", "steps"]
+    assert first.split()[:3] == ["a", "finished", "a.py:Mine"]
 
 
 def test_the_command_writes_one_table_and_pictures(sweep: Path, command: Command) -> None:

@@ -295,6 +295,8 @@ def test_a_row_that_the_source_does_not_have_is_named() -> None:
 
     with pytest.raises(DataError, match=r"row (2\d|30) of the source: building the sample failed: IndexError"):
         _steps(Short())
+    with pytest.raises(DataError, match=r"row (2\d|30) of the held-out rows: building the sample failed: IndexError"):
+        _steps(Short(), purpose="eval")
 
 
 def test_a_fault_that_the_task_explains_itself_is_not_explained_again() -> None:

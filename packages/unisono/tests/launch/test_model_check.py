@@ -13,6 +13,7 @@ from packages.unisono.tests.runs import configuration
 from unisono.config.schema import Settings
 from unisono.launch.model.check import build_without_memory, check_model
 from unisono.launch.model.summary import describe_model
+from unisono.optim import optimizers
 from unisono.runtime.errors import ConfigError
 from unisono.task import Context, Loss, Task
 
@@ -60,6 +61,20 @@ def test_what_fits_is_counted_and_says_how_it_is_updated() -> None:
     found = check_model(Fitting(), configuration(optim={"kind": "sgd", "lr": 0.5}))
     assert (found.parameters, found.unchecked) == (3 * 8 + 8 + 16 + 3 * 72 + 9, ())
     assert found.updates[0].startswith("sgd, lr 0.5, weight decay ")
+
+
+class NormFirst(Fitting):
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.LayerNorm(3), super().build())
+
+
+def test_the_largest_group_of_parameters_is_described_first() -> None:
+    """A run's header shows one line of them."""
+    config = configuration(optim={"kind": "adamw", "weight_decay": 0.1})
+    checked, model = check_model(NormFirst(), config).updates, NormFirst().build()
+    assert [line.partition(" parameters in ")[0].rpartition(" ")[2] for line in checked] == ["224", "55"]
+    optimizer = optimizers.build_optimizer(config.optim, model)
+    assert optimizers.describe_updates(config.optim, optimizer, model) == list(checked)
 
 
 def test_a_model_larger_than_any_memory_is_checked() -> None:

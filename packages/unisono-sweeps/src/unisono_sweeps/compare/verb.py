@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +85,7 @@ def format_rows(table: pa.Table, keys: Sequence[str], metric: str, mode: str, wi
     rows.sort(key=lambda row: float("inf") if row[metric] is None else sign * row[metric])
     aggregated = "runs" in table.column_names
     first = [] if aggregated else ["run", "state"]
-    short = shorten_keys(list(keys))
+    short = {key: key if name in columns else name for key, name in shorten_keys(list(keys)).items()}
     lines = []
     for row in rows:
         cells = [str(row[name]) for name in first] + [_shown(row[key]) for key in keys]
@@ -107,5 +108,11 @@ def _fit(table: pa.Table, column: str, metric: str) -> PowerLaw:
 
 
 def _shown(value: Any) -> str:
-    text = format_number(value) if isinstance(value, float) else "–" if value is None else str(value)
+    text = (
+        format_number(value)
+        if isinstance(value, float)
+        else "–"
+        if value is None
+        else str(value).removeprefix(f"{Path.cwd()}{os.sep}")
+    )
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"

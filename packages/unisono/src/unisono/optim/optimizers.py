@@ -180,15 +180,19 @@ def parameter_groups(
 
 
 def describe_updates(config: OptimizerGroup, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """How parameters are updated: a line per parameter group, with patterns of the names of its parameters."""
+    """How parameters are updated: a line per parameter group, the largest first, with patterns of their names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    lines = []
+    lines = list[str]()
     own = "" if type(optimizer).__module__.startswith(("torch.", "unisono.")) else type(optimizer).__name__
-    for group in optimizer.param_groups:
-        count = sum(parameter.numel() for parameter in group["params"])
+    for group in sorted(optimizer.param_groups, key=_size, reverse=True):
+        count = _size(group)
         mine = [names[p] for p in group["params"]]
         lines.append(_settings_of(group).describe(config, mine, count, names.values(), own))
     return lines
+
+
+def _size(group: Mapping[str, Any]) -> int:
+    return sum(parameter.numel() for parameter in group["params"])
 
 
 def _settings_of(group: Mapping[str, Any]) -> ParameterSettings:

@@ -87,7 +87,9 @@ def transformers_format(arrays: Mapping[str, TensorEntry], assets: Path) -> Expo
     if not (assets / "config.json").is_file():
         raise RunError(
             f"{assets.parent}: the task has no Hugging Face format: it saved no config.json of a transformers model "
-            "among the assets. to=safetensors writes the arrays under their own names, for torch or any other reader"
+            "among the assets. Define save_assets(folder), which saves it and the tokenizer, before training (see "
+            "docs/tutorial-transformers.md). to=safetensors writes the arrays under their own names, for torch or any "
+            "other reader"
         )
     if find_spec("transformers") is None:
         raise ConfigError("to=hf needs the package 'transformers': pip install 'unisono[language]'")

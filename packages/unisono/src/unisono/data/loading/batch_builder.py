@@ -167,6 +167,7 @@ class BatchBuilder:
     ) -> None:
         self.task, self.source, self.seed, self.purpose = task, source, seed, purpose
         self._mask, self._contents, self._keep, self._capacity = mask, contents, keep, capacity
+        self._rows = "the held-out rows" if purpose == "eval" else "the source"  # in errors
         self.together = together and capacity is None and isinstance(task, Vectorised)
         self._set_up()
 
@@ -210,7 +211,7 @@ class BatchBuilder:
                 arrays, counts, work, size = self._batch(given, rows, slots)
                 break
             except BadSamplesError as error:  # rejected by collate(): try again without them
-                reasons = {n: f"row {rows[n]} of the source: {text}" for n, text in error.reasons.items()}
+                reasons = {n: f"row {rows[n]} of {self._rows}: {text}" for n, text in error.reasons.items()}
                 if not self._mask or self._capacity is not None or not pieces:
                     raise BadSamplesError(reasons) from error
                 for number, (slot, row, epoch, first, _) in enumerate(taken):
@@ -257,7 +258,7 @@ class BatchBuilder:
                 masked.append(MaskedSample(slot, row, epoch, first, str(error)))
         if failed is not None and not masked:
             raise DataError(
-                f"rows {_first_few(taken.rows)} of the source: sample_batch() of {type(self.task).__name__} failed, "
+                f"rows {_first_few(taken.rows)} of {self._rows}: sample_batch() of {type(self.task).__name__} failed, "
                 f"while sample() builds each of them: {describe_error(failed)}"
             ) from failed
         self.mark_idle()
@@ -296,7 +297,7 @@ class BatchBuilder:
             except UnisonoError:
                 raise
             except Exception as error:
-                raise DataError(f"row {row} of the source: length() failed: {describe_error(error)}") from error
+                raise DataError(f"row {row} of {self._rows}: length() failed: {describe_error(error)}") from error
             self._kept.get((row, epoch), lambda sample=sample: sample)  # type: ignore[misc]
         self.mark_idle()
         return found
@@ -314,7 +315,7 @@ class BatchBuilder:
             raise
         except Exception as error:
             raise DataError(
-                f"row {row} of the source: cut() to units {first} to {last} failed: {describe_error(error)}"
+                f"row {row} of {self._rows}: cut() to units {first} to {last} failed: {describe_error(error)}"
             ) from error
         finally:
             watch.rest += perf_counter() - began
@@ -322,7 +323,7 @@ class BatchBuilder:
     def _sample(self, row: int, epoch: int, watch: _StageTimer) -> Any:
         self.note_row(row)
         context = self._contexts.get(key(self.seed, self.purpose, epoch, row)) if self._draws else _UNUSED_CONTEXT
-        return build_sample(self.task, self.source, row, context, watch)
+        return build_sample(self.task, self.source, row, context, watch, self._rows)
 
     def _batch(
         self, pieces: Sequence[Any], rows: Indices, slots: Indices
@@ -338,7 +339,7 @@ class BatchBuilder:
         except UnisonoError:
             raise
         except Exception as error:
-            where = f"rows {_first_few(rows)} of the source"
+            where = f"rows {_first_few(rows)} of {self._rows}"
             raise DataError(f"{where}: building the batch failed: {describe_error(error)}") from error
         return arrays, counts, work, len(pieces)
 
@@ -427,7 +428,14 @@ class _ContextPool(threading.local):
         return self._context
 
 
-def build_sample(task: Task, source: Source, row: int, context: SampleContext, watch: _StageTimer | None = None) -> Any:
+def build_sample(
+    task: Task,
+    source: Source,
+    row: int,
+    context: SampleContext,
+    watch: _StageTimer | None = None,
+    rows: str = "the source",
+) -> Any:
     """Build the sample of a source row.
 
     Raises:
@@ -444,7 +452,7 @@ def build_sample(task: Task, source: Source, row: int, context: SampleContext, w
     except UnisonoError:
         raise
     except (Exception, SystemExit) as error:
-        raise DataError(f"row {row} of the source: building the sample failed: {describe_error(error)}") from error
+        raise DataError(f"row {row} of {rows}: building the sample failed: {describe_error(error)}") from error
     return sample
 
 

@@ -87,6 +87,7 @@ def _check_torch(task: Task, config: RunConfig) -> ModelCheck:
         unchecked.append("the groups of optim and ema among the adapters' parameters")
         return ModelCheck(None, (), tuple(unchecked), tuple(warnings))
     found = optimizers.parameter_groups(config.optim, model, find_blocks(model))
+    found.sort(key=lambda group: sum(parameter.numel() for parameter in group["params"]), reverse=True)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema.averaged_names(config.ema, list(trained))
     names = {parameter: name for name, parameter in trained.items()}

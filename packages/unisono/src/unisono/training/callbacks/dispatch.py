@@ -15,7 +15,7 @@ from unisono.callback import Callback, CallbackRequest, CallbackResult, Evaluate
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Json
 from unisono.runtime.errors import CallbackError, UnisonoError
-from unisono.runtime.user_code import format_error
+from unisono.runtime.user_code import format_user_error
 from unisono.supervise.step_sync import RankRequests
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Callbacks:
             error.args = (f"{where}: {error}",)
             return error
         log.error("%s failed", where, exc_info=error)
-        found = CallbackError(f"{where}: {format_error(error)}")
+        found = CallbackError(f"{where}: {format_user_error(error) or f'{type(error).__name__}: {error}'}")
         found.__cause__ = error
         return found
 

@@ -78,13 +78,13 @@ class Optimizer:
         return made, after
 
     def describe(self, structure: Structure) -> list[str]:
-        """How parameters are updated: a line per group with the same settings."""
+        """How parameters are updated: a line per group with the same settings, the largest first."""
         own = "the task's optimizer" if self.own is not None else ""
+        groups = _group(self.chosen)
+        sizes = {one: sum(prod(structure.shapes[name].shape) for name in names) for one, names in groups.items()}
+        largest_first = sorted(groups, key=sizes.__getitem__, reverse=True)
         return [
-            chosen.describe(
-                self.config, names, sum(prod(structure.shapes[name].shape) for name in names), self.chosen, own
-            )
-            for chosen, names in _group(self.chosen).items()
+            chosen.describe(self.config, groups[chosen], sizes[chosen], self.chosen, own) for chosen in largest_first
         ]
 
     def _relative(self, lr: jax.Array, state: transforms.Factors) -> jax.Array:
