@@ -27,6 +27,7 @@ import settings  # noqa: E402
 
 ROOT = SITE.parents[1]
 PAGES, HTML = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "html"
+PICTURES = ROOT / "docs" / "pictures"
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"^\| `([\w.]+)` \|")  # the first cell of a row of docs/reference.md
@@ -49,7 +50,7 @@ def collect() -> None:
             text = expand_reference(text)
         write(written[page], rank(page) + text)
     write(PAGES / "settings.md", settings.write_page())
-    shutil.copytree(ROOT / "docs" / "pictures", PAGES / "pictures")
+    shutil.copytree(PICTURES, PAGES / "pictures")
     shutil.copytree(SITE / "assets", PAGES / "assets")
 
 
@@ -87,8 +88,10 @@ def lead(text: str, page: Path, written: dict[Path, Path], waiting: list[Path]) 
     def replace(match: re.Match[str]) -> str:
         link, anchor = match[2], match[3] or ""
         target = (page.parent / link).resolve()
-        if re.match(r"[a-z]+:", link) or target.suffix == ".svg" or not target.exists():
+        if re.match(r"[a-z]+:", link) or not target.exists():
             return match[0]  # the strict build refuses what leads nowhere
+        if target.parent == PICTURES:  # copied as they are
+            return f"{match[1]}{os.path.relpath(PAGES / 'pictures' / target.name, written[page].parent)}"
         if target.is_dir() and (target / "README.md").exists():
             target /= "README.md"
         if target not in written:

@@ -111,7 +111,9 @@ def test_a_schedule_that_depends_on_the_length_is_named_with_the_word_that_exten
     assert "schedules.lr (cosine) depends on the number of steps: with 8, it would have had other values from" in error
     assert "step 3 on, and 4 steps are made" in error
     assert "run.allow_change=[train.steps]" in error
-    assert unisono("resume", run, "train.steps=8", "run.allow_change=[train.steps]")[0] == 0
+    command = unisono("resume", run)[1].partition("To extend it: ")[2].strip()
+    assert command == "unisono resume runs/a train.steps=8 'run.allow_change=[train.steps]'"
+    assert unisono(*shlex.split(command)[1:])[0] == 0
     assert len(losses(run)) == 8
 
 

@@ -24,6 +24,19 @@ def test_more_than_one_null_text_in_a_hundred_is_a_warning(nulls: int, warned: b
     assert found == [expected] * warned
 
 
+class Gaps(tasks.LinearTask):
+    def data(self) -> list[dict[str, Any]]:
+        return texts(0, 50)
+
+    def held_out(self) -> list[dict[str, Any]]:
+        return texts(9, 50)
+
+
+def test_missing_texts_of_held_out_rows_are_a_warning_too() -> None:
+    (found,) = find_data_warnings(Gaps())
+    assert found.startswith("the held-out rows: 9 of 50 rows have no text in the column 'text'")
+
+
 def test_classes_without_held_out_rows_are_named_with_what_is_trained_on_them() -> None:
     trained = [{"label": np.int64(row % 4)} for row in range(10)]
     evaluated = [{"label": np.int64(one)} for one in (0, 1)]

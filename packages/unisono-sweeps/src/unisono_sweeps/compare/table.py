@@ -31,6 +31,7 @@ _UNTOLD = (
     "run.resume",
     "run.stop_after",
     "observe.progress",
+    "observe.log_every",
 )  # differences that say nothing of a run
 _ABOUT_TIME = ("step", "eval", "rows", "seconds")
 # Student's t for 95 % by degrees of freedom, from 1; beyond, the normal distribution's 1.96 is 2 % away at most.

@@ -31,6 +31,7 @@ def find_data_warnings(task: Task) -> Iterator[str]:
     if held_out is None or not len(held_out):
         return
     evaluated = _read_some(held_out)
+    yield from describe_nulls("the held-out rows", evaluated)
     trained = [record for records in seen.values() for record in records]
     whole = len(evaluated) == len(held_out) and len(trained) == sum(map(len, sources.values()))
     if whole:  # a class may be among the rows that were not looked at
