@@ -22,6 +22,7 @@ from unisono import recipe_tools
 ROOT = Path(__file__).parents[1]
 HTML, PICTURES = ROOT / "build" / "docs" / "html", ROOT / "build" / "docs" / "pictures"
 SETTINGS = runpy.run_path(str(ROOT / "docs" / "site" / "settings.py"))
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^):]+)\)")
 NAME = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)
 
 
@@ -41,6 +42,18 @@ def test_every_page_of_docs_and_every_recipe_is_in_the_menu_once() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     recipes = {f"recipes/{path.parent.name}.md" for path in ROOT.glob("recipes/*/README.md")}
     assert sorted(menu()) == sorted({*pages, *recipes, "settings.md", "changelog.md"})
+
+
+def test_what_the_pages_lead_to_can_be_shown_and_their_pictures_are_where_they_look_for_them(tmp_path: Path) -> None:
+    """The part of `make docs` that needs no mkdocs."""
+    build = runpy.run_path(str(ROOT / "docs" / "site" / "build.py"))
+    site = build["collect"].__globals__
+    site.update(PAGES=tmp_path, expand_reference=lambda text: text)
+    site["settings"] = type("Settings", (), {"write_page": staticmethod(str)})
+    build["collect"]()
+    pictures = [(page, link) for page in tmp_path.rglob("*.md") for link in PICTURE.findall(page.read_text("utf-8"))]
+    assert {Path(link).suffix for _, link in pictures} >= {".svg", ".png"}
+    assert [(page.name, link) for page, link in pictures if not (page.parent / link).is_file()] == []
 
 
 def test_every_public_name_is_on_the_page_of_the_reference() -> None:
