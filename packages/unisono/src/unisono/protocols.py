@@ -129,6 +129,22 @@ class Predictive(Protocol):
 
 
 @runtime_checkable
+class Exportable(Protocol):
+    """A task that defines what an exported model computes (`unisono export to=onnx`); of others, it is `outputs`."""
+
+    def inference_inputs(self, batch: Batch) -> Mapping[str, Any]:
+        """The inputs of the exported model by name, of a micro-batch as `Task.collate` made it; arrays."""
+
+    def infer(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the exported model returns, by name: tensors computed by torch from the inputs, without a gradient.
+
+        Args:
+            model: what `Task.build` returned, with its weights.
+            inputs: as from `inference_inputs`, as tensors; any axis may have another size.
+        """
+
+
+@runtime_checkable
 class Illustrated(Protocol):
     """A task that shows something after each evaluation: texts, pictures, tables.
 

@@ -202,6 +202,14 @@ class Language(Task):
         """With the perplexity beside each loss."""
         return by_source.summarise(values, self.library.in_pairs)
 
+    def inference_inputs(self, batch: Batch) -> Batch:
+        """`input_ids` (rows, length), padded at their ends, of documents or of both answers of pairs."""
+        return {"input_ids": batch["inputs"].reshape(-1, batch["inputs"].shape[-1])}
+
+    def infer(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`logits` (rows, length, vocabulary) of the next tokens; padding after a text changes none of its own."""
+        return {"logits": model(input_ids=inputs["input_ids"], use_cache=False).logits}
+
     def predictions(self, outputs: dict[str, Any], batch: Batch) -> dict[str, list[float]]:
         """For each row: number of targets, nats per target, and accuracy; for each pair, its log-probabilities."""
         import torch

@@ -19,6 +19,12 @@ def embedding_distances(rows: Tensor, others: Tensor) -> Tensor:  # (m, features
     return torch.tanh(pairwise_distances(rows, others) / _SCALE)
 
 
+def distances_among(rows: Tensor) -> Tensor:  # (n, features) -> (n, n)
+    """The same among some rows, 0 of a row to itself, in operations that ONNX has, too: without `cdist`."""
+    apart = (rows[:, None] - rows[None]).square().sum(-1).sqrt()
+    return torch.tanh(apart / _SCALE)
+
+
 def pair_loss(
     rows: Tensor, all_rows: Tensor, truth: Tensor, first: int, scale: float = 1.0
 ) -> tuple[Tensor, dict[str, Any]]:

@@ -7,7 +7,7 @@ nucleotides themselves are a table in the model; a batch names taxa by their num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,10 @@ class SequenceEncoder(nn.Module):
         return result
 
     def _vectors(self, taxa: Tensor) -> Tensor:
-        tokens = self.tokens[taxa].long()
+        return self.encode(self.tokens[taxa].long())
+
+    def encode(self, tokens: Tensor) -> Tensor:  # (sequences, length) -> (sequences, features)
+        """A vector for each sequence, all at once."""
         result: Tensor = self.pool(self._hidden(tokens), tokens != PAD)
         return result
 
@@ -268,10 +271,14 @@ class Body(nn.Module):
 
     def vectors(self, taxa: Tensor) -> Tensor:  # (rows, taxa) -> (rows, taxa, features)
         """The vector of each taxon, 0 where there is none (-1); each is computed once."""
-        real = taxa >= 0
         found, places = torch.unique(taxa.clamp(min=0), return_inverse=True)
+        return self.look_up(self.encoder(found), places, taxa >= 0)
+
+    @staticmethod
+    def look_up(vectors: Tensor, places: Tensor, real: Tensor) -> Tensor:  # (taxa, features), (rows, taxa) twice
+        """The vector of each place, 0 where nothing is real, (rows, taxa, features)."""
         # A look-up, whose gradient is added up in one order whatever the number of threads; indexing's is not.
-        return F.embedding(places, self.encoder(found)) * real[..., None]
+        return F.embedding(places, vectors) * real[..., None]
 
     def forward(self, taxa: Tensor, counts: Tensor) -> dict[str, Tensor]:  # (rows, taxa), (rows, taxa)
         """What is made of samples, by name: `shares` (rows, taxa), `embedding` (rows, features)."""
@@ -329,12 +336,7 @@ class Network(nn.Module):
         result: dict[str, Tensor] = {}
         if self.body.taxa is not None:
             result |= self.body(batch["taxa"], batch["counts"])
-        if "embedding" in result:
-            for name in DIVERSITIES:
-                if (head := getattr(self, name)) is not None:
-                    result[name] = head(result["embedding"])
-            if self.target is not None:
-                result["target"] = self.predict_target(result["embedding"], batch)
+        result |= self.heads(result, batch)
         if "masked" in batch:
             chosen = batch["masked_taxa"] >= 0
             encoder = self.body.encoder
@@ -343,7 +345,15 @@ class Network(nn.Module):
             result["masked"] = found.new_zeros(*chosen.shape, 2).masked_scatter(chosen[..., None], found).sum(1)
         return result
 
-    def predict_target(self, embedding: Tensor, batch: dict[str, Any]) -> Tensor:
+    def heads(self, of_samples: dict[str, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is predicted of samples from their `embedding`, where they have one, (rows, numbers) each."""
+        if "embedding" not in of_samples:
+            return {}
+        embedding = of_samples["embedding"]
+        found = {name: head(embedding) for name in DIVERSITIES if (head := getattr(self, name)) is not None}
+        return found if self.target is None else {**found, "target": self.predict_target(embedding, batch)}
+
+    def predict_target(self, embedding: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """The target head's numbers, (rows, outputs), of vectors of samples, (rows, features), and of a batch."""
         assert self.target is not None
         fused = embedding if self.fusion is None else self.fusion(embedding, batch["covariates"])

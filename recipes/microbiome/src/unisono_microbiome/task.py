@@ -239,6 +239,46 @@ class Microbiome(Task):
             made.pop("embedding", None)
         return dict(made)
 
+    def inference_inputs(self, batch: Batch) -> Batch:
+        """What an exported model reads: the sequences of a batch's taxa, if the model reads DNA, and who has them.
+
+        `sequences` (taxa, length) are nucleotides as numbers; `taxa` (rows, taxa) are places in them, or, without, in
+        the list `taxa` of the run's assets; -1 where there is none. `counts` are their reads. Then `covariates` and
+        `target_scaling` as the target's head and scale have them.
+        """
+        wanted = ("counts", "covariates", "target_scaling")
+        inputs = {name: batch[name] for name in wanted if name in batch}
+        if self._tokens is None:
+            return {"taxa": batch["taxa"], **inputs}
+        found, places = np.unique(batch["taxa"].clip(min=0), return_inverse=True)
+        taxa = np.where(batch["taxa"] < 0, -1, places.reshape(batch["taxa"].shape))
+        return {"sequences": self._tokens[found].astype(np.int64), "taxa": taxa, **inputs}
+
+    def infer(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Of samples: `embedding`, all `distances` (rows, rows), and diversities and target in their own units.
+
+        Classes have probabilities, and quantiles a number each.
+        """
+        from unisono_microbiome import losses
+
+        body, taxa = model.body, inputs["taxa"]
+        vectors = body.encoder.encode(inputs["sequences"]) if "sequences" in inputs else body.encoder.weight
+        made = body.pool_vectors(body.look_up(vectors, taxa.clamp(min=0), taxa >= 0), inputs["counts"], taxa >= 0)
+        result = {"embedding": made["embedding"]}
+        if "distance" in self._weights:
+            result["distances"] = losses.distances_among(made["embedding"]) * self.learnt.distance_scale
+        for name, value in model.heads(made, inputs).items():
+            if name != "target":
+                result[name] = self.learnt.diversities[name][1].inverse(value[:, 0])
+            elif self.learnt.target_scaling is None:
+                result[name] = value.softmax(-1)
+            else:
+                scaling = self.learnt.target_scaling.overall
+                if "target_scaling" in inputs:
+                    scaling = Scaling(scaling.kind, *inputs["target_scaling"][..., None].unbind(1))
+                result[name] = scaling.inverse(value)
+        return result
+
     def loss(self, outputs: dict[str, Tensor], batch: Batch, context: Context) -> Loss:
         """Sums over the rows, and over the pairs of one of them and any row of the global batch."""
         from unisono_microbiome import losses

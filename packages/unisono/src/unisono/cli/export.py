@@ -23,7 +23,7 @@ def add_verbs(verbs: Any) -> None:
     arguments.add_run(verb)
     arguments.add_task_options(verb)
     arguments.add_overrides(
-        verb, "to=hf|safetensors, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
+        verb, "to=hf|safetensors|onnx, step=N, out=DIR, shard_mb=5000, processes=auto, ema=true, dtype=bf16, merge=true"
     )
     verb.set_defaults(run=_export)
     verb = verbs.add_parser("import", help=IMPORT, description=IMPORT)
@@ -38,6 +38,14 @@ def _export(parsed: argparse.Namespace) -> int:
     from unisono.launch.run import load_model
 
     words = arguments.parse_settings(parsed, Export)
+    if words.to == "onnx":
+        from unisono.launch.onnx_export import export_onnx
+        from unisono.launch.run import open_run
+
+        with preparing(f"exporting {parsed.folder}"):
+            exported = export_onnx(open_run(parsed.folder, task=parsed.task, trust=parsed.trust), words)
+        say("\n".join(exported.lines()))
+        return 0
 
     def build_merged(folder: Path, ema: bool, step: int) -> nn.Module:
         model: nn.Module = load_model(folder, ema=ema, step=step, task=parsed.task, trust=parsed.trust)

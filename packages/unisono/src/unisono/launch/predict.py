@@ -122,7 +122,7 @@ def build_table(
     joined, scores = Joined(parts), _Scores(run.task)
     columns: dict[str, list[Any]] = defaultdict(list)
     with _open_forward(run, selection, device, ema, step) as forward:
-        for micro in _batches(run, joined, micro_batch):
+        for micro in read_batches(run, joined, micro_batch):
             shown, loss = forward(micro, context)
             scores.add(micro, loss)
             names = [joined.name(int(row)) for row in micro.rows]
@@ -167,7 +167,7 @@ def _with_columns(
     return selection(outputs, micro.arrays), loss
 
 
-def _batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
+def read_batches(run: Run, source: Source, micro_batch: int) -> Iterator[MicroBatch]:
     """Return all rows in order, built as for an evaluation."""
     size = min(micro_batch, len(source))
     plan = plan_evaluation(source, run.config, size, len(source))

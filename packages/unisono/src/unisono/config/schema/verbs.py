@@ -44,8 +44,10 @@ class Preview(Settings):
 class Export(Settings):
     """Of `unisono export`."""
 
-    to: Literal["hf", "safetensors"] = Field(
-        "hf", description="hf: what transformers loads, or PEFT for adapters; safetensors: the arrays under their names"
+    to: Literal["hf", "safetensors", "onnx"] = Field(
+        "hf",
+        description="hf: what transformers loads, or PEFT for adapters; safetensors: the arrays under their names; "
+        "onnx: the model as a graph, compared with torch on real rows",
     )
     step: NonNegativeInt | None = Field(None, description="step of the checkpoint to export; null: the newest")
     out: Path | None = Field(None, description="folder to create; null: RUN/exports/step-…-hf")
@@ -58,6 +60,19 @@ class Export(Settings):
         "kept", description="dtype of floating-point tensors; kept: as in the run"
     )
     merge: bool = Field(False, description="merge adapters into the weights, instead of exporting adapters alone")
+
+    @model_validator(mode="after")
+    def _check_onnx(self) -> Export:
+        """An ONNX model is one file in fp32, written by this process, and its adapters are merged."""
+        fixed = {"dtype": ("kept", "fp32")}
+        for name in ("shard_mb", "processes", "merge", "dtype"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.to == "onnx" and value not in fixed.get(name, (default,)):
+                raise ValueError(
+                    f"{name}={str(value).lower()} has no effect on to=onnx, which writes one model in fp32 with its "
+                    "adapters merged; leave it out"
+                )
+        return self
 
 
 class Import(Settings):

@@ -1,0 +1,85 @@
+"""An exported ONNX model computes what torch does, on rows of the run, in any number; another one is not written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import unisono
+from packages.unisono.tests.tasks import LinearTask
+from unisono.cli import main
+from unisono.config.schema.verbs import Export
+from unisono.launch.onnx_export import MODEL_FILE, export_onnx
+from unisono.runtime.errors import RunError
+from unisono.task import Context
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+FILE = Path(__file__).parent.parent / "tasks.py"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {
+        "train.steps": 2, "layout.world_size": 1, "layout.threads": 1, "run.dir": str(tmp_path_factory.mktemp("onnx")),
+        "run.name": "r", "observe.progress": False, "launch.monitor": False,
+    }  # fmt: skip
+    return Path(unisono.train(LinearTask(), changes).folder)
+
+
+@pytest.mark.slow
+def test_a_task_of_one_s_own_is_exported_without_its_targets(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["export", str(run), "to=onnx", "--task", f"{FILE}:LinearTask"]) == 0
+    told = capsys.readouterr().out
+    out = run / "exports" / "step-00000002-onnx"
+    assert f"{out}: ONNX, step 2" in told and "equal to torch on 9 real rows" in told
+    session = onnxruntime.InferenceSession(out / MODEL_FILE)
+    assert [one.name for one in session.get_inputs()] == ["x"]
+    assert [one.name for one in session.get_outputs()] == ["output"]
+    model = unisono.load_model(run, task=LinearTask).float()
+    rows = np.random.default_rng(0).standard_normal((40, model.in_features)).astype(np.float32)
+    wanted = model(torch.from_numpy(rows)).detach().numpy()
+    assert np.abs(session.run(None, {"x": rows})[0] - wanted).max() < 1e-6
+    assert main.main(["export", str(run), "to=onnx", "--task", f"{FILE}:LinearTask"]) == 2
+    assert "already exists and is not overwritten" in capsys.readouterr().err
+
+
+class Counting(LinearTask):
+    """Its model computes something else whenever it is called, which a graph cannot."""
+
+    calls = 0
+
+    def outputs(self, model: torch.nn.Module, batch: Any, context: Context) -> Any:
+        type(self).calls += 1
+        return super().outputs(model, batch, context) * self.calls
+
+
+class Branching(LinearTask):
+    """Its model depends on values in Python."""
+
+    def outputs(self, model: torch.nn.Module, batch: Any, context: Context) -> Any:
+        return super().outputs(model, batch, context) * (2.0 if float(batch["x"].sum()) > 0 else 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "why"), [(Counting, "computes other numbers than torch"), (Branching, "cannot export")]
+)
+def test_a_model_that_differs_or_cannot_be_a_graph_is_not_written(
+    run: Path, task: type[LinearTask], why: str, tmp_path: Path
+) -> None:
+    opened = unisono.open_run(run, task=LinearTask)
+    opened = type(opened)(opened.folder, opened.config, task(opened.task.config))
+    with pytest.raises(RunError, match=why):
+        export_onnx(opened, Export(to="onnx", out=tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [{"dtype": "bf16"}, {"merge": True}, {"processes": 2}, {"shard_mb": 10}])
+def test_words_that_mean_nothing_to_a_graph_are_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(words))}=.* has no effect on to=onnx"):
+        Export(to="onnx", **words)
