@@ -168,7 +168,7 @@ def test_a_line_that_no_memory_should_hold_is_refused(
     tmp_path: Path, indexed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forty gigabytes of nothing behind the first row of a file full of holes were read as one line."""
-    monkeypatch.setattr(lines, "_MAX_LINE", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_ROW", 1 << 20)
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n')
     good = open_source(path)

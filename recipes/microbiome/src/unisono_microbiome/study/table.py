@@ -81,7 +81,8 @@ def _read_biom(path: Path) -> CountTable:
                 check_hdf5(path, f"{path} (data.table)")
                 return _read_hdf5(path, safe_paths.path_of(file))
             if start.lstrip().startswith(b"{"):
-                return _read_json(path, safe_paths.parse_json(file.read(), dict[str, Any]))
+                content = safe_paths.read_limited(file, str(path), safe_paths.WHOLE)
+                return _read_json(path, safe_paths.parse_json(content, dict[str, Any]))
         except UnisonoError:
             raise
         except Exception as error:  # whatever h5py and json raise for a damaged file, and lookups in it

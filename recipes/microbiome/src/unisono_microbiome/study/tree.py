@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from unisono import DataError, file_hash
 from unisono.recipe_tools import find_duplicates, format_share, import_extra, safe_paths, wrap_native_errors
 from unisono_microbiome.study import artifacts
+
+_LARGEST = 256 << 20  # bytes of a tree, which stands in one line
 
 
 @dataclass(frozen=True)
@@ -27,25 +30,28 @@ class Tree:
     @cached_property
     def digest(self) -> str:
         """What the file holds, in hex."""
-        if not self.path.is_file():
-            raise DataError(f"{self.path} (data.tree) does not exist; give a tree in Newick format")
+        self._refuse_missing()
         return file_hash(self.path)
 
     @cached_property
     def root(self) -> Any:
         """The tree, a `skbio.TreeNode`; one without root, branch lengths or unique tips is refused."""
-        _ = self.digest
+        self._refuse_missing()
         nodes = import_extra("skbio", "microbiome", "data.tree").TreeNode
         with (
             wrap_native_errors(f"{self.path} (data.tree) is not a tree in Newick format"),
             warnings.catch_warnings(),
             artifacts.open_data(self.path, "data.tree") as inner,
-            safe_paths.open_text(inner) as file,
         ):
             warnings.simplefilter("ignore")  # of a file that does not look like Newick; an error follows
-            root = nodes.read(file, format="newick", convert_underscores=False)
+            text = safe_paths.read_regular(inner, _LARGEST).decode("utf-8")
+            root = nodes.read(StringIO(text), format="newick", convert_underscores=False)
         self._refuse(root)
         return root
+
+    def _refuse_missing(self) -> None:
+        if not self.path.is_file():
+            raise DataError(f"{self.path} (data.tree) does not exist; give a tree in Newick format")
 
     def find_missing(self, taxa: Sequence[str]) -> list[str]:
         """The taxa that are not among the tips."""

@@ -1,4 +1,4 @@
-"""Reads CSV and TSV files as a whole, since they are usually small.
+"""Reads CSV and TSV files as a whole, since they are usually small, into a few times their size of memory.
 
 A column has integers or floats if all its values can be parsed as such, and text otherwise. Use `expect` if that would
 be wrong: `{"id": "text"}` keeps the zeros of "007". An empty value is null, or an empty string if text is expected.
@@ -9,18 +9,22 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from unisono.data.sources import tables
 from unisono.data.sources.column_schema import ColumnRequest, ColumnType
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.runtime.errors import DataError, find_duplicates, format_examples
+from unisono.runtime.untrusted import safe_paths
 
 _BLOCK_ROWS = 4096
+_READ_BYTES = 1 << 20
 _INFERRED = (pa.int64(), pa.float64())
 
 
@@ -29,24 +33,23 @@ class DelimitedReader:
 
     def __init__(self, file: File, wanted: ColumnRequest) -> None:
         self._file, self._wanted = file, wanted
-        with wrap_read_errors(file), file.open_plain() as stream:
-            content = stream.read()
         types = dict(wanted.types)
-        columns = _read_columns(file, content)
-        self.schema = pa.schema([])
-        if columns:
+        digest = hashlib.blake2b(digest_size=16)
+        with wrap_read_errors(file), file.open_plain() as stream:
+            columns = _read_columns(file, _Digested(stream, digest))
+        self.schema, rows = pa.schema([]), len(next(iter(columns.values()), ()))
+        if rows:
             table = pa.table(
                 {name: _typed_column(file, name, values, types.get(name)) for name, values in columns.items()}
             )
             wanted.check(file.path, table.schema)
             self._table = table.select(wanted.columns) if wanted.columns is not None else table
             self.schema = table.schema
-        rows = len(next(iter(columns.values()), []))
         self.rows: NDArray[np.int64] = (
             np.diff([*range(0, rows, _BLOCK_ROWS), rows]) if rows else np.zeros(0, dtype=np.int64)
         )
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        self.weight = len(content)
+        self.digest = digest.hexdigest()
+        self.weight = self._table.nbytes if rows else 0
 
     def block(self, number: int) -> tables.TableBlock:
         """A few thousand consecutive rows."""
@@ -60,34 +63,56 @@ class DelimitedReader:
         return found
 
 
-def _read_columns(file: File, content: bytes) -> dict[str, list[str]]:
-    """The values of each column as strings; empty if there are no rows."""
-    delimiter = "," if file.format == "csv" else "\t"
+class _Digested(io.RawIOBase):
+    """A stream whose content is digested as it is read."""
+
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self._stream, self._digest = stream, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._stream.read(len(buffer))
+        self._digest.update(content)
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, Any]:
+    """The values of each column as texts, some thousand rows in each chunk; empty if there are no rows."""
+    text = safe_paths.Text(io.BufferedReader(stream, _READ_BYTES), file.path, "utf-8-sig", "")
+    reader = csv.reader(text, delimiter="," if file.format == "csv" else "\t", strict=True)
+    chunks: list[list[Any]] = []
+    filled = (line for line in reader if any(line))
     try:
-        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
-        lines = [(reader.line_num, line) for line in reader if any(line)]
+        header = next(filled, [])
+        if doubles := find_duplicates(header):
+            raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
+        rows = (_check_width(file, line, header, reader.line_num) for line in filled)
+        while part := list(islice(rows, _BLOCK_ROWS)):
+            chunks.append([pa.array(values, pa.string()) for values in zip(*part, strict=True)])
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
-    if len(lines) < 2:
-        return {}
-    header = lines[0][1]
-    if doubles := find_duplicates(header):
-        raise DataError(f"{file.path} has columns of the same name: {format_examples(doubles)}; rename them")
-    for number, line in lines[1:]:
-        if len(line) != len(header):
-            raise DataError(
-                f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value "
-                "may contain an unquoted separator"
-            )
-    values = zip(*(line for _, line in lines[1:]), strict=True)
-    return {name: list(column) for name, column in zip(header, values, strict=True)}
+    return {
+        name: pa.chunked_array([chunk[number] for chunk in chunks], pa.string()) for number, name in enumerate(header)
+    }
 
 
-def _typed_column(file: File, name: str, values: list[str], kind: ColumnType | None) -> Any:
+def _check_width(file: File, line: list[str], header: list[str], number: int) -> list[str]:
+    if len(line) != len(header):
+        raise DataError(
+            f"{file.path}, line {number}: {len(line)} values, but the header has {len(header)} columns; a value may "
+            "contain an unquoted separator"
+        )
+    return line
+
+
+def _typed_column(file: File, name: str, values: Any, kind: ColumnType | None) -> Any:
     """A column with the expected type, or else the narrowest type that fits all its values."""
     if kind is not None and kind.word == "text":
-        return pa.array([value or None for value in values] if kind.nulls else values, pa.string())
-    filled = pa.array([value.strip() or None for value in values], pa.string())
+        return _null_if_empty(values) if kind.nulls else values
+    filled = _null_if_empty(pc.utf8_trim_whitespace(values))
     if kind is not None:
         try:
             return filled.cast(pa.type_for_alias(kind.dtype))
@@ -98,4 +123,8 @@ def _typed_column(file: File, name: str, values: list[str], kind: ColumnType | N
             return filled.cast(narrow)
         except pa.ArrowInvalid:
             continue
-    return pa.array([value or None for value in values], pa.string())
+    return _null_if_empty(values)
+
+
+def _null_if_empty(values: Any) -> Any:
+    return pc.if_else(pc.equal(values, ""), pa.scalar(None, pa.string()), values)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from unisono.data.sources import index
 from unisono.data.sources.column_schema import ColumnRequest
-from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.data.sources.storage import MAX_ROW, File, wrap_read_errors
 from unisono.runtime.errors import DataError, nearest
 from unisono.runtime.remote import is_remote
 from unisono.runtime.untrusted import safe_paths
@@ -30,7 +30,6 @@ from unisono.runtime.untrusted import safe_paths
 TEXT = "text"  # the column of text files
 _BLOCK = 1 << 20  # bytes of file per block: a block has the rows that begin in it
 _CHUNK = 1 << 24
-_MAX_LINE = 1 << 30  # bytes; a longer one is refused before it is read whole
 _SAMPLE = 64  # lines from which columns are inferred
 _BOM = b"\xef\xbb\xbf"  # dropped, as by the JSON parser
 
@@ -74,7 +73,7 @@ class DocumentReader:
     def block(self, number: int) -> _LineBlock:
         """The document."""
         with wrap_read_errors(self._file), self._file.open_plain() as stream:
-            content = stream.read()
+            ((_, content),) = _read_parts(self._file, stream, b"")
         return _LineBlock(content, np.zeros(1, np.int64), np.array([len(content)]), self._parse_record, len(content))
 
     def lengths(self, column: str) -> NDArray[np.int64]:
@@ -116,7 +115,11 @@ class LineReader:
 
     def _find(self) -> NDArray[np.int64]:
         with self._plain.stream() as content:
-            return _find_part_starts(content, self._mark) if self._text else _find_line_starts(self._file, content)
+            return (
+                _find_part_starts(self._file, content, self._mark)
+                if self._text
+                else _find_line_starts(self._file, content)
+            )
 
     def _rows(self, first: int, last: int) -> _LineBlock:
         starts = self._starts[first:last]
@@ -173,9 +176,8 @@ def read_records(file: File, wanted: ColumnRequest) -> Iterator[Record]:
     """
     with wrap_read_errors(file), file.open_plain() as content:
         if file.format == "text":
-            text = _decode(file, content.read(), 0)
-            for piece in text.split(wanted.separator) if wanted.separator else [text]:
-                yield {_text_column(wanted): piece}
+            for first, part in _read_parts(file, content, (wanted.separator or "").encode()):
+                yield {_text_column(wanted): _decode(file, part, first)}
             return
         for number, line in enumerate(_read_lines(file, content), start=1):
             if line.strip():
@@ -250,13 +252,31 @@ def _text_column(wanted: ColumnRequest) -> str:
 
 def _read_lines(file: File, content: Any) -> Iterator[bytes]:
     """The lines of an open file; one that no memory should hold, as of a file full of holes, is an error."""
-    for number, line in enumerate(iter(partial(content.readline, _MAX_LINE + 1), b""), start=1):
-        if len(line) > _MAX_LINE:
-            raise DataError(
-                f"{file.path}: line {number} has more than {_MAX_LINE >> 30} GiB, which no row has; check that the "
-                "file was written completely, with a line for each row"
-            )
+    for number, line in enumerate(iter(partial(content.readline, MAX_ROW + 1), b""), start=1):
+        _check_row(file, len(line), f"line {number}")
         yield line
+
+
+def _check_row(file: File, size: int, what: str) -> None:
+    if size > MAX_ROW:
+        raise DataError(
+            f"{file.path}: {what} has more than {MAX_ROW >> 30} GiB, which no row has; check that the file was "
+            "written completely, with a line for each row or a separator between documents"
+        )
+
+
+def _read_parts(file: File, content: Any, mark: bytes) -> Iterator[tuple[int, bytes]]:
+    """The parts between separators, with their positions; the whole if there are none."""
+    at, left = 0, bytearray()
+    while chunk := content.read(_CHUNK):
+        begin, search = 0, max(0, len(left) - len(mark) + 1)  # a separator may span two chunks
+        left += chunk
+        while mark and (end := left.find(mark, search)) >= 0:
+            yield at + begin, bytes(left[begin:end])
+            begin = search = end + len(mark)
+        at, left = at + begin, left[begin:] if begin else left
+        _check_row(file, len(left), f"the document at byte {at}")
+    yield at, bytes(left)
 
 
 def _find_line_starts(file: File, content: Any) -> NDArray[np.int64]:
@@ -269,7 +289,7 @@ def _find_line_starts(file: File, content: Any) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64)
 
 
-def _find_part_starts(content: Any, mark: bytes) -> NDArray[np.int64]:
+def _find_part_starts(file: File, content: Any, mark: bytes) -> NDArray[np.int64]:
     """The positions of the parts between separators: the first at 0, and the others after each separator."""
     starts, at, left = array("q", [0]), 0, b""
     pattern = re.compile(re.escape(mark))
@@ -281,6 +301,7 @@ def _find_part_starts(content: Any, mark: bytes) -> NDArray[np.int64]:
             starts.append(at + done)
         keep = max(done, len(left) - len(mark) + 1)  # a separator may span two chunks
         at, left = at + keep, left[keep:]
+        _check_row(file, at - starts[-1], f"document {len(starts)}")
     return np.array(starts, dtype=np.int64)
 
 

@@ -15,7 +15,7 @@ from numpy.lib import format as numpy_format
 from numpy.typing import NDArray
 
 from unisono.data.sources.column_schema import ColumnRequest
-from unisono.data.sources.storage import File, wrap_read_errors
+from unisono.data.sources.storage import MAX_ROW, File, wrap_read_errors
 from unisono.runtime.errors import DataError
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.remote import is_remote
@@ -106,6 +106,11 @@ class NpyReader:
         with wrap_read_errors(file):
             self._header = found = _parse_header(file.path, file.range(0, min(_HEADER, file.size)))
             file.check_rows(found.shape[0])
+            if found.row > MAX_ROW:
+                raise DataError(
+                    f"{file.path}: a row has {found.row} bytes ({found.shape[1:]} {found.dtype}), more than "
+                    f"{MAX_ROW >> 30} GiB; save the array with its samples along the first axis"
+                )
             if file.size < found.begin + found.shape[0] * found.row:
                 raise DataError(
                     f"{file.path} cannot be read as npy: {file.size} bytes are too few for {found.shape} "

@@ -23,6 +23,7 @@ from unisono.runtime.untrusted import safe_paths
 _READ_AHEAD = 1 << 20  # bytes that are unpacked at a time
 _RATIO, _FREE = 200, 64 << 20  # limits of decompression: bytes per compressed byte, and bytes always allowed
 _TABLE_FREE = 1 << 30  # as `_FREE`, of a block of a binary table
+MAX_ROW = 1 << 30  # bytes; a row that has more is refused before it is read
 _ROWS_PER_BYTE = 4096  # limit of rows per byte of a file; real files have fewer, even with run-length encoding
 TAG = "CACHEDIR.TAG"  # https://bford.info/cachedir
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from zipfile import ZipFile
 
 TEXT = 64 << 20  # default limit for text and JSON files, in bytes
+WHOLE = 2 << 30  # default limit for other files that are read whole, in bytes
+LINE = 256 << 20  # limit for a line of text, in characters
 _ARCHIVE_FREE, _ARCHIVE_RATIO = 1 << 30, 200  # bytes that an archive may always have, and per byte of the file
 WILDCARDS = "*?["  # of a glob
 _MAX_NAME = 1024  # characters of a name
@@ -90,15 +92,49 @@ def open_regular(path: Path | str) -> BufferedReader:
     return _open_checked(os.open(path, _OPEN), str(path))
 
 
-def open_text(path: Path | str, encoding: str = "utf-8", newline: str | None = None) -> TextIOWrapper:
+class Text(TextIOWrapper):
+    """An open file as text whose lines have a limit: one of gigabytes, as of a file full of holes, is not read.
+
+    Args:
+        file: As bytes.
+        shown: What it is called in errors.
+        encoding: As for `io.TextIOWrapper`.
+        newline: As for `io.TextIOWrapper`.
+    """
+
+    def __init__(self, file: BufferedReader, shown: Path | str, encoding: str, newline: str | None) -> None:
+        super().__init__(file, encoding=encoding, newline=newline)
+        self._shown = shown
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]
+        """Read a line.
+
+        Raises:
+            DataError: If it is too long.
+        """
+        line = super().readline(LINE + 1 if size < 0 else size)
+        if len(line) > LINE:
+            raise DataError(
+                f"{self._shown} has a line of more than {LINE >> 20} million characters; check that it was written "
+                "completely, with a line for each row"
+            )
+        return line
+
+    def __next__(self) -> str:
+        if line := self.readline():
+            return line
+        raise StopIteration
+
+
+def open_text(path: Path | str, encoding: str = "utf-8", newline: str | None = None) -> Text:
     """Open a file with `open_regular`, as text."""
-    return TextIOWrapper(open_regular(path), encoding=encoding, newline=newline)
+    return Text(open_regular(path), path, encoding, newline)
 
 
-def read_regular(path: Path | str, limit: int | None = None) -> bytes:
+def read_regular(path: Path | str, limit: int = WHOLE) -> bytes:
     """Read a file opened with `open_regular`; one of more than `limit` bytes is refused unread."""
     with open_regular(path) as file:
-        return file.read() if limit is None else read_limited(file, str(path), limit)
+        return read_limited(file, str(path), limit)
 
 
 def load_array(folder: Path | str, name: object, *, mapped: bool = False, follow: bool = False) -> Any:
