@@ -48,6 +48,8 @@ def test_underscores_and_quotes_belong_to_names(tmp_path: Path) -> None:
         ("((A:1,B):1,C:1);", r"has branches without a length: 1 of 4 branches \('B'\)"),
         ("((A:1,B:1),C:1);", r"branches without a length: 1 of 4 branches \('above A'\)"),
         ("((A:1,B:-0.5):1,C:1);", r"1 of 4 branches \('B:-0\.5'\) have a length below 0"),
+        ("((A:1,B:nan):1,C:1);", r"1 of 4 branches \('B:nan'\) have no finite length"),
+        ("((A:1e999,B:1):1,C:1);", r"1 of 4 branches \('A:inf'\) have no finite length"),
         ("((A:0,B:0):0,C:0);", "all branches have length 0"),
         ("((A:1,A:1):1,C:1);", r"1 of 3 tips \('A'\) occur more than once"),
         ("(A:1,B:1,C:1);", "has no root: 3 branches meet at the top"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class Tree:
             raise DataError(
                 f"{self.path} (data.tree) has {whole}; UniFrac and Faith's PD are sums of lengths. Build the tree with "
                 "lengths, or provide the distances with data.distances"
+            )
+        if endless := [f"{_describe_node(node)}:{node.length:g}" for node in nodes if not math.isfinite(node.length)]:
+            raise DataError(
+                f"{self.path} (data.tree): {format_share(endless, len(nodes), 'branches')} have no finite length; "
+                "write the tree again"
             )
         if negative := [f"{_describe_node(node)}:{node.length:g}" for node in nodes if node.length < 0]:
             raise DataError(
