@@ -7,15 +7,17 @@ from the schema, from the YAML files of a recipe, and from reading (not running)
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from unisono.cli import verbs as recipe_verbs
 from unisono.config import CONFIG_FILE
 from unisono.runtime.console import say
+
+if TYPE_CHECKING:
+    import ast
 
 COMPLETION = "print what makes a shell complete verbs, recipes, runs and keys"
 SHELLS = ("bash", "zsh", "fish")
@@ -230,6 +232,8 @@ class _Settings:
         place, _, named = self._recipe.partition(":")
         if not place.endswith(".py"):
             return []
+        import ast
+
         from unisono.runtime.untrusted import safe_paths
 
         try:
@@ -282,6 +286,8 @@ def _flatten(values: Any, prefix: str = "") -> Iterator[str]:
 
 def _declared_settings(task: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterable[str]:
     """The keys of a task's classes `Config`, `Model` and `Data`, nested in it or assigned from the file."""
+    import ast
+
     from unisono.config.validate import TASK_GROUPS
 
     for statement in task.body:

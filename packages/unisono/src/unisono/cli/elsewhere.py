@@ -10,17 +10,13 @@ resumes it.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.cli import arguments, script
+from unisono.cli import arguments
 from unisono.runtime.console import clean, say
-from unisono.runtime.untrusted import safe_paths
 
 if TYPE_CHECKING:
     from unisono.launch.launcher import Ended, Hosts, Job, Launcher
@@ -71,6 +67,11 @@ def launch(name: str, words: Sequence[str], parse: Callable[[Sequence[str]], arg
     Raises:
         UnisonoError: For what the user can fix, before anything is submitted.
     """
+    import hashlib
+    import json
+
+    from unisono.cli import script
+
     own, given = _split_arguments(drop_word(words))
     launcher, rest = read_launcher(name, own)
     rest += given
@@ -138,6 +139,8 @@ def _count_processes(parsed: argparse.Namespace) -> int:
 
 
 def _preparation(parsed: argparse.Namespace, name: str, command: Sequence[str], place: Path, console: Path) -> Job:
+    from dataclasses import replace
+
     from unisono.config.schema.verbs import Prepare
     from unisono.data.prepare.partitions import Partition
     from unisono.launch.launcher import Job
@@ -152,6 +155,8 @@ def _preparation(parsed: argparse.Namespace, name: str, command: Sequence[str], 
 
 def follow(launcher: Launcher, job: Job) -> int:
     """Run a job to its end, and print what it prints; returns its exit code, or 0 if it is only written."""
+    from unisono.runtime.untrusted import safe_paths
+
     outcome: list[Ended] = []
     known = launcher.under_way(job.console.parent).get(job.name)
     shown = job.console.stat().st_size if job.console.is_file() and known is None else 0

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs, script
+from unisono.cli import arguments, before_run, completion, data, elsewhere, export, new, plugins, runs
 from unisono.cli import verbs as recipe_verbs
 from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say, terminal_width
@@ -88,8 +88,11 @@ def _run(argv: Sequence[str] | None) -> int:
             lambda: elsewhere.launch(launcher, words, lambda own: _parse(parser, own, parsed)), words[0], parsed
         )
     words = elsewhere.drop_word(words) if launcher else words
-    if script.is_proof_of_script(words):
-        return _print_errors(lambda: script.prove(words[1:]), words[0])
+    if words[0] == "prove":
+        from unisono.cli import script
+
+        if script.is_proof_of_script(words):
+            return _print_errors(lambda: script.prove(words[1:]), words[0])
     _parse(parser, words, parsed)
     return _print_errors(lambda: parsed.run(parsed), parsed.verb, parsed)
 

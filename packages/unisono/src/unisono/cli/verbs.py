@@ -15,13 +15,12 @@ function returns or yields is printed line by line.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.cli import arguments
 from unisono.config import CONFIG_FILE
@@ -29,6 +28,9 @@ from unisono.runtime.collector import paused_collector
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.preparing import preparing
+
+if TYPE_CHECKING:
+    import inspect
 
 DEFAULTS = {"predict": ("unisono.launch.predict:predict", "write predictions of a trained model as a table")}
 _HELP = ("-h", "--help")
@@ -186,6 +188,8 @@ def _import_function(reference: str) -> Callable[..., Any]:
 
 def _call_verb(verb: str, function: Callable[..., Any], target: str, words: list[str], reference: str) -> Any:
     """Call a function with the arguments of a command, and with the opened run, whose task is `reference`."""
+    import inspect
+
     from unisono.launch.run import open_run
 
     parameters = dict(inspect.signature(function).parameters)
@@ -243,6 +247,8 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
+    import inspect
+
     taken = inspect.signature(function).parameters
     parameters = [p for name, p in taken.items() if name not in ("run", "overrides")]
     needed = [p.name.upper() for p in parameters if p.default is p.empty]
@@ -256,6 +262,8 @@ def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
 
 def _help(verb: str, target: str, function: Callable[..., Any]) -> str:
     """Return the usage, followed by the function's docstring and its description of the arguments."""
+    import inspect
+
     text = inspect.getdoc(function) or ""
     described, _, rest = text.partition("\nArgs:\n")
     arguments = re.split(r"\n\S", rest)[0]

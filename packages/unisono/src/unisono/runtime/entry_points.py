@@ -13,11 +13,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.runtime.errors import ConfigError
 
@@ -25,8 +24,7 @@ _PREFIX = "unisono."  # of our groups
 _SUFFIXES = (".dist-info", ".egg-info")  # folders in which installers write entry_points.txt
 
 
-@dataclass(frozen=True)
-class EntryPoint:
+class EntryPoint(NamedTuple):
     """What a distribution plugs in.
 
     Attributes:

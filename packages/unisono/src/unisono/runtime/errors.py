@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
 
 from unisono.runtime.console import clean
 from unisono.runtime.fault_names import FaultName
@@ -237,6 +236,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     >>> nearest("x", ["lr", "betas"])
     'valid here: betas, lr'
     """
+    from difflib import get_close_matches
+
     names = sorted(set(candidates))
     close = get_close_matches(word, names, n=1, cutoff=0.6)
     if close:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 
 _COPIED = re.compile(r"  unisono[ .]|    \S")  # lines that are not folded
@@ -120,6 +119,8 @@ def fold(text: str, width: int) -> str:
     host  one two
           three
     """
+    import textwrap
+
     folded = []
     for line in text.splitlines() or [""]:
         if len(line) <= width or _COPIED.match(line):

@@ -84,6 +84,12 @@ class Expanded(Part):
         self.weight = nn.Parameter(torch.randn(1, WIDTH).expand(WIDTH, WIDTH))
 
 
+class Windows(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH - 1).unfold(0, WIDTH, 1))
+
+
 class View(Part):
     def __init__(self) -> None:
         super().__init__()
@@ -124,6 +130,7 @@ class Sparse(Part):
 TRAINED: tuple[type[Part], ...] = (Part, Transposed, Strided, ChannelsLast, TiedTransposed, HalfFrozen)
 REFUSED: dict[type[Part], str] = {
     Expanded: "parameter 'parts.0.weight' of Expanded is an expanded view.*clone",
+    Windows: "parameter 'parts.0.weight' of Windows is an expanded view.*clone",
     View: "parameters 'parts.0.weight' and 'parts.0.other' share memory",
     Empty: r"'parts.0.nothing' of Empty has no elements \(shape \(0, 3\)\).*leave it out",
     Lazy: "'parts.0.late.weight' of LazyLinear has no shape before the first batch.*nn.LazyLinear",

@@ -69,7 +69,7 @@ def _refuse(name: str, parameter: Tensor, owner: str) -> None:
             f"the parameter '{name}' of {owner} has no elements (shape {tuple(parameter.shape)}), so there is nothing "
             "to train; leave it out (None in its place), or make it a buffer"
         )
-    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+    if _overlaps_itself(parameter):
         raise ConfigError(
             f"the parameter '{name}' of {owner} is an expanded view: several of its elements are one number in memory. "
             "Make the smaller tensor the parameter and expand it in forward(), or give each element its own number "
@@ -88,6 +88,26 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
 
 def _owner(model: nn.Module, name: str) -> str:
     return type(model.get_submodule(name.rpartition(".")[0])).__name__
+
+
+def _overlaps_itself(parameter: Tensor) -> bool:
+    """Whether several elements are one number in memory, as of an expanded view or of `unfold`."""
+    if parameter.is_contiguous():
+        return False
+    reach = 1  # elements from the first to the last of the dimensions so far, in memory
+    for step, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1:
+            if step == 0:
+                return True
+            if step < reach:  # may interleave, as windows do not
+                places = torch.zeros(parameter.shape, dtype=torch.int64)
+                for axis, (stride, length) in enumerate(zip(parameter.stride(), parameter.shape, strict=True)):
+                    places += (stride * torch.arange(length)).reshape(
+                        [-1 if a == axis else 1 for a in range(places.ndim)]
+                    )
+                return len(places.unique()) < places.numel()
+            reach += step * (size - 1)
+    return False
 
 
 def _find_shared(name: str, named: dict[str, nn.Parameter]) -> str | None:
