@@ -120,7 +120,7 @@ class Text(TextIOWrapper):
             )
         return line
 
-    def __next__(self) -> str:
+    def __next__(self) -> str:  # type: ignore[override]
         if line := self.readline():
             return line
         raise StopIteration
