@@ -64,6 +64,20 @@ def test_the_tensors_of_a_pickle_come_out_bit_for_bit(tmp_path: Path, capsys: py
     assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "out.safetensors"}
 
 
+def test_a_library_that_looks_for_another_when_it_is_imported_finds_none(tmp_path: Path) -> None:
+    """Those of a torch for CUDA do, and Python would start a compiler to answer, on files that it may not write."""
+    (tmp_path / "weights.pt").write_bytes(b"")
+    code = f"""
+import ctypes.util
+from unisono.checkpoint.exchange import pickle_process
+pickle_process.limit_resources({str(tmp_path / "weights.pt")!r}, 1 << 20, 60)
+pickle_process.do_without_helpers()
+print(ctypes.util.find_library("dl"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("None\n", "")
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_that_would_run_something_runs_nothing(
     tmp_path: Path, zipped: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
