@@ -127,6 +127,12 @@ def test_a_command_that_is_spelt_wrongly_is_refused_with_the_usage(
     assert "usage: unisono" in capsys.readouterr().err
 
 
+def test_a_command_without_its_run_asks_for_the_run_alone(unisono: Command, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        unisono("resume")
+    assert capsys.readouterr().err.endswith("the following arguments are required: RUN\n")
+
+
 def test_a_verb_that_is_spelt_wrongly_is_refused_with_the_nearest(unisono: Command):
     code, _, error = unisono("trian", LINEAR)
     assert code == 2

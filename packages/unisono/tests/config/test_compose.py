@@ -206,6 +206,7 @@ def test_sweeps_removals_and_unknown_choices_are_refused_with_what_to_write(over
 def test_a_word_that_is_no_override_is_refused_and_not_repeated_if_it_may_be_a_password(word: str):
     assert refusal(word) == "one of the words is not an override: write key=value or group=choice"
     assert refusal("train.steps") == "'train.steps' is not an override: write key=value or group=choice"
+    assert refusal("my.yaml").endswith("; to train what NAME.yaml says: unisono train NAME --config-dir FOLDER")
 
 
 def test_a_value_that_cannot_be_read_is_refused_with_the_way_to_quote_it():

@@ -34,7 +34,8 @@ def add_task_options(verb: argparse.ArgumentParser) -> None:
 
 def add_overrides(verb: argparse.ArgumentParser, text: str) -> None:
     """The verb takes settings; after whatever else it takes without a name."""
-    verb.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
+    # Without a default, argparse's error asks for one of them.
+    verb.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=text)
 
 
 def load_config(parsed: argparse.Namespace) -> RunConfig:

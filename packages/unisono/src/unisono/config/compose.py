@@ -107,7 +107,12 @@ class Composer:
         """Compose it once; see the function `compose`."""
         for override in overrides:  # before Hydra sees them: its message for a forgotten '=' does not help
             if not (re.match(r"\+*[^=+]", override) and "=" in override) and not override.startswith("~"):
-                raise ConfigError(f"{_override_key(override)} is not an override: write key=value or group=choice")
+                file = "; to train what NAME.yaml says: unisono train NAME --config-dir FOLDER" * override.endswith(
+                    (".yaml", ".yml")
+                )
+                raise ConfigError(
+                    f"{_override_key(override)} is not an override: write key=value or group=choice{file}"
+                )
         for override in overrides:
             if override not in self._overrides:
                 self._overrides[override] = _parse_override(override, self._folders)

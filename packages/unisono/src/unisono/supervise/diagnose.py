@@ -99,7 +99,7 @@ def _describe_ranks(findings: list[dict[str, Any]], faults: list[dict[str, Any]]
         if found.get("stacks"):
             yield f"  all stacks: {one_line(found['stacks'], 1000)}"
     for fault in sorted(faults, key=lambda fault: fault["rank"]):
-        lines = fault["text"].strip().splitlines()
+        lines = fault["text"].strip().splitlines() or [""]
         yield f"  rank {fault['rank']} reported: {one_line(lines[-1 if _is_traceback(lines) else 0], 1000)}"
 
 
