@@ -84,9 +84,9 @@ def test_steps_that_do_not_wait_say_nothing() -> None:
     assert _advice(WaitMonitor(1, "threads", 8), share=0.05, steps=100) == []
 
 
-@pytest.mark.parametrize(("building", "told"), [(0.0005, 0), (0.009, 0), (0.011, 1), (0.06, 1)])
+@pytest.mark.parametrize(("building", "told"), [(0.0005, 0), (0.004, 0), (0.006, 1), (0.06, 1)])
 def test_waits_that_the_building_does_not_explain_are_those_of_a_busy_machine(building: float, told: int) -> None:
-    waits = WaitMonitor(1, "threads", 2)  # a fifth of steps of 50 ms, which is 10 ms
+    waits = WaitMonitor(1, "threads", 2)  # 10 of 50 ms, of which 5 have to be explained
     assert len([line for _ in range(20) if (line := waits.step(0.2, 0.05, building, lambda: SLOW))]) == told
 
 

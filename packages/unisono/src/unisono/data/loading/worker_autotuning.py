@@ -143,8 +143,8 @@ class WaitMonitor:
     """Watches how long steps wait for data, and suggests what to change if it is too long.
 
     On a busy machine, steps also wait for batches that are quickly built, but by threads that get no core; no change of
-    the loading helps there. So the time that building takes, without the time in which the builder had no core, has to
-    explain the wait.
+    the loading helps there. So only that part of a wait counts which the building explains by the time that it takes
+    without the time in which the builder had no core.
 
     Args:
         workers: number of workers of this process.
@@ -169,10 +169,11 @@ class WaitMonitor:
         if not self._begun:
             self._begun = True
             return None
-        self._last.append((share, share * seconds, building / min(self._workers, max(1, self._cores))))
+        explained = min(share * seconds, building / min(self._workers, max(1, self._cores)))
+        self._last.append((share, explained, seconds))
         self._quiet -= 1
-        mean, waited, built = (sum(values) / _WINDOW for values in zip(*self._last, strict=True))
-        if len(self._last) < _WINDOW or mean < _MAX_WAIT_SHARE or built < waited or self._quiet > 0:
+        mean, explained, seconds = (sum(values) / _WINDOW for values in zip(*self._last, strict=True))
+        if len(self._last) < _WINDOW or self._quiet > 0 or min(mean, explained / max(seconds, 1e-9)) < _MAX_WAIT_SHARE:
             return None
         self._quiet = _REPEAT_AFTER
         return f"steps wait for data for {100 * mean:.0f} % of their time; {self._advice(stages())}"
