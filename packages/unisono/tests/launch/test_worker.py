@@ -50,7 +50,7 @@ def test_a_fault_that_may_be_of_one_rank_alone_is_told_by_that_rank(
     ended(kind("the sky fell"), 1)
     told = capsys.readouterr().err
     assert told.startswith("unisono: error on rank 1: ")
-    assert told.rstrip().endswith("the sky fell")
+    assert "the sky fell" in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize("kind", [RunError, NonFiniteError])
