@@ -69,6 +69,16 @@ def test_a_module_with_click_is_started_as_python_does(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("scale", "mark"), [("1.0", "PASS"), ("{1.0*world}", "FAIL")])
+def test_a_script_that_reads_its_environment_is_given_variables_by_the_number_of_processes(
+    tmp_path: Path, scale: str, mark: str
+) -> None:
+    (tmp_path / "train.py").write_text(f"import os\n{HEAD}{TRAIN}\ntrain(float(os.environ['SCALE']))\n")
+    report = prove(tmp_path / "train.py", [], "precision=fp64", f"env.SCALE={scale}")
+    assert report.mark == mark, report.lines
+
+
+@pytest.mark.slow
 def test_hydra_and_a_command_without_an_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train-it").write_text(f"#!/usr/bin/env python\n{HYDRA}")

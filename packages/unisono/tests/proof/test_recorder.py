@@ -309,10 +309,13 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     optimizer.step()
     with pytest.raises(ConfigError, match="a second update before step 1 was recorded"):
         optimizer.step()
+    with pytest.raises(ConfigError, match=r"records\(\) was called a second time in one run"):
+        begin(tmp_path)  # whose files would take the place of those of the first
+    other = tmp_path / "other"
     with pytest.raises(ConfigError, match=r"a Linear is not a torch\.optim\.Optimizer"):
-        build_world(tmp_path).records(build_model(), nn.Linear(1, 1))  # type: ignore[arg-type]
+        build_world(other).records(build_model(), nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"started on 2 processes, but the recorder finds a group of 1"):
-        begin(tmp_path, size=2)
+        begin(other, size=2)
 
 
 # two processes --------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def _read_words(words: Sequence[str]) -> tuple[Path | str, list[str], ScriptSett
 def _asks_for_script(words: Sequence[str]) -> bool | None:
     """Whether the words after a file are about a script, or about a task; None if they could be either's."""
     keys = {word.partition("=")[0] for word in words} - {"steps"}
-    if keys & {"--", "worlds", "precision", "timeout"}:
+    if keys & {"--", "worlds", "precision", "timeout"} or any(key.startswith("env.") for key in keys):
         return True
     return False if keys else None
 

@@ -98,6 +98,7 @@ class ScriptRuns:
         arguments: of the script's command line, for one process and for every other number.
         root: a folder for the traces.
         quiet: print no progress.
+        variables: of the script's environment, likewise.
         traces: of the runs that came to their end, by case.
         ended: the errors of the others.
         changes: of what the runs have in common, by case.
@@ -109,6 +110,7 @@ class ScriptRuns:
     arguments: Mapping[int, list[str]]
     root: Path
     quiet: bool
+    variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     traces: dict[str, ScriptTrace] = field(default_factory=dict)
     ended: dict[str, local_processes.WorkerError] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -130,7 +132,8 @@ class ScriptRuns:
             say(f"{case.name} …", error=True)
         start = f"{self.run.precision}-{case.name}-{self.run.by_fabric:d}".replace(",", "").replace(" ", "-")
         arguments = name_run(self.arguments[case.world_size], f"{self.root.name}-{start}")
-        run = replace(self.run, arguments=arguments, **self.changes.get(case.name, {}))
+        variables = dict(self.variables.get(case.world_size, {}))
+        run = replace(self.run, arguments=arguments, variables=variables, **self.changes.get(case.name, {}))
         try:
             trace = run_case(case, run, self.root, threads_per_process(max(self.arguments)))
             if (reference := self.traces.get(case.reference)) is not None and case.world_size > 1:
@@ -219,7 +222,7 @@ def run_case(case: Case, run: ScriptRun, root: Path, threads: int) -> ScriptTrac
     (root / "run.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
     try:
         module, world = "unisono.proof.scripts.script_process", case.world_size
-        with launch_variables(world, run.by_fabric):
+        with launch_variables(world, run.variables, by_fabric=run.by_fabric):
             local_processes.run_processes(module, root, world, threads, run.reference, loopback=True, shares_port=False)
     except local_processes.WorkerError as error:
         raise _interpret_error(error, run, trace, world) from None

@@ -61,6 +61,7 @@ class ScriptRun:
         cuda: `cpu` where the CPU stands in place of a GPU.
         devices: then, how many GPUs it stands for; 0: one for every process.
         by_fabric: whether it is started as by `fabric run`.
+        variables: of its environment, beside those of launchers.
     """
 
     reference: str
@@ -77,6 +78,7 @@ class ScriptRun:
     cuda: Literal["auto", "cpu"] = "auto"
     devices: int = 0
     by_fabric: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 class LowerPrecisions(precision.PromoteToDouble):

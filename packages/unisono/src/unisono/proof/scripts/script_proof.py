@@ -81,6 +81,10 @@ class ScriptSettings(Settings):
         "auto", description="cpu: a CPU in place of a GPU; auto: where the script asks for a GPU and the host has none"
     )
 
+    env: dict[str, str] = Field(
+        {}, description="env.NAME=VALUE: a variable of the script's processes; {16/world} is computed"
+    )
+
     @field_validator("dropout", mode="before")
     @classmethod
     def _read_switch(cls, value: Any) -> Any:
@@ -93,14 +97,19 @@ def parse_settings(words: Sequence[str]) -> ScriptSettings:
     Raises:
         ConfigError: for words that are none, and values that do not fit.
     """
-    own, rest = split_words(words, ScriptSettings)
+    given = [word for word in words if word.startswith("env.") and "=" in word]
+    variables = dict(word.removeprefix("env.").split("=", 1) for word in given)
+    own, rest = split_words([word for word in words if word not in given], ScriptSettings)
+    unnamed = [f"env.{name}" for name in variables if not name.isidentifier()] + (["env"] if "env" in own else [])
+    if unnamed:
+        raise ConfigError(f"'{unnamed[0]}=…' names no variable: write env.NAME=VALUE, one word for each")
     if rest:
         raise ConfigError(
             f"'{rest[0]}' is not a setting of a proof of a script ({', '.join(ScriptSettings.model_fields)}); "
             f"arguments of the script stand after `--`: unisono prove train.py worlds=[1,2] -- {rest[0]}"
         )
     settings: ScriptSettings = validate_words(own, ScriptSettings)
-    return settings
+    return settings.model_copy(update={"env": variables})
 
 
 def prove_script(
@@ -130,13 +139,17 @@ def prove_script(
         raise ConfigError(f"worlds={settings.worlds}: one process is compared with 2 or more, e.g. worlds=[1,2]")
     name = str(script).removeprefix(MODULE) if isinstance(script, Path | str) else sys.argv[0]
     words = {world: [name, *fill_arguments(arguments, world)] for world in (1, *worlds)}
+    variables = {
+        world: dict(zip(settings.env, fill_arguments([*settings.env.values()], world), strict=True)) for world in words
+    }
     ladder: list[Literal["fp64", "fp32"]] = [settings.precision] if settings.precision else ["fp64", "fp32"]
     cuda, devices, report = settings.cuda, 0, None
     refused: ConfigError | None = None
     while report is None:
         with trace_room() as root:
             run = ScriptRun(reference, ladder[0], settings.timeout, steps=settings.steps, dropout=settings.dropout)
-            runs = ScriptRuns(dataclasses.replace(run, cuda=cuda, devices=devices), words, root, quiet)
+            run = dataclasses.replace(run, cuda=cuda, devices=devices)
+            runs = ScriptRuns(run, words, root, quiet, variables)
             try:
                 report = _prove(runs, lower=len(ladder) > 1)
             except ConfigError as error:

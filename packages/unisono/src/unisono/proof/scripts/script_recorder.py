@@ -26,7 +26,7 @@ from unisono.optim.sharded import local
 from unisono.proof.recording.gradient_sample import sample_elements
 from unisono.proof.recording.left_gradients import LeftGradients
 from unisono.proof.recording.local_gradients import LocalGradients, dense, dense_gradients
-from unisono.proof.recording.trace import Array, RunFacts, StepFacts, write_facts, write_tensors
+from unisono.proof.recording.trace import Array, RunFacts, StepFacts, read_tensors, write_facts, write_tensors
 from unisono.proof.scripts import model_facts
 from unisono.proof.scripts.model_facts import by_plain_name
 from unisono.proof.scripts.owned_state import find_pieces, gather_owned
@@ -69,8 +69,14 @@ class World:
             ema: a model that holds a moving average of the parameters, if there is one.
 
         Raises:
-            ConfigError: for what cannot be recorded.
+            ConfigError: for what cannot be recorded, and for a second model of the same run.
         """
+        if read_tensors(self.folder, "initial parameters", None):
+            raise ConfigError(
+                "records() was called a second time in one run, whose trace is of one model and optimizer. Put the "
+                "models into one nn.ModuleDict, or prove the script as it is (unisono prove train.py), which follows "
+                "all models and optimizers"
+            )
         return Records(self, model, optimizer, ema)
 
 

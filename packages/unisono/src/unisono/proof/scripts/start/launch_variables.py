@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,11 +20,12 @@ def wants_fabric(error: Exception) -> bool:
 
 
 @contextmanager
-def launch_variables(world_size: int, by_fabric: bool = False) -> Iterator[None]:
+def launch_variables(world_size: int, given: Mapping[str, str], *, by_fabric: bool = False) -> Iterator[None]:
     """For the processes of a run of a script; what the user has set stays.
 
     Args:
         world_size: number of processes.
+        given: by the command (`env.NAME=VALUE`), whatever the user has set.
         by_fabric: whether the script is one that `fabric run` starts, which does not call `launch()` by itself.
 
     Accelerate does not join processes without a GPU unless it is told so, as `accelerate launch --cpu` does; Fabric
@@ -36,5 +37,6 @@ def launch_variables(world_size: int, by_fabric: bool = False) -> Iterator[None]
     known["LT_DEVICES"] = str(world_size)
     if by_fabric:
         known["LT_CLI_USED"] = "1"
-    with environment_changed({name: value for name, value in known.items() if name not in os.environ}):
+    new = {name: value for name, value in known.items() if name not in os.environ}
+    with environment_changed({**new, **given}):
         yield
