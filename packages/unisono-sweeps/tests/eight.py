@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 
@@ -23,12 +24,17 @@ WORDS = (
 
 
 def sweep_process(
-    folder: Path, *words: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
+    folder: Path,
+    *words: str,
+    steps: int = STEPS,
+    environment: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
     """The command, by default two runs at a time on this host; a run saves twenty times."""
     length = (f"train.steps={steps}", f"checkpoint.every={steps // 20}", f"eval.every={steps // 10}")
     command = [sys.executable, "-m", "unisono", "sweep", TASK, *WORDS, *length, *(words or ["jobs=2"])]
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, **(environment or {})})
+    own = {**os.environ, **(environment or {})}
+    return subprocess.Popen(command, cwd=folder, env=own, stdout=output, stderr=output)
 
 
 def half_done(folder: Path, steps: int = STEPS) -> list[Path]:
@@ -39,6 +45,6 @@ def half_done(folder: Path, steps: int = STEPS) -> list[Path]:
 
 def measured_table(sweep: Path) -> pa.Table:
     """What the runs of a sweep reached, without what depends on the time and the host."""
-    table = compare_runs(find_runs([sweep]))
+    table = compare_runs(find_runs([sweep])[0])
     kept = [name for name in table.column_names if not name.startswith(("seconds", "run.dir", "memory_gb"))]
     return table.select([name for name in kept if not name.endswith("_per_second")])

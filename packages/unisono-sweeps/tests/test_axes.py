@@ -93,9 +93,31 @@ def test_values_that_a_name_cannot_hold_still_have_names_of_their_own() -> None:
         (["optim=glob(x*)"], {}, "matches nothing; optim has adafactor"),
         (["optim.lr=1,2", "a.b=1,2,3"], {"zip": "[optim.lr,a.b]"}, "optim.lr has 2, a.b has 3"),
         (["optim.lr=1,2"], {"zip": "[optim.lrr]"}, "did you mean 'optim.lr'"),
+        (["optim.lr=range(1,2,0)"], {}, "'optim.lr=range(1,2,0)': range() arg 3 must not be zero"),
+        (["optim.lr=range(0,1000)", "a.b=range(0,1000)"], {}, "the words mean 1000000 runs, more than the 100000"),
+        (["optim.lr=range(0,1000000000)"], {}, "the words mean 100001 runs"),
     ],
 )
 def test_what_is_no_sweep_is_refused_with_a_sentence(words: list[str], settings: Any, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         variants(*words, **settings)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def configs():\n    raise KeyError('x')\n", "study.py: configs() failed:\n"),
+        ("import sys\nsys.exit(3)\n", "study.py cannot be imported:\n"),
+        ("def configs():\n    return [{1: 2}]\n", "the key 1 of a setting is not a text"),
+        ("a = {}\na['optim'] = a\ndef configs():\n    return [a]\n", "a dictionary of settings holds itself"),
+        ("def configs():\n    return [{'run.dir': 'x'}]\n", "run.dir is not its to set"),
+    ],
+)
+def test_a_python_file_that_fails_is_reported_by_its_own_lines(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "study.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        variants(configs=str(path))
+    assert message in str(refused.value)
+    assert "unisono_sweeps" not in str(refused.value)

@@ -11,7 +11,6 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from unisono.runtime.errors import UnisonoError
 from unisono_sweeps.compare.table import (
     aggregate_seeds,
     compare_runs,
@@ -37,7 +36,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_a_table_has_the_differences_and_what_each_run_reached_and_took(sweep: Path) -> None:
-    runs = find_runs([sweep])
+    runs = find_runs([sweep])[0]
     assert different_keys(runs) == ["run.seed", "optim.lr"]
     row = compare_runs(runs).to_pylist()[0]
     assert row == {
@@ -49,7 +48,7 @@ def test_a_table_has_the_differences_and_what_each_run_reached_and_took(sweep: P
 
 def test_seeds_are_aggregated_with_the_interval_of_their_mean(sweep: Path) -> None:
     scipy = pytest.importorskip("scipy.stats")
-    runs = find_runs([sweep])
+    runs = find_runs([sweep])[0]
     row = aggregate_seeds(compare_runs(runs), different_keys(runs)).to_pylist()[0]
     values = [2.01, 2.11, 2.21]
     low, high = scipy.t.interval(0.95, 2, loc=2.11, scale=scipy.sem(values))
@@ -60,7 +59,7 @@ def test_seeds_are_aggregated_with_the_interval_of_their_mean(sweep: Path) -> No
 
 def test_runs_that_differ_in_their_seed_have_one_name_together(sweep: Path) -> None:
     """By which curves share a colour and a place in the legend."""
-    runs = find_runs([sweep])
+    runs = find_runs([sweep])[0]
     keys, rows = different_keys(runs), compare_runs(runs).to_pylist()
     assert {name_setting(row, keys) for row in rows} == {"lr 0.1", "lr 0.01"}
     assert name_setting(rows[0], ["optim.lr"]) == ""
@@ -162,7 +161,42 @@ def test_what_cannot_be_compared_is_refused(sweep: Path, command: Command, words
     assert message in err
 
 
-def test_a_run_whose_configuration_is_damaged_is_refused_by_its_file(sweep: Path) -> None:
+def test_a_run_of_a_sweep_that_is_damaged_is_named_and_the_others_are_compared(sweep: Path, command: Command) -> None:
     (sweep / "lr0.1-seed0" / "config.yaml").write_text("recipe: [")
-    with pytest.raises(UnisonoError, match=r"lr0\.1-seed0/config\.yaml"):
-        find_runs([sweep])
+    (sweep / "lr0.1-seed1" / "config.yaml").write_bytes(b"\xff\xfe")
+    (sweep / "lr0.1-seed2" / "config.yaml").write_text("")
+    code, _, err = command("compare", sweep)
+    assert code == 0
+    for seed in range(3):
+        assert f"lr0.1-seed{seed} is left out: {sweep}/lr0.1-seed{seed}/config.yaml" in err
+    assert parquet.read_table(sweep / "comparison" / "runs.parquet").num_rows == 3
+    assert command("report", sweep)[0] == 0
+    page = (sweep / "report.html").read_text()
+    assert "3 of 6 runs finished" in page
+    assert "lr0.1-seed0 cannot be read: " in page
+    assert command("compare", sweep / "lr0.1-seed0")[0] == 2
+
+
+def test_what_is_not_finite_is_not_a_measurement(tmp_path: Path, command: Command) -> None:
+    """A value that an evaluation does not have is none in the table: not the one before it, and not the best."""
+    nan = float("nan")
+    write_run(tmp_path / "s" / "a", [2.0, 1.5, nan], evaluations=1, optim__lr=0.1)
+    write_run(tmp_path / "s" / "b", [nan, nan, nan], evaluations=1, optim__lr=0.2)
+    write_run(tmp_path / "s" / "c", [2.0, 1.8, 1.7], evaluations=1, optim__lr=0.3)
+    code, out, err = command("compare", tmp_path / "s")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].split()[0] == "c"
+    rows = {row["run"]: row for row in parquet.read_table(tmp_path / "s/comparison/runs.parquet").to_pylist()}
+    assert [rows[name]["eval/loss"] for name in "abc"] == [None, None, 1.7]
+    assert [rows[name]["eval/loss min"] for name in "abc"] == [1.5, None, 1.7]
+    assert command("report", tmp_path / "s")[0] == 0
+    assert command("report", tmp_path / "s" / "b")[0] == 0
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(sweep: Path, command: Command) -> None:
+    Path("file").write_text("")
+    _, _, err = command("compare", sweep, "out=file")
+    assert "error: file cannot be written to: " in err
+    assert "choose another place: out=FOLDER" in err
+    _, _, err = command("report", sweep, "out=nowhere/report.html")
+    assert "error: nowhere/report.html cannot be written: No such file or directory" in err

@@ -164,3 +164,68 @@ def test_what_cannot_be_searched_is_refused(
     code, _, err = command("search", TASK, *BASE, *words)
     assert code in (1, 2)
     assert message in err
+
+
+def test_a_journal_that_a_crash_has_torn_loses_its_last_line_alone(command: Command, pretended: list[str]) -> None:
+    words = ("search", TASK, *BASE, LR, "prune=false")
+    assert command(*words, "trials=2")[0] == 0
+    journal = Path("runs/q/study.journal")
+    journal.write_bytes(journal.read_bytes() + b'{"op_code": 4, "stu')
+    code, _, err = command(*words, "trials=4")
+    assert code == 0
+    assert "study.journal ended within a line, as after a crash" in err
+    assert [trial.state.name for trial in study().trials] == ["COMPLETE"] * 4
+    journal.write_bytes(b"\x00\xff\n")
+    code, _, err = command(*words, "trials=5")
+    assert code == 2
+    assert "study.journal cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((LR, "metric=loss"), "metric: eval/loss there, and loss here"),
+        ((LR, "train.global_batch=3"), "train.global_batch=9, train.steps=4 there"),
+        (("optim.lr=1e-3,1e-2",), "holds a search with other values of optim.lr"),
+        ((LR, "mode=max"), "holds a search with other directions (minimize)"),
+    ],
+)
+def test_a_journal_of_another_search_is_refused(
+    command: Command, pretended: list[str], words: tuple[str, ...], message: str
+) -> None:
+    assert command("search", TASK, *BASE, LR, "trials=1")[0] == 0
+    own = [word for word in BASE if not any(word.split("=")[0] == other.split("=")[0] for other in words)]
+    code, _, err = command("search", TASK, *own, *words, "trials=2")
+    assert code == 2
+    assert message in err
+    assert pretended == ["trial-00000"]
+    assert command("search", TASK, *BASE, LR, "trials=2", "layout.world_size=1", "observe.log_every=2")[0] == 0
+
+
+def test_a_metric_that_is_not_finite_fails_its_trial_alone(
+    command: Command, pretended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unisono_sweeps import search
+
+    monkeypatch.setattr(search, "measure", lambda run: {"loss": None if "00000" in str(run.folder) else 1.0})
+    code, out, err = command("search", TASK, *BASE, LR, "trials=2", "metric=loss")
+    assert code == 0
+    assert "trial-00000: failed: its loss is not finite" in err
+    assert "best of 1: trial-00001" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise KeyError('mine')", "mine.py: space() failed:"),
+        ("return {'run.name': 'x'}", "run.name is not its to set"),
+        ("return {1: 2}", "the key 1 of a setting is not a text"),
+    ],
+)
+def test_a_space_that_fails_is_told_by_its_lines(
+    command: Command, pretended: list[str], text: str, message: str
+) -> None:
+    Path("mine.py").write_text(f"def space(trial):\n    {text}\n")
+    code, _, err = command("search", TASK, *BASE[1:], "space=mine.py", "trials=2")
+    assert code == 2
+    assert message in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 
 from packages.unisono.tests.screen import check_widths
 from unisono.cli.main import main
-from unisono.launch import launcher
+from unisono.launch import launcher, run_directory
 from unisono.launch.launcher import Job
 from unisono.runtime.errors import ConfigError
 from unisono.supervise.run_facts import read_run_facts
@@ -232,3 +233,66 @@ def test_a_sweep_is_a_group_in_trackers(started: list[str], command: Command) ->
     assert command(*words, "name=other", "observe.group=mine")[0] == 0
     found = {name: read_run_facts(Path(f"runs/{name}/run")).config["observe"]["group"] for name in ("s", "other")}
     assert found == {"s": "s", "other": "mine"}
+
+
+def test_a_run_whose_folder_is_damaged_when_it_ends_has_failed_and_the_others_go_on(
+    command: Command, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = LocalLauncher.run
+
+    def damaging(self: LocalLauncher, jobs: Any, begun: Any, ended: Any, stops: Any = None) -> None:
+        def then(job: Job, how: Any) -> None:
+            if job.name == "lr0.1":
+                (job.folder / "config.yaml").write_text("recipe: [")
+            ended(job, how)
+
+        whole(self, jobs, begun, then, stops)
+
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalLauncher, "run", damaging)
+        code, out, err = command(*words)
+    assert (code, started) == (1, ["lr0.1", "lr0.01"])
+    assert "lr0.1: failed with exit code 2: runs/s/lr0.1/config.yaml" in err
+    assert "lr0.01: finished" in out
+    code, _, err = command(*words)
+    assert code == 2
+    assert "1 of 2 runs cannot start, so none was started:" in err
+    assert "runs/s/lr0.1/config.yaml" in err
+
+
+def test_a_run_whose_log_is_lost_is_finished_by_its_checkpoints_and_the_table_says_what_is_missing(
+    command: Command, started: list[str]
+) -> None:
+    words = ("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")
+    assert command(*words)[0] == 0
+    log = Path("runs/s/lr0.1/events.jsonl")
+    for text in (log.read_bytes()[:-30], b"", b"\x00" * 50):
+        log.write_bytes(text)
+        code, out, err = command(*words)
+        assert (code, err) == (0, "")
+        assert "2 of them finished already" in out
+        _, _, err = command("compare", "runs/s")
+        assert re.search(r"lr0.1: its events.jsonl ends after step \d, and it has saved step 3", err)
+    assert started == ["lr0.1", "lr0.01"]
+
+
+def test_a_console_that_is_no_folder_is_refused_before_anything_starts(command: Command, started: list[str]) -> None:
+    console = Path("runs/s/console")
+    console.parent.mkdir(parents=True)
+    Path("runs/s/sweep.json").write_text("{")
+    for link in (False, True):
+        console.symlink_to("/") if link else console.touch()
+        code, _, err = command("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")
+        assert code == 2
+        assert "runs/s/console is not a folder, where what runs print is written; remove it" in err
+        console.unlink()
+    assert not started
+
+
+def test_the_second_of_two_commands_of_one_sweep_is_refused(command: Command, started: list[str]) -> None:
+    with run_directory.hold_directory(Path("runs/s")):
+        code, _, err = command("sweep", TASK, *BASE, "trial=false", "optim.lr=0.1,0.01")
+    assert code != 0
+    assert "runs/s" in err
+    assert not started

@@ -15,8 +15,8 @@ from unisono.launch.launcher import Hosts, find_launcher, resolve_layout
 from unisono.proof.cases import ProofSettings
 from unisono.proof.scripts.script_proof import ScriptSettings
 from unisono.task_config import validate_config
-from unisono_sweeps.search import SearchSettings
 from unisono_sweeps.settings import SweepSettings
+from unisono_sweeps.study import SearchSettings
 
 from .test_kubernetes import refuse_unknown
 from .written import TASK

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.launch.task_objects import format_override
 from unisono.runtime import rng
 from unisono.runtime.errors import ConfigError, nearest
-from unisono_sweeps.settings import SweepSettings
+from unisono_sweeps.settings import MOST_RUNS, SweepSettings
+from unisono_sweeps.user_file import flatten_settings, load_function
 
 SEED = "run.seed"
 _LONGEST_NAME = 100  # characters of the name of a run
@@ -152,10 +152,20 @@ def read_space(words: Sequence[str], composer: Composer) -> Space:
                 raise ConfigError(f"'{word}' matches nothing; {key} has {', '.join(files) or 'no files'}")
             choices[key] = list(matching)
         else:
-            choices[key] = list(parsed.sweep_string_iterator())
+            choices[key] = _list_values(parsed, word)
         if key in choices and (twice := [text for text, count in Counter(choices[key]).items() if count > 1]):
             raise ConfigError(f"'{word}' has the value {twice[0]} twice")
     return Space(tuple(fixed), choices, tuple(intervals))
+
+
+def _list_values(parsed: Any, word: str) -> list[str]:
+    try:
+        values = list(itertools.islice(parsed.sweep_string_iterator(), MOST_RUNS + 1))
+    except ValueError as error:  # as of a range whose step is zero
+        raise ConfigError(f"'{word}': {error}") from error
+    if not values:
+        raise ConfigError(f"'{word}' has no values")
+    return values
 
 
 def _read_interval(key: str, value: Any, word: str) -> Interval:
@@ -191,6 +201,8 @@ def list_variants(words: Sequence[str], settings: SweepSettings, composer: Compo
             raise ConfigError("seeds=[] names no seed")
         axes.append([Point((Setting(SEED, str(seed)),)) for seed in settings.seed_list])
     _refuse_double_keys(axes, space.fixed)
+    if (count := math.prod(len(axis) for axis in axes)) > MOST_RUNS:
+        raise ConfigError(f"the words mean {count} runs, more than the {MOST_RUNS} that a sweep may have")
     points = [tuple(chosen) for chosen in itertools.product(*axes)]
     return list(space.fixed), _name_variants(points, axes)
 
@@ -231,19 +243,13 @@ def read_configs(path: Path) -> list[Point]:
     Raises:
         ConfigError: if it has no `configs`, or that returns something else.
     """
-    if not path.is_file():
-        raise ConfigError(f"configs={path}: no such file")
-    module = references.load_module(f"configs={path}", str(path))
-    function = getattr(module, "configs", None)
-    if not callable(function):
-        raise ConfigError(f"{path} has no function configs() -> list[dict]")
-    listed = function()
+    listed = load_function("configs", path, "configs", "configs() -> list[dict]")()
     if not isinstance(listed, list) or not listed or not all(isinstance(one, dict) and one for one in listed):
         raise ConfigError(f"{path}: configs() must return a list of dictionaries of settings, at least one")
     lines = _key_lines(path)
     points = []
     for given in listed:
-        values = fingerprint.flatten({key: value for key, value in given.items() if key != "name"})
+        values = flatten_settings(path, {key: value for key, value in given.items() if key != "name"})
         settings = [
             Setting(key, format_override(value), f"{path}:{line}" if (line := _find_line(key, lines)) else str(path))
             for key, value in values.items()

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.core import commit
-from unisono.checkpoint.core.manifest import parse_step
 from unisono.config import CONFIG_FILE, fingerprint
 from unisono.config.compose import ComposedConfig, Composer
 from unisono.config.schema.run import RunConfig
@@ -220,11 +218,12 @@ def _read_state(run: PlannedRun, ended: Mapping[str, Any] | None, under_way: str
             f"{run.folder} holds a run with another configuration: {what}. Choose another name= for the sweep, or "
             "remove that run"
         )
-    if facts.state == "finished" or (ended is not None and _has_ended_early(run, facts, ended)):
+    saved = record.newest_step(run.folder)
+    if facts.state == "finished" or saved >= run.steps or (ended is not None and _has_ended_early(run, facts, ended)):
         return "finished"
     if under_way is not None:
         return under_way
-    return f"resumes after step {step}" if (step := _newest_step(run.folder)) else "starts again"
+    return f"resumes after step {saved}" if saved else "starts again"
 
 
 def _has_ended_early(run: PlannedRun, facts: RunFacts, ended: Mapping[str, Any]) -> bool:
@@ -233,11 +232,6 @@ def _has_ended_early(run: PlannedRun, facts: RunFacts, ended: Mapping[str, Any])
     rules = [(values["run"].get("stop_after"), values["eval"], values.get("callbacks")) for values in (before, now)]
     held = rules[0] == rules[1] and ended["steps"] == run.steps
     return held and ended["code"] == 0 and not record.was_stopped_by_user(facts)
-
-
-def _newest_step(folder: Path) -> int:
-    found = commit.find_checkpoints(folder / "checkpoints")
-    return parse_step(found[-1].name) if found else 0
 
 
 def _try_models(sweep: Sweep, planned: list[PlannedRun], mistakes: _Mistakes, trials: Trials) -> list[PlannedRun]:

@@ -10,6 +10,7 @@ runs/<sweep>/
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +19,15 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from unisono.checkpoint.core import commit
+from unisono.checkpoint.core.manifest import parse_step
 from unisono.launch.launcher import Ended
-from unisono.runtime.errors import Preempted
+from unisono.runtime.console import say
+from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Integer, Number
-from unisono.supervise.run_facts import RunFacts
+from unisono.supervise.run_facts import RunFacts, read_run_facts
 from unisono.supervise.step_sync import AS_REQUESTED
 
 FILE = "sweep.json"
@@ -48,10 +52,19 @@ class _Sweep(TypedDict):
 
 def write_sweep(folder: Path, command: Sequence[str], runs: Mapping[str, Mapping[str, str]]) -> None:
     """Write the command of a sweep and its runs; those of earlier commands stay listed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    consoles = folder / CONSOLE
+    if os.path.lexists(consoles) and (consoles.is_symlink() or not consoles.is_dir()):
+        raise ConfigError(f"{consoles} is not a folder, where what runs print is written; remove it")
+    try:
+        consoles.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{consoles} cannot be created: {error.strerror}; choose another run.dir or name=") from error
     listed = {**read_sweep(folder)["runs"], **{name: dict(settings) for name, settings in runs.items()}}
     values = {"command": list(command), "runs": listed}
-    write_whole(folder / FILE, json.dumps(values, indent=1) + "\n")
+    try:
+        write_whole(folder / FILE, json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{folder / FILE} cannot be written: {error.strerror}; choose another run.dir") from error
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:
@@ -68,9 +81,12 @@ def is_sweep(folder: Path) -> bool:
 
 
 def add_outcome(folder: Path, outcome: Outcome) -> None:
-    """Note how a run ended."""
-    with (folder / OUTCOMES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(outcome) + "\n")
+    """Note how a run ended; where that cannot be written, it is said, and the other runs go on."""
+    try:
+        with (folder / OUTCOMES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(outcome) + "\n")
+    except OSError as error:
+        say(f"unisono: WARNING: {folder / OUTCOMES} cannot be written: {error.strerror}", error=True)
 
 
 def was_stopped_by_user(run: RunFacts) -> bool:
@@ -78,11 +94,35 @@ def was_stopped_by_user(run: RunFacts) -> bool:
     return run.state == "not started" or (run.state == "stopped" and run.code is None and run.why == AS_REQUESTED)
 
 
-def judge_end(run: RunFacts, how: Ended) -> Ended:
-    """How a job ended: `unisono stop` ends a run with code 0, but leaves it as open as an interruption does."""
-    if how.code or not was_stopped_by_user(run):
-        return how
-    return replace(how, code=Preempted.exit_code, why=f"as requested, after step {run.steps_done} of {run.total}")
+def newest_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint; 0 if there is none."""
+    found = commit.find_checkpoints(folder / "checkpoints")
+    return parse_step(found[-1].name) if found else 0
+
+
+def describe_lost_log(run: RunFacts) -> str:
+    """What a run has logged and its file does not have any more; empty if nothing is missing."""
+    saved = newest_step(run.folder)
+    if run.state == "running" or saved <= run.steps_done:
+        return ""
+    return f"its events.jsonl ends after step {run.steps_done}, and it has saved step {saved}: what it logged is lost"
+
+
+def judge_end(folder: Path, how: Ended) -> tuple[Ended, RunFacts | None]:
+    """How a job ended, and what its run's folder says if it ended well; one that cannot be read has failed.
+
+    `unisono stop` ends a run with code 0, but leaves it as open as an interruption does.
+    """
+    if how.code:
+        return how, None
+    try:
+        run = read_run_facts(folder)
+    except (OSError, UnisonoError) as error:
+        return replace(how, code=ConfigError.exit_code, why=str(error)), None
+    if was_stopped_by_user(run) and not (run.total and newest_step(folder) >= run.total):
+        why = f"as requested, after step {run.steps_done} of {run.total}"
+        return replace(how, code=Preempted.exit_code, why=why), None
+    return how, run
 
 
 def _read_lines(folder: Path) -> list[str]:

@@ -6,83 +6,42 @@ is the same run when the search starts again: it resumes from its checkpoint, an
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from unisono.cli import elsewhere
-from unisono.config import fingerprint, references
 from unisono.config.compose import Composer
 from unisono.config.key_values import split_words, validate_words
-from unisono.config.schema import Settings
 from unisono.launch.launcher import Ended, Hosts, Job, Launcher, describe_job
 from unisono.launch.task_objects import format_override
 from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
 from unisono.runtime.files import write_whole
-from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
-from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import misfit
 from unisono.supervise import identity
 from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
-from unisono_sweeps.axes import Setting, Space, Variant, read_space
-from unisono_sweeps.compare.table import measure
+from unisono_sweeps.axes import Setting, Variant, read_space
+from unisono_sweeps.compare.table import is_number, measure
 from unisono_sweeps.extras import import_optuna
 from unisono_sweeps.launchers.local import LocalLauncher
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
-from unisono_sweeps.settings import read_list
+from unisono_sweeps.study import SearchSettings, distributions, open_study, refuse_other_search, suggest
 from unisono_sweeps.sweep import build_job, split_place
 from unisono_sweeps.text_table import format_number
+from unisono_sweeps.user_file import flatten_settings, load_function
 
-STUDY = "study.journal"
 BEST = "best"  # folder of YAML files that `unisono train` takes
 _OWNER = "owner"  # of a trial: which process runs it
 _LOOK_EVERY = 1.0  # seconds between looks at the evaluations of a run
-
-
-class SearchSettings(Settings):
-    """The words of `unisono search`."""
-
-    trials: PositiveInt = Field(description="number of trials of the whole search, with those of earlier starts")
-    metric: Annotated[list[str], BeforeValidator(read_list)] = Field(
-        ["eval/loss"], min_length=1, description="column of `unisono compare` to optimise, or a list of them"
-    )
-    mode: Annotated[list[Literal["min", "max"]], BeforeValidator(read_list)] = Field(
-        ["min"], description="whether the smallest or the largest value is best; one for each metric"
-    )
-    prune: bool = Field(True, description="stop a run early if its evaluations are worse than the median's")
-    name: str | None = Field(None, min_length=1, description="folder of the search; null: the recipe and the keys")
-    seed: int = Field(0, description="of the sampler")
-    space: Path | None = Field(None, description="Python file with space(trial), which returns settings of a run")
-    launcher: str = Field("local", description="where the runs run")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).name != name or name in (".", "..")):
-            raise ValueError(f"must be the name of one folder, not {name!r}; use run.dir for the place")
-        return name
-
-    @model_validator(mode="after")
-    def _check_modes(self) -> SearchSettings:
-        if len(self.mode) not in (1, len(self.metric)):
-            raise ValueError(f"mode has {len(self.mode)} values for {len(self.metric)} metrics")
-        return self
-
-    @property
-    def directions(self) -> list[str]:
-        """In Optuna's words, one for each metric."""
-        modes = self.mode * len(self.metric) if len(self.mode) == 1 else self.mode
-        return ["minimize" if mode == "min" else "maximize" for mode in modes]
 
 
 @dataclass
@@ -141,7 +100,7 @@ class _Search:
             self._tell(trial, "FAIL")
             if trial.number == 0:
                 raise
-            say(f"trial-{trial.number:05d}: {one_line(str(error), 600)}", error=True)
+            say(f"trial-{trial.number:05d}: {one_line(' '.join(str(error).split()), 600)}", error=True)
             return None
         settings = {setting.key: setting.text for setting in run.variant.settings}
         record.write_sweep(self.folder, [], {run.variant.name: settings})
@@ -163,9 +122,11 @@ class _Search:
         metric = self.settings.metric[0]
         if one.pruned or not metric.startswith("eval/") or not (one.folder / "events.jsonl").is_file():
             return False
-        for event in read_run_facts(one.folder).evaluations:
+        with suppress(OSError, UnisonoError):  # of a folder that cannot be read; its end says so
+            one.evaluations = read_run_facts(one.folder).evaluations
+        for event in one.evaluations:
             value = event.get(metric.removeprefix("eval/"))
-            if event["step"] > one.reported and isinstance(value, int | float):
+            if event["step"] > one.reported and is_number(value):
                 one.trial.report(float(value), event["step"])
                 one.reported = event["step"]
         one.pruned = one.reported > 0 and one.trial.should_prune()
@@ -174,9 +135,9 @@ class _Search:
     def ended(self, job: Job, how: Ended) -> None:
         """Tell the study how a trial ended; one that was interrupted stays open."""
         one = self._running.pop(job.name)
-        how = record.judge_end(read_run_facts(one.folder), how) if how.code == 0 else how
-        if how.code == 0:
-            found = measure(read_run_facts(one.folder))
+        how, facts = record.judge_end(one.folder, how)
+        if facts is not None:
+            found = measure(facts)
             values = [found.get(metric) for metric in self.settings.metric]
             if None not in values:
                 self._tell(one.trial, "COMPLETE", [float(value) for value in values if value is not None])
@@ -185,6 +146,7 @@ class _Search:
                 return
             missing = self.settings.metric[values.index(None)]
             why = f"the run has no {missing}; {nearest(missing, found)}"
+            why = f"its {missing} is not finite" if missing in found else why
         elif how.code == 75 and one.pruned:
             self._tell(one.trial, "PRUNED")
             say(f"{job.name}: pruned after step {one.reported}")
@@ -208,6 +170,7 @@ class _Trial:
     trial: Any
     folder: Path
     reported: int = 0
+    evaluations: Sequence[Mapping[str, Any]] = ()
     pruned: bool = False
     next_look: float = 0.0
 
@@ -236,30 +199,16 @@ def run_search(recipe: str, config_dir: Path | None, words: Sequence[str]) -> in
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     def propose_words(trial: Any) -> dict[str, str]:
-        return {**_suggest(trial, space), **(propose(trial) if propose is not None else {})}
+        words = {key: str(suggest(trial, key, one)) for key, one in distributions(space).items()}
+        return {**words, **(propose(trial) if propose is not None else {})}
 
     search = _Search(settings, None, recipe, config_dir, composer, fixed, propose_words, folder, launcher.hosts())
     if not launcher.waits:
         inner = validate_words(there, LocalLauncher.Settings)
         return _write_search(search, launcher, inner.jobs, _drop_words(words, launcher))
     folder.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(folder / STUDY) and not safe_paths.is_inside(folder, STUDY):
-        raise ConfigError(f"{folder / STUDY} is not a file in that folder; remove it, or choose another name=")
-    with wrap_native_errors(f"{folder / STUDY} cannot be read", ConfigError, "remove it, or choose another name="):
-        backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
-        study = optuna.create_study(
-            storage=optuna.storages.JournalStorage(backend),
-            study_name="search",
-            directions=settings.directions,
-            sampler=optuna.samplers.TPESampler(seed=settings.seed, multivariate=False),
-            pruner=optuna.pruners.MedianPruner() if settings.prune else optuna.pruners.NopPruner(),
-            load_if_exists=True,
-        )
-    directions = [direction.name.lower() for direction in study.directions]
-    if directions != settings.directions:
-        raise ConfigError(
-            f"{folder} holds a search with other directions ({', '.join(directions)}); choose another name="
-        )
+    study = open_study(folder, settings)
+    refuse_other_search(study, folder, settings, recipe, fixed, space)
     search.study, search.under_way = study, launcher.under_way(folder / record.CONSOLE)
     launcher.run(search.jobs(), search.started, search.ended, search.stops)
     return _report_best(study, settings, folder)
@@ -302,30 +251,15 @@ def _write_search(search: _Search, launcher: Launcher, at_once: int, words: Sequ
     return elsewhere.follow(launcher, job)
 
 
-def _suggest(trial: Any, space: Space) -> dict[str, str]:
-    """The settings that Optuna proposes within the intervals and choices of a command."""
-    words = {key: str(trial.suggest_categorical(key, values)) for key, values in space.choices.items()}
-    for one in space.intervals:
-        if one.whole:
-            words[one.key] = str(trial.suggest_int(one.key, int(one.low), int(one.high)))
-        else:
-            words[one.key] = repr(trial.suggest_float(one.key, one.low, one.high, log=one.log))
-    return words
-
-
 def _propose_from_file(path: Path) -> Callable[[Any], dict[str, str]]:
     """A function of the user's own that proposes settings, some of which may depend on others."""
-    if not path.is_file():
-        raise ConfigError(f"space={path}: no such file")
-    function = getattr(references.load_module(f"space={path}", str(path)), "space", None)
-    if not callable(function):
-        raise ConfigError(f"{path} has no function space(trial) -> dict")
+    function = load_function("space", path, "space", "space(trial) -> dict")
 
     def propose(trial: Any) -> dict[str, str]:
         given = function(trial)
         if not isinstance(given, dict):
             raise ConfigError(f"{path}: space(trial) must return a dictionary of settings")
-        return {key: format_override(value) for key, value in fingerprint.flatten(given).items()}
+        return {key: format_override(value) for key, value in flatten_settings(path, given).items()}
 
     return propose
 

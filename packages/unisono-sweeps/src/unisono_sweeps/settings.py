@@ -13,7 +13,10 @@ from unisono.config.schema import Settings
 
 def parse_list(value: Any) -> Any:
     """The list or mapping that a word stands for, as `[a,b]` or `{a: b}`."""
-    return yaml.safe_load(value) if isinstance(value, str) else value
+    try:
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError("cannot be read; write a list as [a,b] and a mapping as {a: b}") from error
 
 
 def read_list(value: Any) -> Any:
@@ -22,7 +25,8 @@ def read_list(value: Any) -> Any:
     return read if isinstance(read, list) else [read]
 
 
-Seeds = Annotated[PositiveInt | list[int], BeforeValidator(parse_list)]
+MOST_RUNS = 100_000  # of a sweep; more are a slip
+Seeds = Annotated[Annotated[int, Field(gt=0, le=MOST_RUNS)] | list[int], BeforeValidator(parse_list)]
 Zipped = Annotated[list[str] | list[list[str]], BeforeValidator(parse_list)]
 
 
@@ -32,7 +36,9 @@ class SweepSettings(Settings):
     name: str | None = Field(None, min_length=1, description="folder of the sweep; null: the recipe and the swept keys")
     seeds: Seeds | None = Field(None, description="number of seeds of each run, from 0, or a list of them")
     zip: Zipped = Field([], description="swept keys that change together, e.g. [model.width,optim.lr]")
-    draws: PositiveInt | None = Field(None, description="random draws of the keys that have an interval(from,to)")
+    draws: PositiveInt | None = Field(
+        None, le=MOST_RUNS, description="random draws of the keys that have an interval(from,to)"
+    )
     draw_seed: int = Field(0, description="seed of these draws")
     configs: Path | None = Field(None, description="Python file with configs(), which returns a list of settings")
     trial: bool = Field(True, description="build each model and run a micro-batch through it before anything starts")

@@ -17,7 +17,6 @@ from unisono.runtime.errors import ConfigError
 from unisono.runtime.preparing import preparing
 from unisono.runtime.text import format_bytes, one_line
 from unisono.runtime.text_table import format_table
-from unisono.supervise.run_facts import read_run_facts
 from unisono_sweeps import record
 from unisono_sweeps.axes import Setting, Variant, list_variants, shorten_keys
 from unisono_sweeps.planning import PlannedRun, Sweep, plan_runs
@@ -107,14 +106,12 @@ def start_runs(sweep: Sweep, planned: Sequence[PlannedRun], launcher: Launcher, 
     def ended(job: Job, how: Ended) -> None:
         nonlocal done
         run = waiting[job.name]
-        if how.code == 0:
-            facts = read_run_facts(run.folder)
-            how = record.judge_end(facts, how)
+        how, facts = record.judge_end(run.folder, how)
         outcome: record.Outcome = {
             "run": job.name, "code": how.code, "seconds": how.seconds, "steps": run.steps, "why": how.why
         }  # fmt: skip
         record.add_outcome(sweep.folder, outcome)
-        if how.code == 0:
+        if facts is not None:
             done += 1
             took, loss = format_seconds(how.seconds), format_number(facts.loss)
             say(f"{job.name}: finished in {took}, loss {loss}  [{done}/{len(planned)}]")

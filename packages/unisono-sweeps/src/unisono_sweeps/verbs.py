@@ -93,6 +93,9 @@ def _report(parsed: argparse.Namespace) -> int:
         return 0
     page = describe(folder).render()
     path = Path(value) if value else folder / "report.html"
-    write_whole(path, page)
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place: out=FILE") from error
     say(path)
     return 0

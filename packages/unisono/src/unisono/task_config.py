@@ -74,12 +74,16 @@ def validate_config(composed: ComposedConfig) -> RunConfig:
     """A typed configuration from composed values; see `load_config`."""
     reference = references.complete_reference(validate.task_reference(composed), Task)  # type: ignore[type-abstract]
     composed = replace(composed, values={**composed.values, "recipe": reference})
-    return validate.validate(composed, find_groups(composed))
+    return validate.validate(composed, _find_groups(reference, composed))
 
 
 def find_groups(composed: ComposedConfig) -> dict[str, Any]:
     """The types of the groups that belong to a composed configuration's task."""
-    kind = find_task(validate.task_reference(composed), composed_engine(composed.values))
+    return _find_groups(validate.task_reference(composed), composed)
+
+
+def _find_groups(reference: str, composed: ComposedConfig) -> dict[str, Any]:
+    kind = find_task(reference, composed_engine(composed.values))
     return {group: getattr(kind, attribute) for group, attribute in validate.TASK_GROUPS.items()}
 
 

@@ -207,9 +207,8 @@ def test_wandb_without_a_key_is_refused_before_it_asks_on_the_terminal(
 
 
 def train(folder: Path, tracker: str, until: int | None) -> None:
-    config = configuration(
-        train={"steps": 5}, checkpoint={"every": 2}, observe={"progress": False, "trackers": [tracker]}
-    )
+    observe = {"progress": False, "trackers": [tracker], "group": "widths"}  # as a sweep of that name sets it
+    config = configuration(train={"steps": 5}, checkpoint={"every": 2}, observe=observe)
     with interrupted(before=until):
         runs.train(folder, config, TransformerTask())
 
@@ -257,6 +256,7 @@ def test_a_resumed_run_goes_on_in_tensorboard(resumed: tuple[Path, str]) -> None
     assert len(shown.Scalars("loss")) == 5, "steps that were made again stand there once"
     texts = set(shown.Tags()["tensors"])
     assert {"config/text_summary", "facts/text_summary", "summary/text_summary"} <= texts
+    assert b"group: widths" in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_a_resumed_run_goes_on_in_wandb(resumed: tuple[Path, str]) -> None:
         assert file.name == f"run-{id_}.wandb"
         for record in records(file):
             if record.WhichOneof("record_type") == "run":
-                assert (record.run.run_id, record.run.project) == (id_, "unisono")
+                assert (record.run.run_id, record.run.project, record.run.run_group) == (id_, "unisono", "widths")
                 told = {item.key: json.loads(item.value_json) for item in record.run.config.update}
                 assert told["config"]["optim"]["kind"] == "sgd"
                 assert told["facts"]["parameters"] > 1000
@@ -325,6 +325,7 @@ def test_a_resumed_run_goes_on_in_trackio(resumed: tuple[Path, str]) -> None:
     losses = {step: json.loads(metrics).get("loss") for _, step, metrics in rows if "loss" in json.loads(metrics)}
     assert losses == expected(folder)
     assert json.loads(config)["config"]["optim"]["kind"] == "sgd"
+    assert json.loads(config)["_Group"] == "widths"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -41,18 +41,30 @@ _STUDENT_T = (
 )  # fmt: skip
 
 
-def find_runs(paths: Sequence[Path]) -> list[RunFacts]:
+def find_runs(paths: Sequence[Path]) -> tuple[list[RunFacts], dict[str, str]]:
     """The runs that paths name: a run's own folder, or a folder of runs, as a sweep is.
 
+    Returns:
+        The runs; and of those within a folder that cannot be read, names and what is wrong.
+
     Raises:
-        RunError: if a path is neither.
+        UnisonoError: if a path is neither, or no run can be read.
     """
-    folders: dict[Path, None] = {}
+    runs: dict[Path, RunFacts] = {}
+    damaged: dict[str, str] = {}
     for path in paths:
         if not (inside := run_status.find_runs(path)):
             raise RunError(f"{path} is neither a run (no {path}/{CONFIG_FILE}) nor a folder of runs")
-        folders |= dict.fromkeys(inside)
-    return [read_run_facts(folder) for folder in folders]
+        for folder in inside:
+            try:
+                runs[folder] = read_run_facts(folder)
+            except UnisonoError as error:
+                if folder == path:
+                    raise
+                damaged[one_line(folder.name)] = str(error)
+        if not runs:
+            raise RunError("no run can be read: " + "; ".join(damaged.values()))
+    return list(runs.values()), damaged
 
 
 def different_keys(runs: Sequence[RunFacts]) -> list[str]:
@@ -90,18 +102,20 @@ def measure(run: RunFacts) -> dict[str, float | int | None]:
     """What a run reached and took, by column."""
     found: dict[str, float | int | None] = {"steps": run.steps_done, "loss": run.loss}
     series: dict[str, list[float]] = {}
+    last: dict[str, float | None] = {}
     for event in run.evaluations:
         for name, value in event.items():
-            if name not in _ABOUT_TIME and _is_number(value):
-                series.setdefault(f"eval/{name}", []).append(float(value))
-    losses = series.get("eval/loss") or [float(step["loss"]) for step in run.steps if _is_number(step["loss"])]
+            if name not in _ABOUT_TIME and (is_number(value) or value is None or isinstance(value, float)):
+                last[f"eval/{name}"] = float(value) if is_number(value) else None
+                series.setdefault(f"eval/{name}", []).extend([float(value)] if is_number(value) else [])
+    losses = series.get("eval/loss") or [float(step["loss"]) for step in run.steps if is_number(step["loss"])]
     found["best_loss"] = min(losses, default=None)
     for name, values in series.items():
-        found |= {name: values[-1], f"{name} min": min(values), f"{name} max": max(values)}
+        found |= {name: last[name], f"{name} min": min(values, default=None), f"{name} max": max(values, default=None)}
     found["seconds"] = _total(run.steps, "seconds")
     if any("flops" in step for step in run.steps):
         found["flops"] = _total(run.steps, "flops")
-    memory = [float(step["memory_gb"]) for step in run.steps if _is_number(step.get("memory_gb"))]
+    memory = [float(step["memory_gb"]) for step in run.steps if is_number(step.get("memory_gb"))]
     if memory:
         found["memory_gb"] = max(memory)
     if (parameters := count_parameters(run.folder)) is not None:
@@ -168,7 +182,7 @@ def half_width(values: Sequence[float]) -> float | None:
 
 def _column(values: Sequence[Any]) -> list[Any]:
     """Values of one type: numbers where all are, else texts."""
-    if all(value is None or _is_number(value) for value in values):
+    if all(value is None or is_number(value) for value in values):
         whole = all(value is None or isinstance(value, int) for value in values)
         return [None if value is None else value if whole else float(value) for value in values]
     return [value if isinstance(value, str) or value is None else _as_text(value) for value in values]
@@ -178,9 +192,10 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a finite number; what a log has in place of another one is not a measurement."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _total(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    return float(sum(step[name] for step in steps if _is_number(step.get(name))))
+    return float(sum(step[name] for step in steps if is_number(step.get(name))))

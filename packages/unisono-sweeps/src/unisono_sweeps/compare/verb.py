@@ -18,6 +18,7 @@ from unisono.runtime.errors import ConfigError, nearest
 from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.text_table import format_table
+from unisono_sweeps import record
 from unisono_sweeps.axes import SEED, shorten_keys
 from unisono_sweeps.compare.power_law import PowerLaw, fit_power_law
 from unisono_sweeps.compare.table import aggregate_seeds, compare_runs, different_keys, find_runs, metric_names
@@ -41,15 +42,18 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
     Raises:
         UnisonoError: for a path that is no run, a column that does not exist, or a fit that the data do not hold.
     """
-    runs = find_runs(paths)
+    runs, damaged = find_runs(paths)
+    for name, why in damaged.items():
+        say(f"unisono: WARNING: {name} is left out: {why}", error=True)
     table, keys = compare_runs(runs), different_keys(runs)
     metrics = metric_names(table, keys)
     metric = settings.metric or ("eval/loss" if "eval/loss" in metrics else "loss")
     if metric not in metrics:
         raise ConfigError(f"metric={metric}: the runs have no such column, {nearest(metric, metrics)}")
     out = settings.out or (paths[0] if len(paths) == 1 and len(runs) > 1 else Path()) / "comparison"
-    out.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table, out / "runs.parquet")
+    with wrap_native_errors(f"{out} cannot be written to", ConfigError, "choose another place: out=FOLDER"):
+        out.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, out / "runs.parquet")
     shown = aggregate_seeds(table, keys) if SEED in keys else table
     say(
         "\n".join(
@@ -62,6 +66,8 @@ def compare(paths: Sequence[Path], settings: CompareSettings) -> None:
         if run.state != "finished":
             why = f": {one_line(run.why)}" if run.why else ""
             say(f"{one_line(run.folder.name)}: {run.state} after step {run.steps_done}{why}")
+        if gap := record.describe_lost_log(run):
+            say(f"unisono: WARNING: {one_line(run.folder.name)}: {gap}", error=True)
     law = _fit(table, settings.fit, metric) if settings.fit else None
     if law is not None:
         say(f"\n{metric} over {settings.fit}: {law.format()}")
@@ -104,7 +110,8 @@ def _fit(table: pa.Table, column: str, metric: str) -> PowerLaw:
     if column not in numeric:
         raise ConfigError(f"fit={column}: the runs have no such column of numbers, {nearest(column, numeric)}")
     points = [(row[column], row[metric]) for row in table.to_pylist() if row[column] and row[metric] is not None]
-    return fit_power_law([x for x, _ in points], [y for _, y in points])
+    with wrap_native_errors(f"fit={column}: no power law can be fitted", ConfigError):
+        return fit_power_law([x for x, _ in points], [y for _, y in points])
 
 
 def _shown(value: Any) -> str:

@@ -29,10 +29,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
-from unisono.config import CONFIG_FILE, schema
+from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
-from unisono.runtime.errors import ConfigError, Preempted
+from unisono.runtime.errors import ConfigError, Preempted, UnisonoError
 from unisono.runtime.files import write_whole
 from unisono.runtime.untrusted import safe_paths
 from unisono.runtime.untrusted.shapes import Integer, Number, Object, misfit
@@ -214,8 +214,9 @@ class SlurmLauncher:
         """The outcome of a job, as a launcher reports it."""
         if one.stop_requested and outcome.code == 0:
             return replace(outcome, code=Preempted.exit_code)
-        if outcome.code and self._settings.nodes > 1 and (one.job.folder / CONFIG_FILE).is_file():
-            return replace(outcome, why=read_run_facts(one.job.folder).why or outcome.why)  # any rank's first fault
+        if outcome.code and self._settings.nodes > 1:
+            with suppress(OSError, UnisonoError):  # of a run that has not begun, or cannot be read
+                return replace(outcome, why=read_run_facts(one.job.folder).why or outcome.why)  # any rank's first fault
         return outcome
 
     def _submit(self, jobs: Sequence[Job]) -> Iterator[_Waiting]:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -48,7 +49,7 @@ def describe(folder: Path) -> Page:
     """
     if (folder / CONFIG_FILE).is_file():
         return describe_run(read_run_facts(folder))
-    return describe_many(folder, find_runs([folder]))
+    return describe_many(folder, *find_runs([folder]))
 
 
 def describe_run(run: RunFacts) -> Page:
@@ -105,15 +106,15 @@ def describe_run(run: RunFacts) -> Page:
     return page
 
 
-def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
-    """The report of a sweep, or of any folder of runs."""
+def describe_many(folder: Path, runs: Sequence[RunFacts], damaged: Mapping[str, str] = MappingProxyType({})) -> Page:
+    """The report of a sweep, or of any folder of runs; of those that cannot be read, by name, it says why."""
     page = Page(folder.resolve().name)
     finished = sum(run.state == "finished" for run in runs)
     listed = record.read_sweep(folder)
     place = {name: number for number, name in enumerate(listed["runs"])}  # as the command has them
     runs = sorted(runs, key=lambda run: place.get(run.folder.name, len(place)))
-    missing = sorted(set(listed["runs"]) - {run.folder.name for run in runs})
-    total = len(runs) + len(missing)
+    missing = sorted(set(listed["runs"]) - {run.folder.name for run in runs} - damaged.keys())
+    total = len(runs) + len(missing) + len(damaged)
     page.paragraph(f"{finished} of {total} runs finished", "state")
     if listed["command"]:
         page.code(shlex.join(listed["command"]))
@@ -135,6 +136,8 @@ def describe_many(folder: Path, runs: Sequence[RunFacts]) -> Page:
     page.table(["run", "state", *(short[key] for key in keys), *metrics], rows, texts=2)
     if missing:
         page.paragraph(f"Not started: {', '.join(missing)}")
+    for name, why in damaged.items():
+        page.paragraph(f"{name} cannot be read: {why}")
     page.heading("Curves")
     each = max(50, min(_POINTS, _POINTS_OF_MANY // max(1, len(runs))))
     steps = {run.folder.name: collect_series(run.steps, each) for run in runs}

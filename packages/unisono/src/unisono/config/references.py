@@ -121,7 +121,7 @@ def _import_file(path: Path) -> types.ModuleType:
     _extend_search_path(path)
     packaged = find_package(path)[1]
     if packaged:
-        with _explain_import(path):
+        with explain_errors(f"{path} cannot be imported"):
             found = importlib.import_module(packaged)
         if str(Path(found.__file__ or "").resolve()) == str(path):  # else another package has taken the name
             return found
@@ -134,7 +134,7 @@ def _import_file(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _explain_import(path):
+        with explain_errors(f"{path} cannot be imported"):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # half a module must not be found by the next attempt
@@ -169,20 +169,23 @@ def _module_name(path: Path) -> str:
 
 
 @contextmanager
-def _explain_import(path: Path) -> Iterator[None]:
+def explain_errors(what: str) -> Iterator[None]:
     """Report an error of the user's code as Python does, without the frames of ours and of the import system.
 
+    Args:
+        what: cannot be done then, with the file.
+
     Raises:
-        ConfigError: instead of any error that is not ours already.
+        ConfigError: instead of any error that is not ours already, and of an exit.
     """
     try:
         yield
     except UnisonoError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
         lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-        raise ConfigError(f"{path} cannot be imported:\n{''.join(lines).rstrip()}") from error
+        raise ConfigError(f"{what}:\n{''.join(lines).rstrip()}") from error
 
 
 def _extend_search_path(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -47,21 +48,20 @@ def task_reference(composed: ComposedConfig) -> str:
 
 
 def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
-    """A typed configuration from composed values and the types of the groups `task`, `model` and `data`.
+    """A typed configuration from composed values, without a secret (`task_reference`), and the types of the groups.
 
     Raises:
         ConfigError: one line per mistake: the key, the value, where it came from, and the nearest valid key.
         MissingKeysError: if keys are missing, and nothing else is wrong.
     """
     values = composed.values
-    reference = task_reference(composed)
     mistakes: list[str] = []
     missing: list[str] = []
     typed: dict[str, Any] = {}
     for group, kind in groups.items():
         given = values.get(group) or {}
         try:
-            typed[group] = TypeAdapter(kind).validate_python(given, extra="forbid")
+            typed[group] = _adapter(kind).validate_python(given, extra="forbid")
         except ValidationError as error:
             mistakes += _format_mistakes(error, composed, groups, group)
             missing += _missing_keys(error, group, given)
@@ -77,9 +77,14 @@ def validate(composed: ComposedConfig, groups: Groups) -> RunConfig:
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     if not isinstance(typed["data"], Data):
-        raise ConfigError(f"{reference}: the task's Data type must extend unisono.Data")
+        raise ConfigError(f"{config.recipe}: the task's Data type must extend unisono.Data")
     refuse_secrets({group: settings.model_dump() for group, settings in typed.items()})  # also those of secret types
     return config.model_copy(update=typed)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 # mistakes, in the user's words ------------------------------------------------------------------------------------
