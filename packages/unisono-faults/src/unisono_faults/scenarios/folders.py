@@ -25,6 +25,7 @@ _READ_FOLDER = """
 from unisono import open_source
 print(list(open_source("rows", duplicates="allow")))
 """
+_READ_GLOB = _READ_FOLDER.replace("rows", "rows/*.jsonl")
 
 
 @scenario("S15", "a run folder that is deleted, renamed or replaced by a copy while the run trains")
@@ -130,6 +131,7 @@ def _links(sandbox: Sandbox) -> Outcome:
     _read(outcome, sandbox, _READ_FOLDER, "[{'key': 'a'}, {'key': 'a'}]")
     (rows / "c.jsonl").symlink_to(private)
     _read(outcome, sandbox, _READ_FOLDER, "outside of the folder", refused="a link out of a folder of data")
+    _read(outcome, sandbox, _READ_GLOB, "outside of the folder", refused="a link out of a folder, found by a glob")
     return outcome
 
 
