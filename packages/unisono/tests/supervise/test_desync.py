@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from unisono.launch.processes import exit_report
 from unisono.runtime.communication.collective_log import Collective, CollectiveLog, GroupState, encode_call
+from unisono.runtime.errors import DesyncError
 from unisono.supervise.hangs import collective_mismatch
 
 SUM = Collective("0", "0-2", "all_reduce", "SUM", -1, "float32", "[4]", "task.py:12", "task.py:12 loss")
@@ -57,6 +63,26 @@ def test_nodes_that_see_each_others_rings_name_two_ranks_of_two_of_them(tmp_path
     shown = sorted(shared.iterdir())
     assert [path.name for path in shown] == ["rank-00000.calls", "rank-00001.calls"]
     assert max(path.stat().st_size for path in shown) < 40_000  # their last calls alone
+
+
+def test_the_node_whose_rank_gloo_aborted_waits_for_the_other_on_a_busy_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank ends at once; that of the other node raises, reports and exits first, 8 s later here (row B17d)."""
+    shared, now = left(tmp_path / "logs"), [0.0]
+    nodes = [left(tmp_path / f"node-{rank}", calls, first=rank) for rank, calls in enumerate(([SUM], [OTHER]))]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= 8.0 and not (shared / "rank-00001.calls").exists():
+            collective_mismatch.describe_mismatch_across_nodes(nodes[1], shared, 2, patience=0.0)
+
+    monkeypatch.setattr(collective_mismatch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    watch = SimpleNamespace(directory=nodes[0], count=1, unfinished_ranks=list, read_finding=lambda: None)
+    node = SimpleNamespace(count=2)
+    found = exit_report.select_fault(shared, {0: -signal.SIGABRT}, watch, node)  # type: ignore[arg-type]
+    assert "ranks made different collectives" in str(found)
+    assert found.exit_code == DesyncError.exit_code
 
 
 def test_a_rank_of_another_node_that_is_only_behind_is_not_called_desynchronised(tmp_path: Path) -> None:

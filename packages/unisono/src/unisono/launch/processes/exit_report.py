@@ -73,7 +73,7 @@ def select_fault(
     deaths += [(rank, 0) for rank in early if rank not in ended_with and rank not in reporting]
     # If a rank has died, a rank before its first step mistakes the launcher's SIGTERM for a preemption.
     if not faults or faults[0]["kind"] == "DeadlineError" or (faults[0]["kind"] == "Preempted" and deaths):
-        if watch is not None and (differ := _describe_mismatch(logs, watch, node)):
+        if watch is not None and (differ := _describe_mismatch(logs, watch, node, codes)):
             return WorkerError(differ, DesyncError.exit_code, DesyncError.fault)
         if found is not None and found.get("kind") == StuckError.__name__:
             return StuckWorkerError(found["text"], StuckError.exit_code)
@@ -104,11 +104,15 @@ def select_fault(
     return WorkerError(text, fault["code"], fault["fault"], memory=memory, random=fault.get("random"))
 
 
-def _describe_mismatch(logs: Path, watch: MonitorClient, node: Node | None) -> str | None:
+def _describe_mismatch(logs: Path, watch: MonitorClient, node: Node | None, codes: Mapping[int, int]) -> str | None:
     """Describe different collectives issued by ranks of this node, or of two nodes."""
     if node is None:
         return collective_mismatch.describe_mismatch(watch.directory)
-    return collective_mismatch.describe_mismatch_across_nodes(watch.directory, logs, watch.count * node.count)
+    ranks = watch.count * node.count
+    # Gloo aborts at once where sizes differ; the other rank has to notice, raise and exit before its node has a part.
+    aborted = -signal.SIGABRT in codes.values()
+    patience = collective_mismatch.PATIENCE_AFTER_ABORT if aborted else collective_mismatch.PATIENCE
+    return collective_mismatch.describe_mismatch_across_nodes(watch.directory, logs, ranks, patience)
 
 
 def _read_finding(logs: Path, watch: MonitorClient | None) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from unisono.runtime.files import atomic_file
 from unisono.runtime.untrusted import safe_paths
 
 _CALLS_SHARED = 64  # calls of each ring shared with other nodes
+PATIENCE, PATIENCE_AFTER_ABORT = 5.0, 12.0  # seconds for the rings of other nodes, on a busy host too
 _POLL_INTERVAL = 0.05  # seconds between polls for the rings of other nodes
 
 
@@ -29,7 +30,9 @@ def describe_mismatch(folder: Path) -> str | None:
     return _describe(collective_log.read_rings(folder))
 
 
-def describe_mismatch_across_nodes(folder: Path, shared: Path, ranks: int = 0, patience: float = 3.0) -> str | None:
+def describe_mismatch_across_nodes(
+    folder: Path, shared: Path, ranks: int = 0, patience: float = PATIENCE
+) -> str | None:
     """Do the same over all nodes: each copies its rings to a shared folder and waits briefly for those of the others.
 
     Another node may not have failed at all, so this waits for at most `patience` seconds for the rings of all ranks.
