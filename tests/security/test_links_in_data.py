@@ -29,7 +29,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("theirs")
 
 
-@pytest.mark.parametrize("place", ["theirs", "theirs/*.txt", "theirs/**/*.txt", "thei*", "{here}/theirs/*.txt"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "theirs",
+        "theirs/*.txt",
+        "theirs/**/*.txt",
+        "thei*",
+        "{here}/theirs/*.txt",
+        "file://{here}/theirs",
+        "local://{here}/theirs/*.txt",
+        "local://{here}/theirs",
+    ],
+)
 def test_a_link_that_a_glob_matches_is_not_one_that_the_user_named(folder: Path, place: str) -> None:
     (folder / "b.txt").symlink_to("../private/key.txt")
     with pytest.raises(DataError, match="outside of the folder"):

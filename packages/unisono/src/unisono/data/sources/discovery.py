@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ FORMATS_GROUP = "unisono.formats"  # entry points of readers of other formats, e
 Place = str | PathLike[str]
 _END_BYTES = 1 << 16  # bytes at either end of a file
 _CHUNK = 1 << 20
+_LOCAL = re.compile(r"^(file|local)://")  # of fsspec, which would follow any link
 _HASH_THREADS = 16  # files hashed at a time
 
 
@@ -101,7 +103,7 @@ def find(
     files: list[File] = []
     ignored: list[str] = []
     for place in _expand_places(
-        [fspath(path).removeprefix("file://") for path in given], where or RemoteOptions(), key
+        [_LOCAL.sub("", fspath(path), count=1) for path in given], where or RemoteOptions(), key
     ):
         place = place.choose_split(split)
         for entry in place.entries():
