@@ -88,6 +88,45 @@ class Leaking(Documents):
     apart = False
 
 
+class Padded(unisono.Task):
+    """The mean over the places of a row, all of them, or those before its end."""
+
+    masked = False
+
+    def data(self) -> Any:
+        rng = np.random.default_rng(0)
+        return [{"x": rng.normal(size=int(length)).astype(np.float32)} for length in rng.integers(2, 9, 60)]
+
+    def collate(self, samples: Any) -> Any:
+        lengths = np.array([len(sample["x"]) for sample in samples])
+        x = [np.pad(sample["x"], (0, lengths.max() - len(sample["x"]))) for sample in samples]
+        return {"x": np.stack(x), "lengths": lengths}
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def outputs(self, model: Any, batch: Any, context: Any) -> Any:
+        made, lengths = model(batch["x"][..., None])[..., 0], batch["lengths"][:, None]
+        if not self.masked:
+            return made.mean(1)
+        return (made * (torch.arange(made.shape[1]) < lengths)).sum(1) / lengths[:, 0]
+
+    def loss(self, outputs: Any, batch: Any, context: Any) -> unisono.Loss:
+        return unisono.Loss({"square": (outputs - batch["x"][:, 0]).square().sum()})
+
+
+class Masked(Padded):
+    masked = True
+
+
+class Centred(Masked):
+    """Takes the mean of all rows away from each."""
+
+    def collate(self, samples: Any) -> Any:
+        batch = super().collate(samples)
+        return {**batch, "x": batch["x"] - batch["x"].mean()}
+
+
 def prove(task: type[unisono.Task], *words: str) -> ProofResult:
     return unisono.prove(task, [*SHORT, *words])
 
@@ -117,6 +156,19 @@ def test_documents_of_a_packed_row_that_see_each_other_fail_and_their_clean_twin
     clean = prove(Documents, packing)
     assert clean.passed, str(clean)
     assert prove(Leaking, packing, "accept=[neighbours]").passed
+
+
+@pytest.mark.parametrize(
+    ("task", "fault"), [(Padded, "Padding changes the loss"), (Centred, "A sample depends on its neighbours")]
+)
+def test_a_row_that_depends_on_its_padding_or_its_batch_fails_where_all_layouts_have_the_same_micro_batches(
+    task: type[unisono.Task], fault: str
+) -> None:
+    proved = prove(task, "vary=[]")
+    assert names(proved) == {fault}, str(proved)
+    declared = prove(task, "accept=[neighbours]")
+    assert declared.passed and "single m1 fp64" in str(declared), str(declared)
+    assert prove(Masked).passed
 
 
 def test_a_declaration_is_written_in_the_certificate_and_told_where_a_run_starts_on_it(

@@ -78,6 +78,36 @@ def test_a_script_that_reads_its_environment_is_given_variables_by_the_number_of
     assert report.mark == mark, report.lines
 
 
+META = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+model.to_empty(device="cpu")
+torch.manual_seed(0)
+for layer in model[:LAYERS]:
+    layer.reset_parameters()
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows in torch.randn(4, 8, 3):
+    optimizer.zero_grad()
+    model(rows[dist.get_rank() :: dist.get_world_size()]).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "faults"), [(2, set()), (1, {"Parameters are never initialised"})])
+def test_memory_that_is_never_initialised_after_to_empty_is_named(
+    tmp_path: Path, layers: int, faults: set[str]
+) -> None:
+    (tmp_path / "train.py").write_text(META.replace("LAYERS", str(layers)))
+    report = prove(tmp_path / "train.py", [], "precision=fp64")
+    assert {one.diagnosis.fault for one in [*report.verdicts, *report.alone] if one.diagnosis} == faults, report.lines
+
+
 @pytest.mark.slow
 def test_hydra_and_a_command_without_an_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -158,12 +158,23 @@ def test_sums_that_a_loss_has_reduced_itself_are_told_from_other_wrong_sums(
     assert (told.fault == "The loss is scaled by N") == twice
 
 
-def test_a_mean_that_is_refused_of_few_rows_is_a_statistic_where_more_rows_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("statistic", "A statistic of the batch is taken of its parts"),
+        ("largest", "The loss depends on the micro-batch"),  # as where the sum is clamped
+        ("", "The loss depends on the micro-batch"),  # a mean would have been refused of the rows that were tried, too
+        ("mean", "A mean of means"),
+    ],
+)
+def test_a_mean_that_is_refused_of_some_rows_alone_is_what_more_rows_show(
+    tmp_path: Path, kind: str, fault: str
+) -> None:
     found = pair(tmp_path, None)
     found[0].facts.fault, found[0].facts.called = "ConfigError: 'next' is a mean", "A mean of means"
     assert diagnose(found, failed("loss", 1)).fault == "A mean of means"
-    found[1].facts.additivity = {"next": "statistic"}
-    assert diagnose(found, failed("loss", 1)).fault == "A statistic of the batch is taken of its parts"
+    found[1].facts.probed, found[1].facts.additivity = True, {"next": kind} if kind else {}
+    assert diagnose(found, failed("loss", 1)).fault == fault
 
 
 @pytest.mark.parametrize("kept", ["", "self.best"])

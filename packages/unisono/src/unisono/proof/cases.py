@@ -18,7 +18,7 @@ from unisono.runtime.errors import ConfigError
 Variation = Literal[
     "accumulate", "workers", "resume", "ranks", "recompute", "compile", "attention", "optimizer", "ordered"
 ]
-MAX_PARAMETERS = 5_000_000  # of a model that is proved as it is; every run writes a few copies of it per step
+MAX_PARAMETERS = 2_000_000  # of a model that is proved as it is; most of a proof is passes over it, in double precision
 ACROSS_STEPS = 10  # of a comparison of engines, where no other number is given
 # Settings of a proof while one writes a task: whether layouts agree at all, in seconds.
 QUICK = ("vary=[]", "precisions=[fp64]", "steps=2", "shrink=always")

@@ -29,6 +29,10 @@ REPEATED = (
 )
 NEIGHBOURS = "rows are computed by themselves"
 DOCUMENTS = "documents of a packed row are computed by themselves"
+PADDING = "padding changes nothing"
+COLLATED = "rows are collated by themselves"
+INITIALISED = "parameters are initialised"
+BY_NEIGHBOURS = (NEIGHBOURS, DOCUMENTS, PADDING, COLLATED)
 SWITCHED = "an evaluation is computed in evaluation mode"
 EQUAL_BUFFERS = "buffers are equal on all ranks"
 GRADIENT = "there is a gradient"
@@ -380,6 +384,8 @@ def check_invariants(trace: Trace) -> list[ComparedQuantity]:
         facts.unstable_gradient,
     )
     result = [_build_invariant(name, False, why) for name, why in zip(REPEATED, unstable, strict=True) if why]
+    if facts.uninitialised:
+        result.append(_build_invariant(INITIALISED, False, join_names(facts.uninitialised, 3)))
     if len(losses) > 1:  # one step, of a run that another began, has no other loss to differ from
         result.append(_check_loss(facts, losses))
     result += _check_gradient(facts)
@@ -414,8 +420,8 @@ def _check_neighbours(facts: RunFacts) -> list[ComparedQuantity]:
     """A row that sees others is another computation on every layout, unless that is what the user means."""
     if "neighbours" in facts.accepted:
         return []
-    found = [(NEIGHBOURS, facts.dependent), (DOCUMENTS, facts.packed)]
-    result = [_build_invariant(name, False, why) for name, why in found if why]
+    found = facts.dependent, facts.packed, facts.padding, facts.collated
+    result = [_build_invariant(name, False, why) for name, why in zip(BY_NEIGHBOURS, found, strict=True) if why]
     if facts.normalised:
         why = (
             f"{facts.normalised} normalises each micro-batch by its own statistics, so that 2 processes with 16 rows "

@@ -272,6 +272,8 @@ def reason_to_abstain(case: Case, mine: Trace, reference: Trace, first: Trace) -
             "maximum over rows, experts with a capacity, attention along the axis of the rows), so different "
             "micro-batches are a different computation"
         )
+    if case.other_micro_batch and first.facts.accepted and (why := first.facts.padding or first.facts.collated):
+        return f"{why}, so different micro-batches are a different computation"
     if first.facts.carried and not (case.whole or case.bitwise):
         return _carried_reason_to_abstain(case, first)
     if case.synchronised and first.facts.neighbours:
@@ -381,8 +383,7 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
     if not found.fault:
         found.invariants = comparison.check_invariants(trace)
     if case.engine:  # which is compared with another on the same micro-batches
-        by_neighbours = (comparison.NEIGHBOURS, comparison.DOCUMENTS)
-        found.invariants = [c for c in found.invariants if c.quantity not in by_neighbours]
+        found.invariants = [c for c in found.invariants if c.quantity not in comparison.BY_NEIGHBOURS]
     if trace.facts.kernels:
         found.notes.append(f"kernels: {', '.join(f'{name} {how}' for name, how in trace.facts.kernels.items())}")
     if "neighbours" in trace.facts.accepted and (said := _describe_neighbours(trace.facts)):
@@ -412,7 +413,7 @@ def _judge_reference(case: Case, trace: Trace) -> Verdict:
 def _describe_neighbours(facts: RunFacts) -> str:
     """How rows depend on their neighbours, empty if they do not."""
     normalised = f"{facts.normalised} normalises by the statistics of a micro-batch" if facts.normalised else ""
-    return "; ".join(filter(None, [normalised, facts.dependent, facts.packed]))
+    return "; ".join(filter(None, [normalised, facts.dependent, facts.packed, facts.padding, facts.collated]))
 
 
 def _describe_zeros(facts: RunFacts) -> str:

@@ -27,6 +27,7 @@ class FaultName(StrEnum):
     INITIALISATION_BY_RANK = "Initialisation depends on the rank"
     INITIALISATION_BY_LAYOUT = "Initialisation depends on the layout"
     INITIALISATION_BY_CALL = "Initialisation depends on the call"
+    NEVER_INITIALISED = "Parameters are never initialised"
     UNTIED_WEIGHTS = "Tied weights were untied"
     # forward
     FORWARD_BY_LAYOUT = "The forward pass depends on the layout"

@@ -10,10 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.proof.comparison import (
+    COLLATED,
     DOCUMENTS,
     EQUAL_BUFFERS,
     GRADIENT,
+    INITIALISED,
     NEIGHBOURS,
+    PADDING,
     SWITCHED,
     ComparedQuantity,
     first_failure,
@@ -24,6 +27,7 @@ from unisono.proof.diagnoses.predictions import stepped_per_process
 from unisono.proof.diagnoses.remedies import REMEDIES, Diagnosis, build_diagnosis
 from unisono.proof.recording.trace import Trace
 from unisono.runtime.fault_names import FaultName
+from unisono.runtime.text import join_names
 
 _KEPT_REMEDY = "keep it in a buffer, changed once per update, by what all processes have alike"
 _ROUNDING = 1e-13  # a smaller difference fails only where every bit of an fp64 run has to be equal
@@ -48,13 +52,15 @@ def diagnose(
         root: the run on one process whose task was tried by itself, if it is not the reference.
     """
     if mine.facts.fault:
-        if why := loss_rules.explain_refusal(mine, root or reference):
-            return build_diagnosis(FaultName.STATISTIC_OF_PARTS, why)
+        if refused := loss_rules.explain_refusal(mine, root or reference):
+            return refused
         return diagnose_error(mine.facts.called, mine.facts.fault)
     first = first_failure(compared)
     if first is None:
         return None
     pattern = Pattern(mine, reference, compared, first, world_size, starts, root)
+    if mine.facts.uninitialised and first.quantity == "initial parameters":
+        return build_diagnosis(FaultName.NEVER_INITIALISED, join_names(mine.facts.uninitialised, 3))
     if seen := _diagnose_by_facts(pattern):
         return seen
     if first.quantity in _INVARIANTS:
@@ -422,6 +428,7 @@ _INVARIANTS = {
     "the loss moved": FaultName.NOTHING_LEARNT,
     GRADIENT: FaultName.NO_GRADIENT,
     "steps begin without gradients": FaultName.GRADIENTS_NOT_CLEARED,
+    INITIALISED: FaultName.NEVER_INITIALISED,
     "the model is built alike": FaultName.INITIALISATION_BY_CALL,
     "samples repeat": FaultName.SAMPLES_BY_CALL,
     "the forward pass repeats": FaultName.FORWARD_BY_CALL,
@@ -430,6 +437,8 @@ _INVARIANTS = {
     "evaluation leaves things as they were": FaultName.EVALUATION_CHANGES_TRAINING,
     NEIGHBOURS: FaultName.ROW_BY_NEIGHBOURS,
     DOCUMENTS: FaultName.DOCUMENTS_NOT_SEPARATE,
+    PADDING: FaultName.PADDING_IN_LOSS,
+    COLLATED: FaultName.SAMPLE_BY_NEIGHBOURS,
     SWITCHED: FaultName.EVALUATION_BY_LAYOUT,
     "rows keep their places": FaultName.MIXED_ROWS,
     "ranks computed different rows": FaultName.EQUAL_ROWS,

@@ -102,12 +102,21 @@ def _reduced_before(pattern: Pattern) -> str:
     return f"{shown} of every micro-batch is the sum over those of all ranks, and is added up over ranks once more"
 
 
-def explain_refusal(mine: Trace, tried: Trace) -> str:
-    """Why a loss was refused as a mean that more rows show to be a statistic of them; empty for anything else."""
-    names = [name for name, kind in tried.facts.additivity.items() if kind == "statistic"]
-    if mine.facts.called != FaultName.MEAN_OF_MEANS or not names:
-        return ""
-    return f"{', '.join(map(repr, names))} {_KINDS['statistic'][1]}; of so few rows it was refused as a mean"
+def explain_refusal(mine: Trace, tried: Trace) -> Diagnosis | None:
+    """What a loss is that was refused as a mean of some rows, and not of those that were tried; None where it is one.
+
+    A mean is refused of any rows: what is refused of some alone is a statistic of them, or clamped, or the like.
+    """
+    if mine.facts.called != FaultName.MEAN_OF_MEANS or not tried.facts.probed or tried.facts.fault:
+        return None
+    kinds = {kind: name for name, kind in tried.facts.additivity.items() if kind not in ("mean", "averaged")}
+    refused = "of the rows of other micro-batches it was refused as a mean"
+    for kind, (fault, said) in _KINDS.items():
+        if kind in kinds:
+            return build_diagnosis(fault, f"'{kinds[kind]}' {said}; {refused}")
+    if tried.facts.additivity:
+        return None
+    return build_diagnosis(FaultName.LOSS_BY_MICRO_BATCH, f"{refused}, and of those that were tried it was not")
 
 
 def find_means(pattern: Pattern) -> str:

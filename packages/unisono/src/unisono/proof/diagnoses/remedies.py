@@ -27,6 +27,7 @@ REMEDIES: dict[FaultName, str] = {
     FaultName.INITIALISATION_BY_RANK: "draw from the seeded generator in build(), or from one seed on all ranks",
     FaultName.INITIALISATION_BY_LAYOUT: "initialise from a seed that no rank changes; look for hash() and sets",
     FaultName.INITIALISATION_BY_CALL: "draw from torch's generator in build(), which is seeded: no clock, no other",
+    FaultName.NEVER_INITIALISED: "initialise every parameter and buffer after to_empty(), or load them",
     FaultName.UNTIED_WEIGHTS: "tie them after wrapping",
     # forward
     FaultName.FORWARD_BY_LAYOUT: "let no row's output depend on the rows beside it, or on who computes it",

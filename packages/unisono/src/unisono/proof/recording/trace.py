@@ -175,6 +175,7 @@ class RunFacts:
 
     # Of a script of another library.
     optimizer: str = ""  # the name of its optimizer's class
+    uninitialised: list[str] = field(default_factory=list)  # parameters and buffers that `to_empty` has left
     untrained: list[str] = field(default_factory=list)  # trainable, and held by no optimizer, or at no rate
     by_script: list[str] = field(default_factory=list)  # parameters that it has changed itself, between updates
     replaced: str = ""  # that other parameters than those of the optimizer got gradients, as if in their place

@@ -27,6 +27,7 @@ from unisono.proof.scripts.replay.replayed_run import ReplayedRun
 from unisono.proof.scripts.replay.row_exchange import How
 from unisono.proof.scripts.script_recorder import Records, World
 from unisono.proof.scripts.start.cuda_on_cpu import cuda_on_cpu
+from unisono.proof.scripts.start.empty_memory import filled_memory
 from unisono.runtime.errors import ConfigError, UnisonoError
 from unisono.runtime.source_files import is_user_file
 from unisono.supervise.preemption import TooEarly
@@ -113,7 +114,8 @@ def main(folder: Path) -> NoReturn:
         inside = nullcontext() if isinstance(mode, nullcontext) else precision.promoted_inside_backward(mode)
         dropout = without_dropout() if run.dropout == "off" else nullcontext()
         devices = cuda_on_cpu(run.devices) if run.cuda == "cpu" else nullcontext()
-        with HangWatch(folder, place.rank).limit(run.timeout), files, default, dropout, devices, inside, mode as seen:
+        watch = HangWatch(folder, place.rank)
+        with watch.limit(run.timeout), filled_memory(), files, default, dropout, devices, inside, mode as seen:
             train = _load_watched(run, folder) if run.steps else _load_function(run.reference)
             sys.argv = run.arguments
             records = _call_script(train, world, place.rank)

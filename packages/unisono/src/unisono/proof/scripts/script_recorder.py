@@ -33,6 +33,7 @@ from unisono.proof.scripts.owned_state import find_pieces, gather_owned
 from unisono.proof.scripts.parameter_changes import ParameterChanges
 from unisono.proof.scripts.rank_facts import RankFacts, buffers_moment, fill_reports, reduced_moment, write_rank_facts
 from unisono.proof.scripts.record_group import build_group
+from unisono.proof.scripts.start.empty_memory import find_uninitialised
 from unisono.runtime import rng
 from unisono.runtime.errors import ConfigError
 
@@ -73,9 +74,8 @@ class World:
         """
         if read_tensors(self.folder, "initial parameters", None):
             raise ConfigError(
-                "records() was called a second time in one run, whose trace is of one model and optimizer. Put the "
-                "models into one nn.ModuleDict, or prove the script as it is (unisono prove train.py), which follows "
-                "all models and optimizers"
+                "records() was called a second time in one run, whose trace is of one model. Put all into one "
+                "nn.ModuleDict, or prove the script as it is (unisono prove train.py), which follows all models"
             )
         return Records(self, model, optimizer, ema)
 
@@ -281,6 +281,7 @@ class Records:
         return by_plain_name((name, one) for name, one in self._model.named_buffers() if id(one) not in scratch)
 
     def _begin(self, parameters: Mapping[str, Tensor]) -> None:
+        self._facts.uninitialised += find_uninitialised({**parameters, **self._buffers()})
         if self._world.perturbed:
             size = self._world.perturbed
             with torch.no_grad():
