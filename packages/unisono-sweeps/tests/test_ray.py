@@ -19,7 +19,7 @@ from .written import TASK
 pytest.importorskip("ray", reason="ray is not installed")
 
 pytestmark = pytest.mark.slow
-BASE = ("optim=adamw", "train.global_batch=8", "layout.device=cpu", "trial=false", "launcher=ray")
+BASE = ("optim=adamw", "train.global_batch=8", "layout.device=cpu", "trial=false")
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def ask(cluster: str, here: Path) -> Callable[..., str]:
-    """What the command says for a sweep on the cluster."""
+    """What a command says on the cluster, by default a sweep."""
 
-    def run(*words: str, code: int = 0) -> str:
-        command = [sys.executable, "-m", "unisono", "sweep", TASK, *BASE, f"address={cluster}", *words]
+    def run(*words: str, code: int = 0, verb: str = "sweep", task: str = TASK) -> str:
+        command = [sys.executable, "-m", "unisono", *verb.split(), task, "launcher=ray", f"address={cluster}"]
+        command += [*(BASE if verb == "sweep" else BASE[:3]), *words]
         done = jobs.finished(command, here)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -82,3 +83,16 @@ def test_what_no_host_has_is_refused(ask: Callable[..., str]) -> None:
         "optim.lr=1,2", "nodes=3", "layout.world_size=3", "train.global_batch=9", code=2
     )
     assert "launcher=ray: no cluster at address=127.0.0.1:1" in ask("optim.lr=1,2", "address=127.0.0.1:1", code=2)
+
+
+def test_a_search_a_single_run_and_a_proof_run_there_too(ask: Callable[..., str], here: Path) -> None:
+    pytest.importorskip("optuna")
+    words = ("optim.lr=tag(log,interval(1e-3,1e-1))", "train.steps=6", "metric=loss", "name=q", "jobs=2")
+    assert "best of 3: trial-" in ask(*words, "trials=3", verb="search")
+    assert "best of 4: trial-" in ask(*words, "trials=4", verb="search")
+    tried = sorted((here / "runs/q").glob("trial-*"))
+    assert [read_run_facts(run).steps_done for run in tried] == [6] * 4
+    assert "step 5/5" in ask("train.steps=5", "run.name=mine", "layout.world_size=2", "cpus=1", verb="train")
+    assert read_run_facts(here / "runs/mine").config["layout"]["world_size"] == 2
+    assert "exit code 3" in ask("train.steps=5", "optim.lr=1e30", verb="train", code=3)
+    assert "PASS" in ask("layouts=[ddp:2]", "vary=[]", verb="prove")

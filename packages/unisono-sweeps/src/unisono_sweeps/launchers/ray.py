@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from unisono.config import schema
 from unisono.config.schema import Positive
 from unisono.launch.launcher import Ended, Hosts, Job
 from unisono.launch.processes import fork_server
+from unisono.runtime.console import say
 from unisono.runtime.errors import ConfigError
 from unisono_sweeps.extras import import_ray
 from unisono_sweeps.launchers.console import interrupted_by_sigterm, last_sentence
@@ -33,6 +35,7 @@ _POLL = 0.5  # seconds
 _GRACE = 120.0  # seconds for runs to save and stop
 _CONNECT = 10.0  # seconds
 _LOST = 9  # the exit code of a run whose host is gone
+_LONGEST = 200  # characters of what Ray says about it
 
 
 class RayLauncher:
@@ -49,6 +52,7 @@ class RayLauncher:
         )
         memory_gb: Positive | None = Field(None, description="memory of each; null: not reserved")
         jobs: PositiveInt = Field(8, description="runs at a time, if the cluster has room for them")
+        max_restarts: NonNegativeInt = Field(10, description="times that a run which loses a host is placed again")
 
     begins, waits = "submitted", True
 
@@ -88,13 +92,13 @@ class RayLauncher:
         stops: Callable[[Job], bool] | None = None,
     ) -> None:
         """See the interface."""
-        waiting, running = iter(jobs), dict[str, _Placed]()
+        waiting, running, lost = iter(jobs), dict[str, _Placed](), Counter[str]()
         with self._connected():
             try:
                 with interrupted_by_sigterm():
                     while True:
                         while len(running) < self._settings.jobs and (job := next(waiting, None)) is not None:
-                            running[job.name] = _Placed(self._ray, job, self._settings, self._bundle(job))
+                            running[job.name] = self._place(job)
                             started(job)
                         if not running:
                             return
@@ -102,12 +106,20 @@ class RayLauncher:
                             if (how := one.poll()) is not None:
                                 del running[name]
                                 one.release()
-                                ended(one.job, how)
+                                if how.code == _LOST and lost[name] < self._settings.max_restarts:
+                                    lost[name] += 1
+                                    say(f"{name}: {how.why}; it resumes on another one", error=True)
+                                    running[name] = self._place(one.job)
+                                else:
+                                    ended(one.job, how)
                             elif stops is not None and stops(one.job):
                                 one.stop()
                         time.sleep(_POLL)
             finally:
                 _stop(list(running.values()), ended)
+
+    def _place(self, job: Job) -> _Placed:
+        return _Placed(self._ray, job, self._settings, self._bundle(job))
 
     def _bundle(self, job: Job) -> dict[str, float]:
         """What a host of a run reserves."""
@@ -211,6 +223,7 @@ class _Placed:
     bundle: Mapping[str, float]
     _hosts: list[Any] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
+    _answers: dict[int, Any] = field(default_factory=dict)  # that are awaited: a host that is lost gives none
     _began: float = field(default_factory=time.monotonic)
     _is_requested: bool = False
 
@@ -231,12 +244,17 @@ class _Placed:
                     self._start()
                 return None
             for number, host in enumerate(self._hosts):
-                if number not in self._codes and (code := self.ray.get(host.poll.remote())) is not None:
-                    self._codes[number] = code
+                if number in self._codes:
+                    continue
+                if number not in self._answers:
+                    self._answers[number] = host.poll.remote()
+                if self.ray.wait([self._answers[number]], timeout=0)[0]:
+                    answer = self._answers.pop(number)
+                    if (code := self.ray.get(answer)) is not None:
+                        self._codes[number] = code
         except self.ray.exceptions.RayError as error:
-            return Ended(
-                _LOST, time.monotonic() - self._began, f"a host of the run is lost: {str(error).splitlines()[0]}"
-            )
+            said = " ".join(str(error).split())
+            return Ended(_LOST, time.monotonic() - self._began, f"a host of the run is lost: {said[:_LONGEST]}")
         if len(self._codes) < len(self._hosts):
             return None
         number = next((number for number, code in sorted(self._codes.items()) if code), 0)
@@ -248,7 +266,7 @@ class _Placed:
         """Ask the run to save and stop; any of its launchers passes it on."""
         if not self._is_requested and self._hosts:
             with suppress(self.ray.exceptions.RayError):
-                self.ray.get(self._hosts[0].stop.remote())
+                self._hosts[0].stop.remote()  # not awaited: its host may be lost
         self._is_requested = True
 
     def release(self) -> None:
