@@ -100,3 +100,15 @@ def test_in_16_bits_every_product_over_places_is_one_over_a_multiple_of_eight(bi
     over_places = [shape for *shapes, _ in found for shape in shapes if shape[0] != ROWS and length in shape]
     padded = [shape for *shapes, _ in found for shape in shapes if length + -length % 8 in shape]
     assert not over_places and padded if bits == 16 else over_places and not padded
+
+
+def test_a_gated_product_keeps_gate_and_up_for_its_backward_pass_and_nothing_else_of_their_size() -> None:
+    """The whole step of the published MLP then needs about half of the memory and a fifth less traffic."""
+    from unisono_puzzles.model.jax_model import SwiGLU
+
+    rows, features = 6, 16
+    layer = SwiGLU(features, CONFIG, jax.random.key(0))
+    inner = layer.down.weight.shape[1]
+    _, pull = jax.vjp(lambda layer, x: layer(x), layer, jax.numpy.ones((rows, features)))
+    kept = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == (rows,)]
+    assert [shape for shape in kept if shape[-1] >= inner] == [(rows, 2 * inner)]

@@ -237,8 +237,17 @@ class SwiGLU(eqx.Module):
         extra = x.shape[-1] - self.features
         gate_up = Linear(jnp.pad(self.gate_up.weight, ((0, 0), (0, extra))))
         down = Linear(jnp.pad(self.down.weight, ((0, extra), (0, 0))))
-        gate, up = jnp.split(gate_up(x), 2, axis=-1)
-        return down(jax.nn.silu(gate) * up)
+        return _gated_product(gate_up(x), down)
+
+
+@jax.checkpoint
+def _gated_product(hidden: Array, down: Linear) -> Array:
+    """`down(silu(gate) · up)`, whose backward pass computes all that is element-wise again from gate and up.
+
+    Otherwise five arrays of their size are kept: the gate's sigmoid, its derivative, and each factor.
+    """
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    return down(jax.nn.silu(gate) * up)
 
 
 class Linear(eqx.Module):
