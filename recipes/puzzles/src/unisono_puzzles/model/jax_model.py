@@ -237,7 +237,8 @@ class SwiGLU(eqx.Module):
         extra = x.shape[-1] - self.features
         gate_up = Linear(jnp.pad(self.gate_up.weight, ((0, 0), (0, extra))))
         down = Linear(jnp.pad(self.down.weight, ((0, extra), (0, 0))))
-        return _gated_product(gate_up(x), down)
+        made: Array = _gated_product(gate_up(x), down)
+        return made
 
 
 @jax.checkpoint
