@@ -138,8 +138,8 @@ def told_at(width: int | None, monkeypatch: pytest.MonkeyPatch, tell: Callable[[
 
 
 def words(text: str) -> set[str]:
-    """The words of a text; all numbers are alike, and times that pass between two calls are none."""
-    return set(re.sub("[─#]+", " ", re.sub(r"\d+(\.\d+)?( (s|min|h|d)\b)?", "0", text)).split())
+    """The words of a text; all numbers are alike, and times that pass between two calls are none, folded or not."""
+    return set(re.sub("[─#]+", " ", re.sub(r"\d+(\.\d+)?(\s+(s|min|h|d)\b)?", "0", text)).split())
 
 
 def wrapped_lines(text: str, width: int) -> list[str]:

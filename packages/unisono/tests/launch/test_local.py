@@ -16,6 +16,7 @@ import pytest
 from packages.unisono.tests import tasks
 from unisono.launch.cluster import RUN_ID_VARIABLE
 from unisono.launch.processes import children, exit_report, local_processes
+from unisono.runtime import errors
 from unisono.runtime.communication.communicator import Node
 from unisono.task_config import load_config
 
@@ -157,7 +158,7 @@ KILLED = "rank 1 died without a message (killed by signal 9 (SIGKILL), possibly 
     [
         pytest.param({0: 1, 1: -9}, ["0 Preempted 0.2"], KILLED, 9,
                      id="a death, which another rank takes for a preemption, as the launcher ends it"),
-        pytest.param({0: 1, 1: -15}, ["0 Preempted 0.2"], "Preempted of 0", 1, id="a preemption of all ranks"),
+        pytest.param({0: 1, 1: -15}, ["0 Preempted 0.2"], "Preempted of 0", 75, id="a preemption of all ranks"),
         pytest.param({0: 5, 1: -15}, ["0 DeadlineError 0.2"], f"{SILENT}1", 5,
                      id="who waited for a process that the launcher ended"),
         pytest.param({0: 5, 1: -9, 2: 5}, ["0 DeadlineError 5.3", "2 DeadlineError 5.1"], f"{SILENT}1", 5,
@@ -169,7 +170,7 @@ KILLED = "rank 1 died without a message (killed by signal 9 (SIGKILL), possibly 
         pytest.param({1: -9}, [], KILLED, 9, id="a process that died where nobody waited"),
         pytest.param({3: -15}, [], "rank 3 died without a message (killed by signal 15 (SIGTERM)); see ", 9,
                      id="a process that was ended where nobody waited"),
-        pytest.param({0: 5, 1: 2, 2: -15}, ["0 DeadlineError 0.3", "1 DataError 0.2"], "DataError of 1", 1,
+        pytest.param({0: 5, 1: 2, 2: -15}, ["0 DeadlineError 0.3", "1 DataError 0.2"], "DataError of 1", 2,
                      id="a fault of the task before a wait for it"),
     ],
 )  # fmt: skip
@@ -179,7 +180,7 @@ def test_of_many_faults_the_cause_is_told(
     """Each fault is the rank, the kind and how many seconds ago it was written."""
     for rank, kind, ago in map(str.split, faults):
         fault = {"rank": int(rank), "kind": kind, "text": f"{kind} of {rank}", "time": time.time() - float(ago)}
-        report = {**fault, "code": 5 if kind == "DeadlineError" else 1, "fault": ""}
+        report = {**fault, "code": getattr(errors, kind).exit_code, "fault": ""}
         (tmp_path / f"rank-{rank}.fault.json").write_text(json.dumps(report))
     found = exit_report.select_fault(tmp_path, exits)
     assert (str(found).removesuffix(str(tmp_path)), found.exit_code) == (told, code)
