@@ -28,9 +28,14 @@ class Still(Ones):
         return optax.scale(0.0)
 
 
-def run(task: LinearTask, lr: float) -> Any:
-    train, optim = {"steps": 1, "global_batch": 8}, {"kind": "adamw", "lr": lr, "weight_decay": 0.0}
-    return trace(task, configuration(train=train, observe={"progress": False}, layout=layout(), optim=optim))
+def run(task: LinearTask, lr: float, steps: int = 1, warmup: int = 0) -> Any:
+    train = {"steps": steps, "global_batch": 8, "guard_every": 2}
+    given = {
+        "train": train,
+        "optim": {"kind": "adamw", "lr": lr, "weight_decay": 0.0},
+        "schedules": {"lr": {"kind": "constant", "warmup": warmup}},
+    }
+    return trace(task, configuration(observe={"progress": False}, layout=layout(), **given))
 
 
 def test_an_update_that_is_lost_to_rounding_is_no_fault() -> None:
@@ -41,3 +46,10 @@ def test_an_update_that_is_lost_to_rounding_is_no_fault() -> None:
 def test_an_update_that_changes_nothing_at_an_ordinary_rate_is_refused() -> None:
     with pytest.raises(GuardError, match="the update changed none of the 2 parameters that have a gradient"):
         run(Still(), 3e-4)
+
+
+def test_an_update_that_changes_nothing_is_refused_as_soon_as_the_warm_up_makes_it_large_enough() -> None:
+    """The first update is lost to rounding, as it may be; the second is looked at again."""
+    run(Still(), 1.1e-7, steps=2, warmup=2)
+    with pytest.raises(GuardError, match="the update changed none of the 2 parameters that have a gradient"):
+        run(Still(), 2.2e-7, steps=2, warmup=2)

@@ -95,7 +95,7 @@ class JaxEngine:
         self._observed = not job.check_updates  # whether somebody looks at what is inside of a step; a proof does
         self.random = False
         self._carry_started = False  # whether rows have a state that a step has left
-        self._steps_made = 0
+        self._steps_made, self._has_moved = 0, False
         self._compared: int | None = None
 
     # setup ------------------------------------------------------------------------------------------------------
@@ -302,12 +302,14 @@ class JaxEngine:
             return
         before = self._digests
         self.check_replicas(step + 1)
-        if self._steps_made == 1:
+        if not self._has_moved:
             names = (f"{state.MODEL}{name}" for name in sorted(self.train_state.parameters))
             gradients = dict(zip(names, squares.tolist(), strict=True))
             moving = [name for name, square in gradients.items() if square > 0]
             rules.check_moved(before, self._digests, moving, lambda: self._exceeds_rounding(gradients, scalars["lr"]))
-            if still := [name for name, square in gradients.items() if square == 0]:
+            self._has_moved = any(not np.array_equal(before[name], self._digests[name]) for name in moving)
+            still = [name for name, square in gradients.items() if square == 0]
+            if still and self._steps_made == 1:
                 log.warning(
                     "no gradient in the first step of %s; they decay like the others. `frozen` keeps them unchanged",
                     join_names(name.removeprefix(state.MODEL) for name in still),
