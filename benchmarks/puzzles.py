@@ -137,7 +137,7 @@ def published(task: Any, rows: int, steps: int, precision: str, device: str = "c
 
     from unisono.optim.adam_atan2 import AdamAtan2
     from unisono.optim.sign_sgd import RowSignSgd
-    from unisono_puzzles.base import fields_of
+    from unisono_puzzles.batches import fields_of
     from unisono_puzzles.model import act
 
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def published(task: Any, rows: int, steps: int, precision: str, device: str = "c
     for _ in range(steps):
         yield clocks()
         arrays = next(source)
-        batch = {name: torch.as_tensor(value).to(device) for name, value in fields_of(arrays).items()}
+        batch = {name: torch.as_tensor(value).to(device) for name, value in fields_of(arrays, "sudoku").items()}
         if carry is None:
             carry = {name.split("/")[1]: value for name, value in task.initial_carry(
                 {f"sudoku/{name}": value for name, value in batch.items()}).items()}  # fmt: skip

@@ -20,7 +20,7 @@ from unisono.data.order.planning import checkable_sources
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
 from unisono.task import Context, SampleContext
 from unisono_puzzles import settings
-from unisono_puzzles.base import fields_of, with_kind
+from unisono_puzzles.batches import fields_of, with_kind
 from unisono_puzzles.model import act
 from unisono_puzzles.task import Puzzles
 
@@ -129,7 +129,7 @@ def test_a_row_at_work_ignores_the_new_puzzle_and_one_that_halted_takes_it() -> 
         loss = made.loss(made.outputs(model, batch, context), batch, context)
         assert loss.carry is not None
         carry = loss.carry
-        kept = fields_of(carry)
+        kept = fields_of(carry, "sudoku")
         seen.append(
             (kept["question"].numpy(), kept["halted"].tolist(), kept["learnt"].tolist(), kept["steps"].tolist())
         )
@@ -160,11 +160,11 @@ def test_an_evaluation_makes_all_steps_and_notes_where_each_row_would_have_halte
     context = Context(0, training=False)
     with torch.no_grad():
         made_outputs = made.outputs(model, batch, context)
-        outputs = fields_of(made_outputs)
-        kind, fields = "sudoku", fields_of(batch)
+        kind = "sudoku"
+        outputs, fields = fields_of(made_outputs, kind), fields_of(batch, kind)
         answers, state = [], None
         for _ in range(4):  # by hand
-            carry = fields_of(made.initial_carry(batch)) if state is None else state
+            carry = fields_of(made.initial_carry(batch), kind) if state is None else state
             rows_ = act.begin(carry, fields, model.starts) if state is None else carry
             step = model(kind, rows_, 2, 2)
             state = {**rows_, **step.states}
@@ -212,7 +212,7 @@ def test_votes_over_augmentations_find_the_answer_that_most_of_them_give(tmp_pat
         found = made.count_votes(answers, torch.zeros(5), batch)
         assert [bool(found[f"pass@{most}"]) for most in (1, 2)] == won, wrong
     model = made.build()
-    outputs = fields_of(made.outputs(model, with_kind("arc", batch), Context(0, training=False)))
+    outputs = fields_of(made.outputs(model, with_kind("arc", batch), Context(0, training=False)), "arc")
     assert outputs["logits"].shape == (1, 900, 12) and outputs["pass@1"].shape == (1,)
 
 
@@ -255,12 +255,10 @@ def test_levels_of_ratings_sort_in_the_order_of_the_ratings(tmp_path: Path) -> N
     puzzles = small_sudokus(40)
     write_csv(tmp_path / "test.csv", replace(puzzles, ratings=np.arange(40, dtype=np.float32) * 30))
     write_csv(tmp_path / "train.csv", puzzles)
-    levels = task(data={"kind": "sudoku", "path": tmp_path, "cache": tmp_path}).levels["sudoku"]
+    levels = task(data={"kind": "sudoku", "path": tmp_path, "cache": tmp_path}).catalogue.levels["sudoku"]
     assert levels == sorted(levels) == ["1_up_to_270", "2_up_to_570", "3_up_to_870", "4_above_870"]
-    assert (
-        task(data={"kind": "sudoku", "path": tmp_path / "train.csv", "cache": tmp_path / "other"}).levels["sudoku"]
-        == []
-    )
+    unrated = task(data={"kind": "sudoku", "path": tmp_path / "train.csv", "cache": tmp_path / "other"})
+    assert unrated.catalogue.levels["sudoku"] == []
 
 
 def test_a_micro_batch_of_several_kinds_is_refused(tmp_path: Path) -> None:
@@ -306,4 +304,4 @@ def test_a_whole_micro_batch_is_built_of_the_same_bits_as_its_rows_one_by_one(
         assert together.info is not None and alone.info is not None
         assert together.info.contents.tolist() == alone.info.contents.tolist()
         if purpose == "train" and augment:
-            assert len(np.unique(fields_of(together.arrays)["question"], axis=0)) > len(source)
+            assert len(np.unique(together.arrays[f"{source.kind}/question"], axis=0)) > len(source)

@@ -1,24 +1,25 @@
-"""What the puzzle tasks of both engines share: data, samples, batches and counts, in NumPy."""
+"""The puzzle task without its model and the few operations that differ between torch and JAX."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from array_api_compat import array_namespace
 from typing_extensions import TypedDict
 
 from unisono import (
     Batch,
     ConfigError,
+    Context,
     DataError,
     Joined,
+    Loss,
     SampleColumns,
     SampleContext,
     SampleContexts,
@@ -28,34 +29,26 @@ from unisono import (
 )
 from unisono.recipe_tools import cache_entry
 from unisono_puzzles import settings
+from unisono_puzzles.batches import Fields, PuzzlesOfKind, fields_of, find_kind, with_kind
+from unisono_puzzles.catalogue import Catalogue, KindJson
 from unisono_puzzles.data.arrays import StoredPuzzle
-from unisono_puzzles.data.formats import ARC_COLOURS, FormatJson, Puzzle, Puzzles, format_from_json, format_to_json
+from unisono_puzzles.data.formats import ARC_SIDE, Puzzle
 from unisono_puzzles.data.library import Library, open_libraries
 from unisono_puzzles.data.prepared import PuzzlePreparation
-from unisono_puzzles.data.tables import grid_to_json, puzzle_to_text
-from unisono_puzzles.model import scores
-from unisono_puzzles.model.shape import Kind, inner_width, step_flops
+from unisono_puzzles.model import act, scores, votes
+from unisono_puzzles.model.shape import Kind, inner_width, places, step_flops
+from unisono_puzzles.predictions import describe_solutions
 
 _ASSET = "puzzles.json"
-_LEVELS = 4  # of ratings
-KIND = "kind"  # the array of a batch of several kinds that says which one it holds
 _LEAST_WIDTH = 8  # features of a head in a model that is made smaller
-Fields = dict[str, Any]
-
-
-class _Puzzles(TypedDict):
-    format: FormatJson
-    embeddings: int
-    levels: list[float]
-    tasks: NotRequired[list[str]]
 
 
 class _Assets(TypedDict):
-    kinds: dict[str, _Puzzles]
+    kinds: dict[str, KindJson]
     data: dict[str, Any]
 
 
-class PuzzlesBase(Task):
+class PuzzlesTask(Task):
     """Questions and answers as tokens, and rows that work at one puzzle for several steps.
 
     The loss has the terms `answer` and `halt`, and `q_continue` and `consistency` where they have a weight; each counts
@@ -70,7 +63,7 @@ class PuzzlesBase(Task):
     model_config: settings.Model
     data_config: Any
     _predict_only = False  # all puzzles are held out, and need no answers
-    _run_tasks: Mapping[str, Sequence[str]] = {}  # names of ARC tasks by kind, of the run that predicts
+    _run_catalogue: Catalogue | None = None  # of the run that is used
 
     # data -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +103,7 @@ class PuzzlesBase(Task):
         }
         # A training batch has all that an evaluation's has: JAX traces the evaluation before the first step on one.
         rating = np.array([np.nan if context.training else example.rating])
-        fields["level"] = self._levels_of(kind, rating)[0]
+        fields["level"] = self.catalogue.levels_of(kind, rating)[0]
         if context.training:
             fields["explore"] = np.float32(context.rng.random())
             fields["patience"] = np.int32(self._patience(context.rng.random()))
@@ -125,7 +118,7 @@ class PuzzlesBase(Task):
         draws = contexts.rng.random(library.draws + 2) if training else None
         if draws is None:
             questions, answers = puzzles.questions, puzzles.answers
-            levels = self._levels_of(kind, puzzles.ratings)
+            levels = self.catalogue.levels_of(kind, puzzles.ratings)
         else:
             boards = library.examples(puzzles, draws[:, :-2])
             questions, answers = boards[:, 0], boards[:, 1]
@@ -143,11 +136,7 @@ class PuzzlesBase(Task):
         return SampleColumns(**fields)
 
     def collate(self, samples: Sequence[Fields]) -> Batch:
-        """A batch of one kind: `question` and `answer` (rows, cells) uint8, and numbers per row.
-
-        If the run has several kinds, the arrays of this one come first, and those of the others are zeros, so that all
-        batches have the same shapes, as JAX requires; nothing is computed from them. `kind` (rows,) is its number.
-        """
+        """A batch of one kind: `question` and `answer` (rows, cells) uint8, and numbers per row."""
         together = samples.fields if isinstance(samples, SampleColumns) else None
         kinds = sorted(set(together["kind"]) if together else {sample["kind"] for sample in samples})
         if len(kinds) > 1:
@@ -161,22 +150,16 @@ class PuzzlesBase(Task):
             for name in samples[0]
             if name != "kind"
         }
-        batch = with_kind(kinds[0], held)
-        if len(self.kinds) > 1:
-            number = list(self.kinds).index(kinds[0])
-            for other in self.kinds.keys() - kinds:
-                batch |= with_kind(other, self._zero_fields(other, len(samples), "explore" in held))
-            batch[KIND] = np.full(len(samples), number, dtype=np.int32)
-        return batch
+        return with_kind(kinds[0], held)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """The number of rows with a known answer, for every term."""
-        answers = np.asarray(fields_of(batch)["answer"])
+        answers = np.asarray(fields_of(batch, self.kind_of(batch))["answer"])
         return dict.fromkeys(scores.term_weights(self.config), float((answers > 0).any(axis=1).sum()))
 
     def work(self, batch: Batch) -> dict[str, float]:
         """The number of puzzles, and the FLOPs of a supervision step at the full depth."""
-        kind, rows, config = batch_kind(batch), float(len(next(iter(batch.values())))), self.model_config
+        kind, rows, config = self.kind_of(batch), float(len(next(iter(batch.values())))), self.model_config
         return {"puzzles": rows, "flops": rows * step_flops(self.kinds[kind], config, config.h_cycles, config.l_cycles)}
 
     # the model --------------------------------------------------------------------------------------------------
@@ -200,50 +183,25 @@ class PuzzlesBase(Task):
         """Whether the Q-value of halting must exceed that of continuing (HRM)."""
         return self.config.weights.q_continue > 0
 
-    @cached_property
+    @property
+    def catalogue(self) -> Catalogue:
+        """What is known of the puzzles without their data; of a run that is used, what it was trained on."""
+        return self._own_catalogue if self._run_catalogue is None else self._run_catalogue
+
+    @property
     def kinds(self) -> dict[str, Kind]:
         """The kinds of puzzles, by name."""
-        return {name: Kind(library.format, library.embeddings) for name, library in self.libraries.items()}
+        return self.catalogue.kinds
 
-    @cached_property
-    def levels(self) -> dict[str, list[str]]:
-        """Names of the quartiles of the held-out ratings, by kind: `1_up_to_6`, …; none without ratings."""
-        return {name: _level_names(edges) for name, edges in self._edges.items()}
+    def kind_of(self, batch: Mapping[str, Any]) -> str:
+        """The kind of puzzles that a batch holds."""
+        return find_kind(batch, list(self.kinds))
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """The columns of `unisono predict`: puzzle, solution, whether it is exact, confidence and steps.
-
-        `exact` and `cells` are empty where the answer is unknown. ARC grids are written as JSON.
-        """
-        kind, fields = batch_kind(batch), {name: np.asarray(value) for name, value in fields_of(batch).items()}
-        outputs = fields_of(outputs, kind)
-        found = {name: np.asarray(outputs[name].tolist()) for name in ("solution", "q", "early_steps")}
-        format_, answers = self.kinds[kind].format, fields["answer"]
-        questions = fields["question"] if fields["question"].ndim == 2 else fields["question"][:, 0]
-        pairs = zip(found["solution"], answers, strict=True)
-        cells = [float((solved == true)[true > 0].mean()) if true.any() else None for solved, true in pairs]
-        columns: dict[str, Any] = {
-            "puzzle": [puzzle_to_text(tokens, format_) for tokens in questions],
-            "solution": [puzzle_to_text(tokens, format_) for tokens in found["solution"]],
-            "answer": [puzzle_to_text(tokens, format_) if tokens.any() else "" for tokens in answers],
-            "exact": ["" if share is None else share == 1.0 for share in cells],
-            "cells": ["" if share is None else share for share in cells],
-            "confidence": 1 / (1 + np.exp(-found["q"][:, 0])),
-            "steps": found["early_steps"],
-        }
-        if "ranked" in outputs:
-            grids, votes = np.asarray(outputs["ranked"].tolist()), outputs["votes"].tolist()
-            columns["solution"] = [grid_to_json(best[0]) for best in grids]
-            for number in range(grids.shape[1]):
-                columns[f"guess_{number + 1}"] = [grid_to_json(best[number]) for best in grids]
-                columns[f"votes_{number + 1}"] = [int(counts[number]) for counts in votes]
-            del columns["exact"], columns["cells"]
-            for most in self.config.pass_at:
-                right = outputs[f"pass@{most}"].tolist()
-                columns[f"pass@{most}"] = [
-                    bool(won) if known.any() else "" for won, known in zip(right, answers, strict=True)
-                ]
-        return columns
+        """The columns of `unisono predict`; see `predictions.describe_solutions`."""
+        kind = self.kind_of(batch)
+        fields = {name: np.asarray(value) for name, value in fields_of(batch, kind).items()}
+        return describe_solutions(fields_of(outputs, kind), fields, self.kinds[kind].format, self.config.pass_at)
 
     # around the run ---------------------------------------------------------------------------------------------
 
@@ -266,29 +224,16 @@ class PuzzlesBase(Task):
 
     def save_assets(self, directory: Path) -> None:
         """Save the kinds of puzzles, so that the run can be used without its data."""
-        kinds = {
-            name: {
-                "format": format_to_json(kind.format),
-                "embeddings": kind.embeddings,
-                "levels": self._edges[name],
-                "tasks": list(self.libraries[name].tasks),
-            }
-            for name, kind in self.kinds.items()
-        }
-        described = {"kinds": kinds, "data": self.data_config.model_dump(mode="json")}
+        described = {"kinds": self.catalogue.to_json(), "data": self.data_config.model_dump(mode="json")}
         (directory / _ASSET).write_text(json.dumps(described), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
         """Use the kinds of a run. Of data other than the run's, all puzzles are solved, with or without answers."""
         described = read_asset(directory, _ASSET, _Assets)
-        vars(self)["kinds"] = {
-            name: Kind(format_from_json(one["format"]), one["embeddings"]) for name, one in described["kinds"].items()
-        }
-        vars(self)["_edges"] = {name: one["levels"] for name, one in described["kinds"].items()}
-        self._run_tasks = {name: one.get("tasks", []) for name, one in described["kinds"].items()}
+        self._run_catalogue = Catalogue.from_json(described["kinds"])
         self._predict_only = described["data"] != self.data_config.model_dump(mode="json")
 
-    def shrink(self, limit: int) -> PuzzlesBase | None:
+    def shrink(self, limit: int) -> PuzzlesTask | None:
         """The same puzzles with a narrower model and fewer cycles."""
         config = self.model_config
         size = config.width * config.layers * config.nets * (4 * config.width + 3 * inner_width(config.width, config))
@@ -319,7 +264,7 @@ class PuzzlesBase(Task):
                 trained = ", ".join(f"{one} {kind.format.size}" for one, kind in self.kinds.items())
                 raise DataError(f"these puzzles are {name} {library.format.size}, and the run was trained on {trained}")
             if library.tasks:
-                found[name] = library.with_tasks_of_run(self._run_tasks[name], known.embeddings)
+                found[name] = library.with_tasks_of_run(self.catalogue.tasks[name], known.embeddings)
             elif known.embeddings < library.embeddings:
                 raise DataError(
                     f"these puzzles need {library.embeddings} puzzle embeddings, and the run has {known.embeddings}"
@@ -327,17 +272,8 @@ class PuzzlesBase(Task):
         return found
 
     @cached_property
-    def _edges(self) -> dict[str, list[float]]:
-        """The quartiles of the held-out ratings, without repetition: the highest rating of each level."""
-        found: dict[str, list[float]] = {}
-        for name, library in self.libraries.items():
-            ratings = getattr(library.held_out, "ratings", np.zeros(0))
-            ratings = ratings[np.isfinite(ratings)]
-            quantiles = (
-                np.quantile(ratings, np.arange(1, _LEVELS + 1) / _LEVELS, method="lower") if len(ratings) else []
-            )
-            found[name] = sorted({float(value) for value in quantiles})
-        return found
+    def _own_catalogue(self) -> Catalogue:
+        return Catalogue.of(self.libraries)
 
     def _variants(self, library: Library, puzzle: Any) -> Fields:
         """A question in its first augmentations, with the symmetry and colours of each."""
@@ -351,16 +287,6 @@ class PuzzlesBase(Task):
             "colours": np.stack([change.colours for change in changes]).astype(np.int32),
         }
 
-    def _zero_fields(self, kind: str, rows: int, training: bool) -> Fields:
-        """Zeros in place of a kind that the batch does not hold."""
-        length, votes = self.kinds[kind].format.length, not training and self.votes_in(kind)
-        shown = (rows, self.config.votes) if votes else (rows,)
-        shapes = {"question": (*shown, length), "answer": (rows, length), "identifier": shown, "level": (rows,)}
-        shapes |= {"explore": (rows,), "patience": (rows,)} if training else {}
-        shapes |= {"symmetry": shown, "colours": (*shown, ARC_COLOURS)} if votes else {}
-        dtypes = {"question": np.uint8, "answer": np.uint8, "explore": np.float32}
-        return {name: np.zeros(shape, dtypes.get(name, np.int32)) for name, shape in shapes.items()}
-
     def preparation(self) -> dict[str, tuple[PuzzlePreparation, Path]]:
         """What `unisono data prepare` writes: the augmented training puzzles and the held-out ones."""
         found: dict[str, tuple[PuzzlePreparation, Path]] = {}
@@ -371,72 +297,149 @@ class PuzzlesBase(Task):
                 found[name] = (made, cache_entry("puzzles", digest, *name.split("/")))
         return found
 
-    def _levels_of(self, kind: str, ratings: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
-        """The quartile of each rating; -1 for none."""
-        edges = self._edges[kind]
-        if len(edges) < 2:
-            return np.full(len(ratings), -1, dtype=np.int32)
-        return np.where(np.isfinite(ratings), np.searchsorted(edges[:-1], ratings), -1).astype(np.int32)
-
     def _patience(self, draws: Any) -> Any:
         """The first step at which a row that explores may halt: 2 to `halt_steps`, from random numbers."""
         return 2 + np.floor(draws * (max(2, self.config.halt_steps) - 1))
 
+    # a step, on the Python array API; what differs between torch and JAX is defined by the task of each engine ------
 
-@dataclass(frozen=True)
-class PuzzlesOfKind:
-    """The puzzles of a kind, each as the name of the kind and the puzzle; a source.
+    def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
+        """A float array of zeros, on the device of `like`."""
+        raise NotImplementedError
 
-    Attributes:
-        kind: its name in the run.
-        puzzles: a source of puzzles.
-    """
+    def constant(self, array: Any, like: Any) -> Any:
+        """A NumPy array as an array of the engine, on the device of `like`."""
+        raise NotImplementedError
 
-    kind: str
-    puzzles: Any
+    def without_gradient(self, compute: Callable[[], Any]) -> Any:
+        """Call a function without gradients through its result."""
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return len(self.puzzles)
+    def repeat(self, advance: Callable[[Fields], Fields], state: Fields, times: int) -> Fields:
+        """Apply `advance` `times` times."""
+        raise NotImplementedError
 
-    def __getitem__(self, row: int) -> tuple[str, Puzzle | StoredPuzzle]:
-        return self.kind, self.puzzles[row]
+    def sum_rows(self, value: Any) -> Any:
+        """Values per row, (rows,), in the form that the engine expects in a `Loss`."""
+        raise NotImplementedError
 
-    def __getitems__(self, rows: Sequence[int]) -> PuzzlesOfKind | list[tuple[str, Puzzle | StoredPuzzle]]:
-        """Several of them; those that lie in arrays as such."""
-        if not isinstance(self.puzzles, Puzzles):
-            return [self[row] for row in rows]
-        return PuzzlesOfKind(self.kind, self.puzzles.subset(rows))
+    def to_loss_precision(self, value: Any) -> Any:
+        """Cast an array to the precision of the loss."""
+        raise NotImplementedError
 
-    @property
-    def fingerprint(self) -> str | None:
-        """That of the puzzles; None if they have none."""
-        return getattr(self.puzzles, "fingerprint", None)
+    def initial_carry(self, batch: Batch) -> Fields:
+        """The initial state of all rows: each takes the first puzzle that it sees."""
+        kind = self.kind_of(batch)
+        fields = fields_of(batch, kind)
+        shape = (len(fields["question"]), places(self.kinds[kind], self.model_config), self.model_config.width)
+        return with_kind(
+            kind, act.first_carry(fields, {name: self.zeros(shape, fields["question"]) for name in act.STATES})
+        )
 
-    def check_files(self, share: int = 0, shares: int = 1) -> None:
-        """Raise if files have changed since they were opened."""
-        if hasattr(self.puzzles, "check_files"):
-            self.puzzles.check_files(share, shares)
+    def outputs(self, model: Any, batch: Batch, context: Context) -> Fields:
+        """One supervision step of each row; in evaluation, all of them."""
+        kind = self.kind_of(batch)
+        fields = fields_of(batch, kind)
+        cycles = self.cycles(context.scalars)
+        if not context.training:
+            return with_kind(kind, self._solve_and_vote(model, kind, fields, cycles))
+        assert context.carry is not None
+        rows = act.begin(fields_of(context.carry, kind), fields, model.starts)
+        outputs = {**rows, **model(kind, rows, *cycles)._asdict()}
+        if self.competing:  # the Q-value of continuing, from the model one step later
+            last = rows["steps"] + 1 >= self.config.halt_steps
+            outputs["value"] = self.without_gradient(lambda: act.continue_target(model(kind, outputs, *cycles).q, last))
+        return with_kind(kind, outputs)
 
+    def loss(self, outputs: Fields, batch: Batch, context: Context) -> Loss:
+        """Loss and metrics; training metrics are of the rows that halt in this step."""
+        kind = self.kind_of(batch)
+        fields = fields_of(batch, kind)
+        outputs = fields_of(outputs, kind)
+        answers = outputs["answer"] if context.training else fields["answer"]
+        terms, cells, exact = scores.terms(self.config, outputs, answers, self.to_loss_precision, context.training)
+        sums = {name: self.sum_rows(value) for name, value in terms.items()}
+        weights = {name: weight for name, weight in scores.term_weights(self.config).items() if name in sums}
+        if not context.training:
+            pairs = scores.evaluation_metrics(outputs, fields, cells, exact, self.catalogue.levels[kind])
+            return Loss(sums, weights, self._metrics(kind, pairs, training=False))
+        kept = self.without_gradient(lambda: {name: outputs[name] for name in ("q", *act.PUZZLE, *act.STATES)})
+        q = kept.pop("q")
+        exploration = self.exploration(context.scalars)
+        halted = act.halt(outputs, q, fields, exploration, self.config.halt_steps, self.competing)
+        pairs = scores.training_metrics(halted, q, cells, exact, self.competing)
+        return Loss(sums, weights, self._metrics(kind, pairs, training=True), carry=with_kind(kind, {**kept, **halted}))
 
-def _level_names(edges: Sequence[float]) -> list[str]:
-    """Names that sort as the levels do, with the highest rating of each; [] for fewer than two levels."""
-    if len(edges) < 2:
-        return []
-    names = [f"{number}_up_to_{edge:g}" for number, edge in enumerate(edges[:-1], start=1)]
-    return [*names, f"{len(edges)}_above_{edges[-2]:g}"]
+    def solve(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
+        """Run all supervision steps; also keep the answer of the step at which each puzzle would have halted."""
+        carry = fields_of(self.initial_carry(with_kind(kind, fields)), kind)
+        rows, xp = act.begin(carry, fields, model.starts), array_namespace(fields["question"])
 
+        def advance(state: Fields) -> tuple[Fields, Any]:
+            step = model(kind, {**rows, **{name: state[name] for name in act.STATES}}, *cycles)
+            solution, done = xp.argmax(step.logits, axis=-1), state["done"]
+            after = {name: xp.astype(value, state[name].dtype) for name, value in step.states.items()}
+            after["early"] = xp.where(done[:, None], state["early"], xp.astype(solution, state["early"].dtype))
+            after["early_steps"] = state["early_steps"] + xp.astype(~done, state["early_steps"].dtype)
+            after["done"] = done | act.wants_to_halt(step.q, self.competing)
+            return after, step
 
-def batch_kind(batch: Mapping[str, Any]) -> str:
-    """The kind of puzzles that a batch holds, whose arrays come first."""
-    return next(iter(batch)).split("/")[0]
+        state = {name: rows[name] for name in act.STATES} | {
+            "early": xp.zeros_like(fields["question"], dtype=xp.int32),
+            "early_steps": xp.zeros_like(carry["steps"]),
+            "done": xp.zeros_like(carry["halted"]),
+        }
+        state = self.repeat(lambda before: advance(before)[0], state, self.config.halt_steps - 1)
+        state, last = advance(state)
+        return {
+            "logits": last.logits,
+            "solution": xp.argmax(last.logits, axis=-1),
+            "q": last.q,
+            "early": state["early"],
+            "early_steps": state["early_steps"],
+            "would_halt": act.wants_to_halt(last.q, self.competing),
+        }
 
+    def count_votes(self, answers: Any, q: Any, fields: Mapping[str, Any]) -> Fields:
+        """The answers with most votes, their numbers of votes, and whether the right one is among the best.
 
-def fields_of(arrays: Mapping[str, Any], kind: str | None = None) -> Fields:
-    """Arrays of a kind, by default the first, in a batch or a carry, without the name of the kind."""
-    begin = f"{kind or batch_kind(arrays)}/"
-    return {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
+        `answers` (questions · augmentations, 900) and `q` (questions · augmentations,) are of all augmentations.
+        """
+        xp, like = array_namespace(answers), fields["identifier"]
+        index = self.constant(np.arange(ARC_SIDE, dtype=np.int32), like)
+        symmetry, colours = fields["symmetry"], fields["colours"]
+        grids = votes.restore(answers, xp.reshape(symmetry, (-1,)), votes.flatten(colours), index)
+        grids = xp.reshape(grids, (*like.shape, grids.shape[1]))
+        trust = xp.reshape(1 / (1 + xp.exp(-q)), like.shape)
+        count, score = votes.rank(grids, trust, self.constant(votes.SALTS, like))
+        truth = votes.restore(fields["answer"], symmetry[:, 0], colours[:, 0], index)
+        won = {f"pass@{most}": votes.passes(grids, score, truth, most) for most in self.config.pass_at}
+        best = xp.argsort(score, axis=1, descending=True)[:, : max(self.config.pass_at)]
+        ranked = xp.take_along_axis(grids, best[..., None], axis=1)
+        return {**won, "ranked": ranked, "votes": xp.take_along_axis(count, best, axis=1)}
 
+    def _solve_and_vote(self, model: Any, kind: str, fields: Mapping[str, Any], cycles: tuple[int, int]) -> Fields:
+        """The outputs of `solve` for each row; of augmented questions, those of the first, and the votes."""
+        if fields["question"].ndim == 2:
+            return self.solve(model, kind, fields, cycles)
+        rows, many = fields["identifier"].shape
+        xp = array_namespace(fields["question"])
+        flat = {name: votes.flatten(fields[name]) for name in ("question", "identifier")}
+        flat["answer"] = xp.repeat(fields["answer"], many, axis=0)
+        solved = self.solve(model, kind, flat, cycles)
+        won = self.count_votes(solved["solution"], solved["q"][:, 0], fields)
+        return {name: xp.reshape(value, (rows, many, *value.shape[1:]))[:, 0] for name, value in solved.items()} | won
 
-def with_kind(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `fields_of`."""
-    return {f"{kind}/{name}": array for name, array in fields.items()}
+    def _metrics(self, kind: str, pairs: Mapping[str, tuple[Any, Any]], training: bool) -> dict[str, tuple[Any, Any]]:
+        """The metrics of a micro-batch; those of other kinds are zero."""
+        sums = {name: (self.sum_rows(value), self.sum_rows(count)) for name, (value, count) in pairs.items()}
+        if len(self.kinds) == 1:
+            return sums
+        nothing = self.sum_rows(array_namespace(pairs["exact"][0]).zeros_like(pairs["exact"][0]))
+        every: dict[str, tuple[Any, Any]] = {}
+        for other in self.kinds:
+            levels = [] if training else [f"rating/{level}" for level in self.catalogue.levels[other]]
+            votes_ = [] if training or not self.votes_in(other) else [f"pass@{most}" for most in self.config.pass_at]
+            for name in (*(scores.TRAINING if training else scores.EVALUATION), *levels, *votes_):
+                every[f"{other}/{name}"] = sums[name] if other == kind else (nothing, nothing)
+        return every

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from unisono import Batch, Context, Loss
-from unisono_puzzles.base import KIND, Fields, fields_of, with_kind
-from unisono_puzzles.steps import PuzzleSteps
+from unisono_puzzles.base import PuzzlesTask
+from unisono_puzzles.batches import KIND, Fields, fields_of, with_kind, zero_fields
 
 if TYPE_CHECKING:
     from jax import Array
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from unisono_puzzles.model.jax_model import PuzzleModel
 
 
-class Puzzles(PuzzleSteps):
+class Puzzles(PuzzlesTask):
     """A small recursive model that solves puzzles, in JAX."""
 
     engine = "jax"
@@ -32,6 +34,19 @@ class Puzzles(PuzzleSteps):
 
     # A step is compiled for one shape, so every micro-batch has the arrays of all kinds, and `lax.switch` selects what
     # is computed. There is no collective inside the switch, so devices may take different branches.
+
+    def collate(self, samples: Sequence[Fields]) -> Batch:
+        """A batch of one kind, with its number, and zeros for the others, from which nothing is computed."""
+        held = super().collate(samples)
+        kind, names = self.kind_of(held), list(self.kinds)
+        if len(names) == 1:
+            return held
+        training, rows = f"{kind}/explore" in held, len(samples)
+        for other in sorted({*names} - {kind}):
+            votes = self.config.votes if self.votes_in(other) and not training else 1
+            zeros = zero_fields(self.kinds[other].format.length, rows, votes, training)
+            held = {**held, **with_kind(other, zeros)}
+        return {**held, KIND: np.full(rows, names.index(kind), dtype=np.int32)}
 
     def initial_carry(self, batch: Batch) -> Fields:
         """The initial state of all rows, for every kind."""

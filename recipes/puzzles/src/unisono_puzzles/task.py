@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unisono_puzzles.base import Fields
-from unisono_puzzles.steps import PuzzleSteps
+from unisono_puzzles.base import PuzzlesTask
+from unisono_puzzles.batches import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unisono_puzzles.model.torch_model import PuzzleModel
 
 
-class Puzzles(PuzzleSteps):
+class Puzzles(PuzzlesTask):
     """A small recursive model that solves puzzles, in torch."""
 
     def build(self) -> PuzzleModel:

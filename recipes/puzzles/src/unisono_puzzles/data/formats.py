@@ -71,15 +71,21 @@ class Format:
         return self.height * self.width
 
 
-def format_to_json(format: Format) -> dict[str, Any]:
+def format_to_json(format: Format) -> FormatJson:
     """A format as JSON."""
-    return {**vars(format), "box": list(format.box)}
+    return {
+        "kind": format.kind,
+        "height": format.height,
+        "width": format.width,
+        "vocabulary": format.vocabulary,
+        "box": list(format.box),
+    }
 
 
-def format_from_json(described: dict[str, Any]) -> Format:
+def format_from_json(described: FormatJson) -> Format:
     """The inverse of `format_to_json`."""
-    names = ("kind", "height", "width", "vocabulary")
-    return Format(**{name: described[name] for name in names}, box=tuple(described["box"]))
+    rows, columns = described["box"]
+    return Format(described["kind"], described["height"], described["width"], described["vocabulary"], (rows, columns))
 
 
 def sudoku_format(side: int) -> Format:

@@ -17,6 +17,11 @@ _CELLS = ARC_SIDE * ARC_SIDE
 SALTS = np.random.default_rng(20250704).integers(1, 2**31 - 1, size=(2, _CELLS + 1), dtype=np.int64).astype(np.int32)
 
 
+def flatten(value: Any) -> Any:
+    """(questions, augmentations, …) -> (questions · augmentations, …)."""
+    return array_namespace(value).reshape(value, (-1, *value.shape[2:]))
+
+
 def restore(tokens: Any, symmetry: Any, colours: Any, index: Any) -> Any:
     """Map answers to augmented questions back to grids of the original question, (n, 901) int32.
 
