@@ -34,6 +34,7 @@ PRIVATE = {
     # memory that is shared with the processes that this one has started
     "data.loading.ipc": "",
     # the process that reads a pickle, which can reach nothing but the two files that it was given
+    "checkpoint.exchange.dcp_folder": "",  # read in the sandboxed process, from files that its parent has opened
     "checkpoint.exchange.pickle_process": "",
 }  # fmt: skip
 TOLD = {  # single functions
@@ -75,6 +76,7 @@ NAMED = {  # who follows a link, and why the user has named that very file, or n
     "unisono_microbiome.study.matrices._npz": "", "unisono_microbiome.study.matrices._h5": "",
     "unisono_microbiome.study.matrices._tsv": "", "unisono_microbiome.study.matrices._qza": "",
     "unisono_microbiome.study.sequences._parse_fasta": "", "unisono_puzzles.data.tables.read_puzzles": "",
+    "unisono_language.harness._task_name": "a YAML file that eval.harness names",
     "unisono_speech.samples._file_digest": "as for `read`",
     "unisono_speech.samples.read": "what a list names, which may be any recording", "unisono_speech.manifest._entries":
     "",

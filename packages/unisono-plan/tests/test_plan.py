@@ -97,6 +97,7 @@ def test_collectives_for_other_shards_are_those_of_a_trace_of_them(shards: int) 
     [
         (["layout.world_size=4"], {"hardware": "h100x8"}, "layout.world_size=4, but hardware names 8 devices"),
         (["layout.strategy=dp"], {"hardware": "h100"}, "layout.strategy=dp is for one process"),
+        (["layout.strategy=fsdp", "layout.offload=true"], {"hardware": "h100"}, "layout.offload is not planned"),
         (["train.global_batch=12"], {"hardware": "h100x8"}, "train.global_batch=12 cannot be split evenly"),
         ([], {"hardware": "h99x8"}, "no such device"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,87 @@ def test_only_matrices_whose_values_are_of_bf16_are_narrowed(folder: Path) -> No
 def test_a_narrow_base_is_refused_where_it_is_computed_with_in_fp32(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter\.base_dtype=bf16 needs train\.precision=bf16"):
         train(folder, "refused", adapter="lora", **{"adapter.base_dtype": "bf16"})
+
+
+def test_a_base_in_4_bits_is_refused_where_it_cannot_be_or_where_nothing_reads_it(folder: Path) -> None:
+    four = {"adapter": "lora", "adapter.base_dtype": "nf4"}
+    with pytest.raises(ConfigError, match=r"adapter\.base_dtype=nf4 has no kernels in fp64"):
+        train(folder, "refused", **four, **{"train.precision": "fp64"})
+    with pytest.raises(ConfigError, match="fsdp would cut or copy matrices without the scales of their blocks"):
+        train(folder, "refused", **four, **{"layout.strategy": "fsdp", "layout.world_size": 2})
+    if find_spec("bitsandbytes") is None:
+        with pytest.raises(ConfigError, match=r"needs the package 'bitsandbytes': pip install 'unisono\[qlora\]'"):
+            train(folder, "refused", **four)
+
+
+@pytest.fixture(scope="module")
+def wide(folder: Path) -> Path:
+    """A trained model with rows of 64 and 128 values."""
+    settings = {**corpora.WIDE, "intermediate_size": 128, "tie_word_embeddings": False}
+    base = train(folder, "wide", **{"model.settings": settings, "train.steps": 30})
+    unisono.load_model(base.folder).save_pretrained(folder / "wide")
+    shutil.copyfile(base.folder / "assets" / "tokenizer.json", folder / "wide" / "tokenizer.json")
+    return folder / "wide"
+
+
+def rounded_to_nf4(wide: Path, folder: Path) -> Path:
+    """The same model, in which each matrix beside an adapter is what comes back from 4 bits, in full precision."""
+    from bitsandbytes import functional
+
+    model = AutoModelForCausalLM.from_pretrained(wide)
+    for name, layer in model.named_modules():
+        if name.endswith("_proj"):
+            small, state = functional.quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
+            layer.weight.data = functional.dequantize_4bit(small, state)
+    model.save_pretrained(folder)
+    shutil.copyfile(wide / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_base_in_4_bits_trains_as_its_rounded_matrices_do_on_one_process_and_two(
+    folder: Path, wide: Path, precision: str
+) -> None:
+    """The claim: of 4 bits a run keeps the rounded values, no more and no less, also after evaluations."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    words = {
+        "adapter": "lora", "model": "pretrained", "model.path": str(wide), "train.steps": 12, "data.held_out": 0.3,
+        "eval.every": 4, "train.global_batch": 4, "train.precision": precision, "adapter.rank": 16,
+        "adapter.alpha": 64.0, "adapter.base_dtype": "nf4",
+    }  # fmt: skip
+    rounded = {"model.path": str(rounded_to_nf4(wide, folder / f"rounded {precision}")), "adapter.base_dtype": "kept"}
+    losses = {}
+    for name, more in {
+        "kept": {"adapter.base_dtype": "kept"}, "rounded": rounded, "nf4": {},
+        "nf4 x 2": {"layout.world_size": 2, "layout.micro_batch": 2}, "nf4 in passes": {"layout.micro_batch": 2},
+    }.items():  # fmt: skip
+        done = train(folder, f"{name} {precision}", **{**words, **more})
+        losses[name] = [event["loss"] for event in read_events(done.folder / "events.jsonl") if "loss" in event]
+    assert len(losses["nf4"]) == len(set(losses["nf4"])) == 12 + 3  # of steps and of evaluations
+    assert losses["nf4"] == losses["rounded"]
+    assert losses["nf4"][0] != losses["kept"][0]
+    assert losses["nf4 x 2"] == pytest.approx(losses["nf4 in passes"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_matrices_beside_adapters_take_4_bits_and_others_stay(wide: Path, folder: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = AutoModelForCausalLM.from_pretrained(wide)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Adapter(Lora(kind="lora", base_dtype="nf4"), model, 0).narrow_base(model, "fp32")
+    small = {name: layer for name, layer in model.named_modules() if name.endswith("_proj.base_layer")}
+    assert len(small) == 7 * len(model.model.layers)
+    for name, layer in small.items():
+        whole = before[name.replace(".base_layer", "") + ".weight"]
+        assert layer.weight.dtype == torch.uint8
+        assert layer.weight.numel() * 2 == whole.numel()
+        own = layer(torch.eye(whole.shape[1])).T
+        assert 0 < (own - whole).abs().max() < 0.2 * whole.abs().max()
+    narrow = AutoModelForCausalLM.from_pretrained(folder / "pretrained")  # has rows of 32, which bitsandbytes garbles
+    with pytest.raises(ConfigError, match=r"does not give 'model\.layers\.0\.self_attn\.q_proj' back from 4 bits"):
+        Adapter(Lora(kind="lora", base_dtype="nf4"), narrow, 0).narrow_base(narrow, "fp32")
+    assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
 
 
 def test_a_run_with_adapters_writes_what_it_has_learned(run: Path, folder: Path) -> None:

@@ -139,6 +139,10 @@ def _resolve(config: RunConfig, hardware: Hardware) -> RunConfig:
             f"layout.world_size={layout.world_size}, but hardware names {count} device{'s' * (count != 1)}; leave it "
             "out: a run has one process per device"
         )
+    if layout.offload:
+        raise ConfigError(
+            "layout.offload is not planned: how fast a host moves and updates shards is not known; leave it out"
+        )
     if layout.strategy == "dp":
         raise ConfigError("layout.strategy=dp is for one process with several devices, and is not planned; use ddp")
     update: dict[str, Any] = {"device": "cpu", "max_memory_gb": None, "world_size": count}

@@ -52,7 +52,7 @@ def try_run(config: RunConfig) -> dict[str, float]:
     given = config.layout.micro_batch
     device = "cpu" if config.layout.device == "cpu" else "auto"  # what the run asks for may be on other hosts alone
     alone = {"world_size": 1, "devices": "auto", "device": device, "strategy": "single", "shards": None}
-    fast = {"defer_reduction": False, "bucket_mb": None, "micro_batch": None}
+    fast = {"defer_reduction": False, "offload": False, "bucket_mb": None, "micro_batch": None}
     update = {"layout": config.layout.model_copy(update={**alone, **fast}), "launch": type(config.launch)()}
     config = config.model_copy(update=update)
     config = layout.resolve_layout(config, None)

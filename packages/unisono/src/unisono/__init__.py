@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from unisono.proof.scripts.function_proof import compare
     from unisono.proof.scripts.script_recorder import World
     from unisono.protocols import (
+        Benchmark,
+        Benchmarked,
         CrossSample,
         Exportable,
         Illustrated,
@@ -96,6 +98,8 @@ _HOMES = {
     "proof.scripts.function_proof": ["compare"],
     "proof.scripts.script_recorder": ["World"],
     "protocols": [
+        "Benchmark",
+        "Benchmarked",
         "CrossSample",
         "Exportable",
         "Illustrated",
@@ -137,15 +141,15 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names} | {
 }
 
 __all__ = [
-    "BadSamplesError", "Batch", "Callback", "ConfigError", "Context", "CrossSample", "Data", "DataError",
-    "EarlyStopping", "Evaluate", "Exportable", "Generators", "GlobalBatch", "Illustrated", "Joined", "KernelError",
-    "Loss", "Mapped", "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run", "RunConfig",
-    "RunError", "RunInfo", "RunResult", "SampleColumns", "SampleContext", "SampleContexts", "Save", "Scaling",
-    "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError", "Vectorised", "World", "__version__",
-    "choose_kernel", "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash", "generator",
-    "generators", "hold_out", "key", "linear_cross_entropy", "load_model", "load_weights", "logits_cross_entropy",
-    "moments", "open_run", "open_source", "pairwise_distances", "prepare", "prove", "read_asset", "read_table",
-    "resume", "sources", "summarise_moments", "train", "write_table",
+    "BadSamplesError", "Batch", "Benchmark", "Benchmarked", "Callback", "ConfigError", "Context", "CrossSample", "Data",
+    "DataError", "EarlyStopping", "Evaluate", "Exportable", "Generators", "GlobalBatch", "Illustrated", "Joined",
+    "KernelError", "Loss", "Mapped", "Order", "Packable", "Predictive", "Prepared", "Recipe", "Recurrent", "Run",
+    "RunConfig", "RunError", "RunInfo", "RunResult", "SampleColumns", "SampleContext", "SampleContexts", "Save",
+    "Scaling", "Settings", "Source", "Stop", "Subset", "Task", "Totals", "UnisonoError", "Vectorised", "World",
+    "__version__", "choose_kernel", "compare", "compute_array_once", "compute_once", "count_parameters", "file_hash",
+    "generator", "generators", "hold_out", "key", "linear_cross_entropy", "load_model", "load_weights",
+    "logits_cross_entropy", "moments", "open_run", "open_source", "pairwise_distances", "prepare", "prove",
+    "read_asset", "read_table", "resume", "sources", "summarise_moments", "train", "write_table",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ features only through the functions below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CrossSampleMode = Literal["rows", "whole"]
+ReadOutputs = Callable[[Sequence[Any], Callable[[Any, Any], Any]], Any]  # see `RunInfo.read_outputs`
 
 
 @runtime_checkable
@@ -164,6 +165,62 @@ class Illustrated(Protocol):
             columns) or (rows, columns, 3 or 4), or a PNG as bytes), a table (a list of dictionaries), or the path of a
             PNG or WAV file.
         """
+
+
+class Benchmark(Protocol):
+    """Something to measure in an evaluation beside the held-out rows, by asking the model.
+
+    Attributes:
+        name: of the setting that asks for it, for messages.
+        prefix: with which the names of its values begin.
+    """
+
+    name: str
+    prefix: str
+
+    def measure(self, ask: Callable[[Sequence[Any]], list[Any]]) -> Mapping[str, float]:
+        """The values by name; called on rank 0 alone, in a thread of its own.
+
+        Args:
+            ask: returns what `answer` makes of rows, one answer per row. Rows and answers are JSON.
+        """
+
+    def answer(self, rows: Sequence[Any], read_outputs: ReadOutputs) -> list[Any]:
+        """An answer for each of some rows; on every process, each with other rows, so all make as many passes.
+
+        Args:
+            rows: some of those that `measure` has asked for.
+            read_outputs: as of `RunInfo`.
+        """
+
+
+@runtime_checkable
+class Benchmarked(Protocol):
+    """A task that can run the benchmarks of its field (`eval.harness`)."""
+
+    def harness(self, names: Sequence[str], limit: int | None) -> Benchmark:
+        """The benchmarks of these names.
+
+        Args:
+            names: of `eval.harness`.
+            limit: examples of each; None for all.
+
+        Raises:
+            ConfigError: for a name that there is not, or where a package is missing.
+        """
+
+
+def require_benchmarks(task: Task) -> Benchmarked:
+    """The task as a `Benchmarked`.
+
+    Raises:
+        ConfigError: if it does not define `harness`.
+    """
+    if isinstance(task, Benchmarked):
+        return task
+    raise ConfigError(
+        f"eval.harness: {type(task).__name__} has no benchmarks, since it does not define harness(); leave it empty"
+    )
 
 
 def require_packable(task: Task) -> Packable:

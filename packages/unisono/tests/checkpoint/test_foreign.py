@@ -70,7 +70,7 @@ def test_a_library_that_looks_for_another_when_it_is_imported_finds_none(tmp_pat
     code = f"""
 import ctypes.util
 from unisono.checkpoint.exchange import pickle_process
-pickle_process.limit_resources({str(tmp_path / "weights.pt")!r}, 1 << 20, 60)
+pickle_process.limit_resources([{str(tmp_path / "weights.pt")!r}], 1 << 20, 60)
 pickle_process.do_without_helpers()
 print(ctypes.util.find_library("dl"))
 """
@@ -168,7 +168,7 @@ from unisono.checkpoint.exchange.pickle_process import leave_network, limit_reso
 if sys.argv[2] == "kernel":
     assert leave_network()
 if sys.argv[2] == "filter":
-    limit_resources(__file__ if "__file__" in globals() else sys.executable, 1 << 20, 60)
+    limit_resources([__file__ if "__file__" in globals() else sys.executable], 1 << 20, 60)
 socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5)
 """
 

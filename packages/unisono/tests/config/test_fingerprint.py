@@ -33,13 +33,13 @@ HARMLESS = keys("""
     run.name=b run.dir=elsewhere run.resume=never run.allow_change=[optim.lr] run.stop_after=3
     layout.strategy=auto layout.world_size=4 layout.devices=2 layout.deterministic=true layout.shards=2
     layout.micro_batch=2 layout.max_memory_gb=3 layout.device=cpu layout.reduction=ordered layout.compile=true
-    layout.activation_checkpointing=1 layout.defer_reduction=true layout.find_unused_parameters=true
+    layout.activation_checkpointing=1 layout.defer_reduction=true layout.offload=true layout.find_unused_parameters=true
     layout.bucket_mb=3 layout.threads=1
     train.guard_every=7
     data.workers=2 data.worker_kind=processes data.prefetch=2 data.prefetch_mb=3 data.storage=remote
     optim.implementation=loop
     eval.every=3 eval.rows=3 eval.micro_batch=3 eval.weights=model eval.at_end=false
-    eval.patience=3 eval.mode=max eval.metric=accuracy
+    eval.patience=3 eval.mode=max eval.metric=accuracy eval.harness=[a] eval.harness_limit=3
     checkpoint.every=3 checkpoint.keep=3 checkpoint.keep_every=3 checkpoint.background=false
     checkpoint.on_failure=continue checkpoint.retry_for=1 checkpoint.final=model checkpoint.at_end=false
     checkpoint.upload.url=s3://bucket/runs checkpoint.upload.keep=3 checkpoint.upload.deadline=30
@@ -76,8 +76,10 @@ BESIDE = {  # what has to change with a key for it to be allowed
     "train.epochs": ("train.steps=null",),
     "train.tokens": ("train.steps=null",),
     "layout.shards": ("layout.strategy=hsdp",),
+    "layout.offload": ("layout.strategy=fsdp",),
     "layout.reduction": ("layout.strategy=auto",),
     "layout.bucket_mb": ("layout.strategy=auto",),
+    "eval.harness_limit": ("eval.harness=[a]",),
     "eval.patience": ("eval.every=2",),
     "eval.mode": ("eval.every=2", "eval.patience=2"),
     "eval.metric": ("eval.every=2", "eval.patience=2"),

@@ -312,6 +312,7 @@ def test_early_stopping_without_held_out_rows_is_refused_by_a_check_and_by_a_sta
     callback = stopping()
     with pytest.raises(ConfigError, match=r"EarlyStopping would never stop the run, .* define held_out\(\)"):
         callback.on_start(RunInfo(tmp_path, how, 0, 4))
+    callback.on_start(RunInfo(tmp_path, config(4, eval={"every": 1, "harness": ["of the task"]}), 0, 4))
 
 
 def test_the_metric_of_patience_is_refused_before_the_first_step(tmp_path: Path) -> None:

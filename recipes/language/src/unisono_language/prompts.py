@@ -6,17 +6,20 @@ the whole text: a few prompts cost little beside an evaluation, and no layout ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono import Batch, Callback, RunInfo
-from unisono_language.chat import ChatTemplate
+from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.generate import encode_prompt
 from unisono_language.settings import LanguageConfig
 from unisono_language.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "samples"  # of the table, in events and trackers
 
@@ -55,32 +58,55 @@ class PromptSamples(Callback):
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Publish a table with what the model writes after each prompt."""
-        written: list[NDArray[np.int64]] = list(self._prompts)
-        for _ in range(self._task.config.prompt_tokens):  # on every process as many: they compute together
-            # A row predicts all tokens but its first, so that the token after its end needs one more at its place.
-            rows = [np.append(ids[-self._task.config.sequence :], 0) for ids in written]
-            likeliest = self._run.read_outputs(rows, _likeliest_next)
-            written = [np.append(ids, token) for ids, token in zip(written, likeliest, strict=True)]
+        settings = self._task.config
+        written = write_likeliest(self._prompts, settings.prompt_tokens, settings.sequence, self._run.read_outputs)
         tokenizer = self._task.tokenizer
         table = []
-        for prompt, before, ids in zip(self._task.config.prompts, self._prompts, written, strict=True):
-            own = ids[len(before) :].tolist()
+        for prompt, own in zip(self._task.config.prompts, written, strict=True):
             end = own.index(tokenizer.last) if tokenizer.last in own else len(own)
             table.append({"prompt": prompt, "text": tokenizer.decode(own[:end])})
         self._run.publish(step, NAME, table)
 
 
-def _likeliest_next(outputs: dict[str, Any], batch: Batch) -> list[int]:
-    """The likeliest token after the last real one of each row."""
+def write_likeliest(
+    texts: Sequence[NDArray[np.int64]], tokens: int, sequence: int, read_outputs: Any
+) -> list[list[int]]:
+    """The tokens that a model writes after texts, the likeliest each time; collective, with as many passes as tokens.
+
+    Args:
+        texts: ids, (length,) each; at least one.
+        tokens: how many to write after each.
+        sequence: ids of a text that are looked at: its last ones.
+        read_outputs: of the run.
+    """
+    written = list(texts)
+    for _ in range(tokens):
+        # A row predicts all tokens but its first, so that the token after its end needs one more at its place.
+        rows = [np.append(ids[-sequence:], 0) for ids in written]
+        likeliest = read_outputs(rows, _likeliest_next)
+        written = [np.append(ids, token) for ids, token in zip(written, likeliest, strict=True)]
+    return [ids[len(before) :].tolist() for before, ids in zip(texts, written, strict=True)]
+
+
+def row_ends(batch: Batch) -> list[int]:
+    """The number of targets of each row."""
+    ends: list[int] = (batch["targets"] != IGNORED).sum(1).tolist()
+    return ends
+
+
+def logits_at(outputs: Mapping[str, Any], row: int, places: slice) -> Tensor:
+    """The logits of some targets of a row, (places, vocabulary), in fp32 or fp64."""
     import torch
 
-    from unisono_language.chat import IGNORED
-
-    ends = (batch["targets"] != IGNORED).sum(1) - 1
-    rows = torch.arange(len(ends), device=ends.device)
+    logits: Tensor
     if "logits" in outputs:
-        logits = outputs["logits"][rows, ends]
+        logits = outputs["logits"][row, places]
     else:
-        logits = torch.nn.functional.linear(outputs["hidden"][rows, ends], outputs["weight"], outputs["bias"])
-    likeliest: list[int] = logits.float().argmax(-1).tolist()
-    return likeliest
+        logits = torch.nn.functional.linear(outputs["hidden"][row, places], outputs["weight"], outputs["bias"])
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _likeliest_next(outputs: Mapping[str, Any], batch: Batch) -> list[int]:
+    """The likeliest token after the last real one of each row."""
+    ends = enumerate(row_ends(batch))
+    return [int(logits_at(outputs, row, slice(end - 1, end)).argmax()) for row, end in ends]

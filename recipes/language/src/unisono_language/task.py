@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from unisono import Batch, Callback, ConfigError, Context, Loss, SampleContext, Source, Task
 from unisono.recipe_tools import has_content, real_tensors, safe_paths, write_whole
-from unisono_language import by_source, chat, library, preferences, settings
+from unisono_language import by_source, chat, library, losses, preferences, settings
 from unisono_language.by_source import SourceRow
 from unisono_language.chat import IGNORED, ChatTemplate
 from unisono_language.library import Library
@@ -23,6 +23,7 @@ from unisono_language.tokenizer import BESIDE, FILE, Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unisono_language.harness import Harness
     from unisono_language.kernels import Kernels
     from unisono_language.packed import PackedRow
     from unisono_language.tokens import TokenisePreparation
@@ -187,16 +188,25 @@ class Language(Task):
         if "reference" in batch:
             assert isinstance(self.data_config, settings.Preferences)
             beta, smoothing = self.data_config.beta, self.data_config.label_smoothing
-            return preferences.loss(self._log_probabilities(outputs, batch), batch["reference"], beta, smoothing)
+            found = losses.log_probabilities(outputs, batch, self.config.loss_chunk)
+            return preferences.loss(found, batch["reference"], beta, smoothing)
         targets = batch["targets"].reshape(-1)
-        total, right = self._sum_cross_entropy(outputs, targets)
+        total, right = losses.sum_cross_entropy(outputs, targets, self.config.loss_chunk)
         if not context.training:
             real = targets[targets != IGNORED]
-            metrics = {"accuracy": (right, real.numel()), **self._bits_per_byte(total, real)}
+            in_bytes = losses.bits_per_byte(total, real, self.tokenizer.token_bytes)
+            metrics = {"accuracy": (right, real.numel()), **in_bytes}
             return Loss({"next_token": total}, metrics=metrics)
         if not self._router_weights:
             return Loss({"next_token": total})
-        return self._add_router_losses(total, outputs["router"], _real_tokens(batch), context)
+        logits, real, per_token = outputs["router"], _real_tokens(batch), self._experts_per_token
+        if self.needs_totals:
+            counts = context.totals["routed"][None]  # of the global batch
+        else:
+            from unisono_language import experts
+
+            counts = experts.count_routed(logits, real, per_token)
+        return losses.with_routers(total, logits, real, counts, self._router_weights, per_token)
 
     def summary(self, values: Mapping[str, float]) -> dict[str, float]:
         """With the perplexity beside each loss."""
@@ -215,52 +225,20 @@ class Language(Task):
         import torch
 
         if "reference" in batch:
-            found = self._log_probabilities(outputs, batch)
+            found = losses.log_probabilities(outputs, batch, self.config.loss_chunk)
             margins = found - torch.as_tensor(batch["reference"], device=found.device)
             kinds = {"chosen": found[:, 0], "rejected": found[:, 1], "margin": margins[:, 0] - margins[:, 1]}
             return {name: values.tolist() for name, values in kinds.items()}
         columns: dict[str, list[float]] = {"targets": [], "nats_per_target": [], "accuracy": []}
-        made = next(name for name in ("hidden", "logits") if name in outputs)
+        made = losses.per_row(outputs)
         for row, targets in enumerate(torch.as_tensor(batch["targets"], device=outputs[made].device)):
-            total, right = self._sum_cross_entropy({**outputs, made: outputs[made][row : row + 1]}, targets)
+            own = {**outputs, made: outputs[made][row : row + 1]}
+            total, right = losses.sum_cross_entropy(own, targets, self.config.loss_chunk)
             count = int((targets != IGNORED).sum())
             columns["targets"].append(count)
             columns["nats_per_target"].append(float(total) / max(1, count))
             columns["accuracy"].append(float(right) / max(1, count))
         return columns
-
-    def _log_probabilities(self, outputs: dict[str, Any], batch: Batch) -> Tensor:
-        """The log-probability of both answers of each pair, (pairs, 2)."""
-        import torch
-
-        made = next(name for name in ("hidden", "logits") if name in outputs)
-        targets = torch.as_tensor(batch["targets"], device=outputs[made].device)
-        rows = zip(outputs[made], targets.reshape(-1, targets.shape[-1]), strict=True)
-        sums = [self._sum_cross_entropy({**outputs, made: row[None]}, wanted)[0] for row, wanted in rows]
-        return -torch.stack(sums).view(-1, 2)
-
-    def _sum_cross_entropy(self, outputs: dict[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy in nats over targets (tokens,), and the number of correct predictions."""
-        from unisono import linear_cross_entropy, logits_cross_entropy
-
-        if "logits" in outputs:
-            return logits_cross_entropy(outputs["logits"], targets)
-        hidden = outputs["hidden"].reshape(len(targets), -1)
-        return linear_cross_entropy(hidden, outputs["weight"], outputs["bias"], targets, self.config.loss_chunk)
-
-    def _bits_per_byte(self, nats: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """The metric, from the nats of targets (tokens,); none where the bytes of a token cannot be known."""
-        import torch
-
-        sizes = self.tokenizer.token_bytes
-        if sizes is None:
-            return {}
-        return {
-            "bits_per_byte": (
-                nats / np.log(2),
-                torch.as_tensor(sizes, dtype=nats.dtype, device=targets.device)[targets].sum(),
-            )
-        }
 
     @property
     def held_out_names(self) -> list[str]:
@@ -279,23 +257,6 @@ class Language(Task):
 
         routed = experts.count_routed(outputs["router"], _real_tokens(batch), self._experts_per_token)
         return {"routed": routed.sum(0)}
-
-    def _add_router_losses(self, total: Tensor, logits: Tensor, real: Tensor, context: Context) -> Loss:
-        """The loss with the routers' terms, and a metric of the experts' imbalance."""
-        from unisono_language import experts
-
-        if self.needs_totals:
-            counts = context.totals["routed"][None]  # of the global batch
-        else:
-            counts = experts.count_routed(logits, real, self._experts_per_token)
-        sums = {"next_token": total}
-        if "balance" in self._router_weights:
-            sums["balance"] = experts.balance_loss(logits, real, counts, self._experts_per_token)
-        if "router_z" in self._router_weights:
-            sums["router_z"] = experts.z_loss(logits, real)
-        tokens = real.sum(1)
-        load = (experts.expert_load(counts) * tokens).sum(), tokens.sum()
-        return Loss(sums, self._router_weights, metrics={"expert_load": load})
 
     @cached_property
     def _pairs(self) -> tuple[dict[str, preferences.PairRows], dict[str, preferences.PairRows]]:
@@ -326,6 +287,14 @@ class Language(Task):
         from unisono_language.prompts import PromptSamples
 
         return [PromptSamples(self)] if self.config.prompts else []
+
+    def harness(self, names: Sequence[str], limit: int | None) -> Harness:
+        """Tasks of lm-eval, by name or in YAML files."""
+        from unisono_language.harness import Harness
+
+        found = Harness(self.tokenizer, self.config.sequence, names, limit)
+        found.check()
+        return found
 
     def check(self) -> None:
         """The model's settings or directory, against the tokenizer."""

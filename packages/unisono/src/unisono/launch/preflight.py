@@ -48,7 +48,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     from unisono.optim import ema, schedules
     from unisono.training.callbacks.build import build_callbacks
     from unisono.training.callbacks.early_stopping import EarlyStopping
-    from unisono.training.parts import build_held_out
+    from unisono.training.parts import build_benchmark, build_held_out
 
     assert isinstance(config.layout.world_size, int)
     host_check.check_host(config)
@@ -59,6 +59,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     for callback in callbacks:
         callback.check(config)
     _check_adapter(config)
+    build_benchmark(task, config)  # refuses those that there are not
     source = build_source(task, config, config.layout.world_size)
     plan = build_plan(task, source, config)
     scalars = schedules.ScheduledScalars(config, plan.steps)
@@ -67,7 +68,7 @@ def preflight(task: Task, config: RunConfig) -> DataFacts:
     rows = {**source_facts(source), "held_out": held_out.rows if held_out else 0, "steps": plan.steps}
     for callback in callbacks:
         if isinstance(callback, EarlyStopping):
-            callback.refuse_no_rows(rows["held_out"])
+            callback.refuse_no_rows(rows["held_out"], config)
     facts = secrets.hidden({**rows, **scalars.step_programs(task.static_scalars), **task.facts()})
     for warning in task.data_warnings():
         say(f"unisono: WARNING: {warning}", error=True)

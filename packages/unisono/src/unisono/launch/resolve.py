@@ -185,7 +185,7 @@ def resolve_for_reading(config: RunConfig, directory: Path) -> ResolvedRun:
         "device": "auto",
         "max_memory_gb": None,
     }
-    alone = config.layout.model_copy(update={**one, "defer_reduction": False, "bucket_mb": None})
+    alone = config.layout.model_copy(update={**one, "defer_reduction": False, "offload": False, "bucket_mb": None})
     config = config.model_copy(update={"layout": alone, "launch": type(config.launch)()})
     config = layout.resolve_layout(config, None)
     config = _with_micro_batch(config, batch_split.resolve_split(config).micro_batch)

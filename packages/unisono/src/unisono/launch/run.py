@@ -226,6 +226,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return loss and metrics on the held-out rows, of a run's newest checkpoint or of a model; on one process.
 
+    Benchmarks run if the overrides name them (`eval.harness=[…]`), not those of the run's file: that may come from
+    somebody else, and a benchmark's file can name code.
+
     Args:
         folder: As for `open_run`.
         overrides: Settings that replace those of the run, e.g. `data.path=DIR` for the held-out rows of other data.
@@ -242,7 +245,10 @@ def evaluate(
     opened = open_run(folder, overrides, task=task, trust=trust)
     if opened.is_trained:
         find_checkpoint(folder)
-    run = resolve.resolve_for_reading(opened.config, folder)
+    config = opened.config
+    if not any(word.startswith("eval.harness=") for word in overrides):
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"harness": []})})
+    run = resolve.resolve_for_reading(config, folder)
     process = ProcessInfo()
     communicator = rank_process.join_processes(run.config, process)
     return loop.evaluate(opened.task, run, process, communicator, is_trained=opened.is_trained)

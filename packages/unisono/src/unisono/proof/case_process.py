@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
@@ -38,18 +38,24 @@ def build_case_config(config: RunConfig, case: Case, proof: ProofSettings, place
     layout = {
         **config.layout.model_dump(),
         "shards": None, "reduction": "fast", "compile": False, "activation_checkpointing": 0, "defer_reduction": False,
+        "offload": False,
         "devices": 1, **case.layout, "world_size": case.world_size,
     }  # fmt: skip
     if layout["strategy"] != "ddp":
         layout["bucket_mb"] = None
     settings = {"precision": case.precision, "global_batch": proof.global_batch, "guard_every": 10**9}
-    rows = {"rows": proof.global_batch + 3, "micro_batch": None}
+    rows: dict[str, Any] = {"rows": proof.global_batch + 3, "micro_batch": None, "harness": [], "harness_limit": None}
+    # No layout changes a frozen matrix, and products in 4 bits cannot be computed in fp64.
+    adapter = config.adapter
+    if adapter is not None and adapter.base_dtype == "nf4":
+        adapter = adapter.model_copy(update={"base_dtype": "kept"})
     averaged = {"start": 0, "every": 1} if config.ema.decay is not None else {}  # within so few steps
     changed = config.model_copy(
         update={
             "layout": type(config.layout).model_validate(layout),
             "train": config.train.model_copy(update=settings),
             "eval": config.eval.model_copy(update=rows),
+            "adapter": adapter,
             "ema": config.ema.model_copy(update=averaged),
             "data": config.data.model_copy(update=case.data),
             "optim": config.optim.model_copy(update=case.optim),

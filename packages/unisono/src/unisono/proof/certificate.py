@@ -307,8 +307,9 @@ class CurrentRun:
             parts.append("with rows whose result may depend on the rows beside them (accept=[neighbours])")
         if certificate.shrunk:
             parts.append(f"on a smaller model ({certificate.shrunk})")
-        if layout.defer_reduction:
-            parts.append("without layout.defer_reduction, which no proof varies")
+        for name in ("defer_reduction", "offload"):
+            if getattr(layout, name):
+                parts.append(f"without layout.{name}, which no proof varies")
         return f"proved: {certificate} covers {', '.join(parts)}"
 
     def _differences(self, certificate: Certificate) -> Iterator[str]:

@@ -35,8 +35,10 @@ class Evaluation:
         best, held_out, asked = self._checkpoint.keep_best, self._parts.held_out, dict[str, str]()
         if best is not None:
             asked["checkpoint.keep_best.metric"] = best.metric
-        if self._settings.patience is not None and held_out is not None:  # a run without rows is refused as such
+        if self._settings.patience is not None and self._parts.can_evaluate:  # else it is refused as such
             asked["eval.metric"] = self._settings.metric
+        if (prefix := self._parts.benchmark_prefix) is not None:  # their values are known once they have run
+            asked = {key: metric for key, metric in asked.items() if not metric.startswith(prefix)}
         if asked:
             names = held_out.names(self._parts.engine, first, self._parts.scalars(first)) if held_out else []
             for key, metric in asked.items():
@@ -56,15 +58,14 @@ class Evaluation:
         return not self._communicator.gather(known, "whether the newest checkpoint was evaluated")[0]
 
     def evaluate(self, step: int, record: RunRecord) -> bool:
-        """Evaluate after `step` updates if there are held-out rows; returns whether there are."""
-        held_out = self._parts.held_out
-        if held_out is None:
+        """Evaluate after `step` updates if there is anything to evaluate; returns whether there is."""
+        if not self._parts.can_evaluate:
             return False
         start = perf_counter()
         with heartbeat.phase("evaluate"):
-            scalars = self._parts.scalars(step)
-            self.values = held_out.evaluate(self._parts.engine, step, scalars, record.evaluation_progress(step))
+            self.values = self._parts.evaluate(step, record.evaluation_progress(step))
         self.step = step
         self.best.update(step, self.values)
-        record.evaluation(step, self.values, held_out.rows, perf_counter() - start)
+        rows = self._parts.held_out.rows if self._parts.held_out is not None else 0
+        record.evaluation(step, self.values, rows, perf_counter() - start)
         return True

@@ -91,13 +91,14 @@ def evaluate(
         RunError: if the run has no checkpoint or its task has no held-out rows.
     """
     with TrainingParts(task, run, process, communicator, writing=False) as parts:
-        if parts.held_out is None:
+        if not parts.can_evaluate:
             raise RunError(f"{run.directory}: the task has no held-out rows")
         _, step = parts.setup(parts.resume())
         if is_trained and not step:
             raise RunError(f"{run.directory} has no checkpoint")
-        with show_evaluation(parts.held_out.rows, shown=process.is_first) as progress:
-            return {"step": step, **parts.held_out.evaluate(parts.engine, step, parts.scalars(step), progress)}
+        rows = parts.held_out.rows if parts.held_out is not None else 0
+        with show_evaluation(rows, shown=process.is_first) as progress:
+            return {"step": step, **parts.evaluate(step, progress)}
 
 
 class Training:

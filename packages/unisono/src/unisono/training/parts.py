@@ -20,8 +20,10 @@ from unisono.data.loading.loader import Loader, MicroBatch
 from unisono.data.order.planning import build_plan, build_source, checkable_sources, source_facts
 from unisono.engines import create_engine
 from unisono.engines.protocol import EngineJob, ModelFacts
+from unisono.evaluation.benchmarks import run_benchmark
 from unisono.evaluation.held_out import HeldOut
 from unisono.optim.schedules import ScheduledScalars
+from unisono.protocols import Benchmark, require_benchmarks
 from unisono.runtime import heartbeat
 from unisono.runtime.communication.communicator import Communicator, ProcessInfo
 from unisono.runtime.communication.consensus import raise_everywhere
@@ -62,6 +64,7 @@ class TrainingParts:
         self.loader = Loader.from_config(task, self.source, self.plan, run.split, process, config, contents=writing)
         self.engine = create_engine(EngineJob(task, config, process, communicator, run.split))
         self.data = source_facts(self.source)
+        self._benchmark = build_benchmark(task, config)
 
     def __enter__(self) -> TrainingParts:
         return self
@@ -91,6 +94,33 @@ class TrainingParts:
         arrays, rows = self._task.collate(samples), np.arange(len(samples), dtype=np.int64)
         micro = MicroBatch(0, rows, arrays, counts={}, work={})
         return self.engine.read_outputs(micro, step, self.scalars(step), read)
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self.held_out is not None or self._benchmark is not None
+
+    @property
+    def benchmark_prefix(self) -> str | None:
+        """With which the values of the benchmarks begin; None if there are none."""
+        return None if self._benchmark is None else self._benchmark.prefix
+
+    def evaluate(self, step: int, progress: Callable[[int, int], None]) -> dict[str, float]:
+        """Loss and metrics on the held-out rows after `step` updates, and the values of benchmarks; collective."""
+        values: dict[str, float] = {}
+        if self.held_out is not None:
+            values = self.held_out.evaluate(self.engine, step, self.scalars(step), progress)
+        if self._benchmark is not None:
+            settings, split = self._run.config, self._run.split
+            values |= run_benchmark(
+                self._benchmark,
+                self._communicator,
+                lambda samples, read: self.read_outputs(samples, read, step),
+                batch=settings.eval.micro_batch or split.micro_batch,
+                deadline=settings.launch.deadlines.evaluate,
+                progress=progress,
+            )
+        return values
 
     def check_files(self) -> None:
         """Check that the data files are unchanged, each process of a host its share of them; collective.
@@ -130,6 +160,12 @@ def build_held_out(task: Task, config: RunConfig, process: ProcessInfo, split: B
     if source is None:
         return None
     return HeldOut(task, source, config, process, split.micro_batch, split.global_batch)
+
+
+def build_benchmark(task: Task, config: RunConfig) -> Benchmark | None:
+    """The benchmarks that the settings ask for; None if they ask for none."""
+    settings = config.eval
+    return require_benchmarks(task).harness(settings.harness, settings.harness_limit) if settings.harness else None
 
 
 def gather_rows(batches: Sequence[MicroBatch], communicator: Communicator) -> list[int]:

@@ -24,7 +24,9 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from unisono.checkpoint.exchange import hf_config, hf_shards
+from unisono.checkpoint.exchange.dcp_folder import METADATA, SUFFIX
 from unisono.checkpoint.exchange.hf_shards import ShardedFiles
+from unisono.checkpoint.exchange.model_names import ModelTensors
 from unisono.config.schema.verbs import Import
 from unisono.runtime.console import say
 from unisono.runtime.errors import CheckpointError, RunError
@@ -37,6 +39,9 @@ _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # of the environment
 _COPIED_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # of a folder, besides tensors
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+Tensors = ShardedFiles | ModelTensors
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,11 @@ class Imported:
 
 
 def import_weights(source: Path, words: Import) -> Imported:
-    """Convert untrusted weights to safetensors: a `.pt` file, or a folder or file of safetensors to be checked.
+    """Convert untrusted weights to safetensors: a `.pt` file, a folder of DCP, or safetensors to be checked.
 
     Args:
-        source: a file, or a folder with `pytorch_model.bin` or safetensors, with their index and configuration.
+        source: a file, or a folder with `pytorch_model.bin` or safetensors, with their index and configuration; or one
+            that torch.distributed.checkpoint (DCP) has written.
         words: of the command.
 
     Raises:
@@ -77,9 +83,10 @@ def import_weights(source: Path, words: Import) -> Imported:
     try:
         with ExitStack() as stack:
             readable: Path = stack.enter_context(_as_safetensors(source, words.key, out.absolute().parent, left))
-            found = ShardedFiles(readable)
-            if not found.entries:
+            files = ShardedFiles(readable)
+            if not files.entries:
                 raise CheckpointError(f"{source} holds no tensors")
+            found = files if words.like is None else ModelTensors(files, words.like, source)
             if out.suffix == ".safetensors":
                 _write_file(found, out)
             else:
@@ -93,7 +100,7 @@ def import_weights(source: Path, words: Import) -> Imported:
     return Imported(out, len(found.entries), sum(entry.size for entry in found.entries), tuple(left))
 
 
-def _write_file(found: ShardedFiles, out: Path) -> None:
+def _write_file(found: Tensors, out: Path) -> None:
     with atomic_file(out) as temporary:
         with temporary.open("wb") as file:
             hf_shards.write(file, found.entries, found.content)
@@ -101,7 +108,7 @@ def _write_file(found: ShardedFiles, out: Path) -> None:
             raise FileExistsError(out)
 
 
-def _write_folder(found: ShardedFiles, source: Path, words: Import, out: Path) -> None:
+def _write_folder(found: Tensors, source: Path, words: Import, out: Path) -> None:
     files = hf_shards.plan_files(found.entries, words.shard_mb * 1e6)
     with atomic_folder(out) as temporary:
         for file in files:
@@ -109,10 +116,11 @@ def _write_folder(found: ShardedFiles, source: Path, words: Import, out: Path) -
                 hf_shards.write(opened, file.entries, found.content)
         if len(files) > 1:
             (temporary / "model.safetensors.index.json").write_text(hf_shards.index_json(files), encoding="utf-8")
-        for pattern in _COPIED_FILES if source.is_dir() else ():
-            for path in source.glob(pattern):
+        origin = words.like or source
+        for pattern in _COPIED_FILES if origin.is_dir() else ():
+            for path in origin.glob(pattern):
                 if not path.name.endswith(".index.json"):
-                    hf_config.copy_settings(source, path.name, temporary)
+                    hf_config.copy_settings(origin, path.name, temporary)
 
 
 @contextmanager
@@ -143,7 +151,13 @@ def _pickles(source: Path) -> list[str]:
         return sorted(set(hf_shards.read_index(source, _BIN_INDEX).values()))
     if (source / _BIN).exists():
         return [_BIN]
-    raise CheckpointError(f"{source} has neither *.safetensors nor {_BIN}; give the path of the file itself")
+    if (source / METADATA).exists():
+        return [METADATA]
+    steps = sorted(path.parent.name for path in source.glob(f"*/{METADATA}"))
+    inner = f". It has folders of torch.distributed.checkpoint: give one of {', '.join(steps[-5:])}" if steps else ""
+    raise CheckpointError(
+        f"{source} has neither *.safetensors nor {_BIN} nor {METADATA}; give the path of the file itself{inner}"
+    )
 
 
 def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> list[str]:
@@ -156,9 +170,12 @@ def _extract_tensors(source: Path, name: str, key: str | None, out: Path) -> lis
             )
         except OSError as error:
             raise CheckpointError(f"{shown} cannot be read: {error.strerror or error}") from error
-        size = os.fstat(pickle.fileno()).st_size
+        pieces = None
+        if name == METADATA:
+            names = sorted(path.name for path in source.glob(f"*{SUFFIX}"))
+            pieces = {piece: opened.enter_context(_open_piece(source, piece)) for piece in names}
         file = opened.enter_context(out.open("wb"))
-        done = _run(pickle, key, 60 + size // _MIN_BYTES_PER_SECOND, file, shown)
+        done = _run(pickle, pieces, key, file, shown)
     reply: dict[str, Any] = {}
     with suppress(ValueError, IndexError):
         reply = dict(safe_paths.parse_json(done.stdout.splitlines()[-1], _Reply))
@@ -179,12 +196,24 @@ class _Reply(TypedDict):
     sentence: NotRequired[str]
 
 
+def _open_piece(source: Path, name: str) -> BufferedReader:
+    try:
+        return safe_paths.open_inside(source, name)
+    except OSError as error:
+        raise CheckpointError(f"{source / name} cannot be read: {error.strerror or error}") from error
+
+
 def _run(
-    pickle: BufferedReader, key: str | None, seconds: int, file: BufferedWriter, shown: Path
+    pickle: BufferedReader, pieces: dict[str, BufferedReader] | None, key: str | None, file: BufferedWriter, shown: Path
 ) -> subprocess.CompletedProcess[str]:
-    """The process that reads a pickle: two open files are all it is given, and so many seconds of the processor."""
-    limit = 4 * os.fstat(pickle.fileno()).st_size + (64 << 20)
-    request = {"source": safe_paths.path_of(pickle), "key": key, "limit": limit, "seconds": seconds}
+    """The process that reads a pickle: open files are all it is given, and so many seconds of the processor."""
+    given = [pickle, *(pieces or {}).values()]
+    size = sum(os.fstat(one.fileno()).st_size for one in given)
+    seconds, limit = 60 + size // _MIN_BYTES_PER_SECOND, 4 * size + (64 << 20)
+    request = {
+        "source": safe_paths.path_of(pickle), "key": key, "limit": limit, "seconds": seconds,
+        "files": None if pieces is None else {name: safe_paths.path_of(one) for name, one in pieces.items()},
+    }  # fmt: skip
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)  # noqa: PTH100 - a text in, a text out
     command = [sys.executable, "-P", "-m", "unisono.checkpoint.exchange.pickle_process"]
@@ -196,7 +225,7 @@ def _run(
             text=True,
             errors="replace",
             env={**kept, **_ONE_THREAD, "PYTHONPATH": path},
-            pass_fds=(file.fileno(), pickle.fileno()),
+            pass_fds=(file.fileno(), *(one.fileno() for one in given)),
             cwd="/",
             timeout=_PATIENCE * seconds,
             check=False,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import json
+import math
 import os
 import re
 import resource
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,13 +43,13 @@ def leave_network() -> bool:
     return bool(library.unshare(_NEW_NETWORK) == 0 or library.unshare(_NEW_USER | _NEW_NETWORK) == 0)
 
 
-def limit_resources(source: str, limit: int, seconds: int) -> list[str]:
+def limit_resources(sources: list[str], limit: int, seconds: int) -> list[str]:
     """Bound memory, time, the size of files, and processes, and give up files, sockets and other processes.
 
     Returns:
         Protections that this host does not have, in words.
     """
-    size = os.stat(source).st_size  # noqa: PTH116
+    size = sum(os.stat(source).st_size for source in sources)  # noqa: PTH116
     for what, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES + 4 * size),
         (resource.RLIMIT_FSIZE, limit + (64 << 20)),
@@ -64,7 +65,7 @@ def limit_resources(source: str, limit: int, seconds: int) -> list[str]:
     packages += {os.path.realpath(one) for entry in packages if os.path.isdir(entry) for one in _links(entry)}  # noqa: PTH112
     own = Path(__file__).parents[2]  # where this package is, if it is not among the others
     system = ["/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/proc/self", "/dev/null", "/dev/urandom"]
-    return sandbox.enter([source, sys.prefix, sys.base_prefix, *packages, str(own), *system])
+    return sandbox.enter([*sources, sys.prefix, sys.base_prefix, *packages, str(own), *system])
 
 
 def _links(folder: str) -> Iterator[str]:
@@ -85,16 +86,13 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
 
     import torch
 
-    from unisono.checkpoint.exchange.hf_shards import TensorEntry, blocks, write
-
     torch.set_num_threads(1)
     try:
         # Without mmap only where the file is older than what can be mapped; always the restricted reader.
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
     except pickle.UnpicklingError as error:
-        named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
-        if named:
-            return {"needed": named[1]}
+        if named := _find_named(error):
+            return {"needed": named}
         detail = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
         return {
             "sentence": "was refused: it is not a torch.save file, or a pickle of more than tensors and plain data "
@@ -110,13 +108,74 @@ def extract_tensors(source: str, key: str | None, limit: int, descriptor: int) -
     except _RefusedError as error:
         return {"sentence": str(error)}
 
-    def cut(entry: TensorEntry) -> Iterator[torch.Tensor]:
+    _write(
+        {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}, tensors.__getitem__, descriptor
+    )
+    return {"left": left}
+
+
+def extract_folder(
+    metadata: str, files: Mapping[str, str], key: str | None, limit: int, descriptor: int
+) -> dict[str, Any]:
+    """Write the tensors of a folder of torch.distributed.checkpoint as safetensors; returns the answer.
+
+    Args:
+        metadata: path of its metadata.
+        files: path of each of its files, by name.
+        key: the keys above the tensors; None for the model.
+        limit: bytes that may be written.
+        descriptor: to write to.
+    """
+    import pickle
+
+    import torch
+
+    from unisono.checkpoint.exchange import dcp_folder
+    from unisono.checkpoint.exchange.hf_shards import CODES
+    from unisono.runtime.errors import CheckpointError
+
+    torch.set_num_threads(1)
+    try:
+        tensors, others = dcp_folder.read_metadata(Path(metadata).read_bytes())
+        chosen, left = dcp_folder.choose_tensors(tensors, key)
+        described: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        for name, one in chosen.items():
+            dtype = getattr(torch, one.dtype.removeprefix("torch."), None)
+            if dtype not in CODES:
+                raise CheckpointError(f"has '{name}' as {one.dtype}, which safetensors files do not support")
+            described[name] = dtype, one.shape
+        if sum(math.prod(shape) * dtype.itemsize for dtype, shape in described.values()) > limit:
+            raise CheckpointError("describes far more than its files hold")
+        _write(described, lambda name: dcp_folder.read_tensor(chosen[name], files), descriptor)
+    except CheckpointError as error:
+        return {"sentence": str(error)}
+    except pickle.UnpicklingError as error:
+        return {"needed": _find_named(error) or "more than tensors"}
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+        return {"sentence": f"cannot be read as a folder of torch.distributed.checkpoint: {_first_line(error)}"}
+    except MemoryError:
+        return {"sentence": "cannot be read: it needs far more memory than a folder of its size should"}
+    plain = sorted({path[0] for path in others})
+    return {"left": left + [f"{name} (plain data)" for name in plain]}
+
+
+def _write(described: Mapping[str, tuple[Any, tuple[int, ...]]], read: Callable[[str], Any], descriptor: int) -> None:
+    """Write tensors, given their dtypes and shapes, one after the other as safetensors."""
+    from unisono.checkpoint.exchange.hf_shards import TensorEntry, blocks, write
+
+    def cut(entry: TensorEntry) -> Iterator[Any]:
+        value = read(entry.name)
         for offset, shape in blocks(entry.shape, entry.dtype.itemsize):
-            yield tensors[entry.name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            yield value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
     with os.fdopen(descriptor, "wb") as file:
-        write(file, [TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], cut)
-    return {"left": left}
+        write(file, [TensorEntry(name, dtype, shape) for name, (dtype, shape) in described.items()], cut)
+
+
+def _find_named(error: BaseException) -> str:
+    """What a refused pickle wanted to use; empty if it is not said."""
+    named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+    return named[1] if named else ""
 
 
 def _tensors(content: Any, key: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -193,11 +252,13 @@ def main() -> None:
     """Entry point of the process."""
     leave_network()
     request = json.loads(sys.stdin.read())
-    missing = limit_resources(
-        request["source"], request["limit"], request["seconds"]
-    )  # before torch, which has threads
+    files = request["files"]  # of a folder whose metadata is the source
+    sources = [request["source"], *(files or {}).values()]
+    missing = limit_resources(sources, request["limit"], request["seconds"])  # before torch, which has threads
     do_without_helpers()
-    answer = extract_tensors(request["source"], request["key"], request["limit"], int(sys.argv[1]))
+    options = request["key"], request["limit"], int(sys.argv[1])
+    source = request["source"]
+    answer = extract_tensors(source, *options) if files is None else extract_folder(source, files, *options)
     sys.stdout.write(json.dumps({**answer, "without": missing}) + "\n")
 
 

@@ -69,6 +69,10 @@ class Layout(Settings):
     defer_reduction: bool = Field(
         False, description="fsdp: reduce gradients once per step instead of once per micro-batch"
     )
+    offload: Annotated[bool, Only("torch", "XLA decides where arrays are")] = Field(
+        False,
+        description="fsdp: keep parameters, gradients and the optimizer's state in the host's memory, and update there",
+    )
     find_unused_parameters: Annotated[
         bool, Only("torch", "a parameter that a step does not use has a gradient of zeros")
     ] = Field(
@@ -141,6 +145,11 @@ class Layout(Settings):
         if self.defer_reduction and self.strategy not in ("fsdp", "hsdp"):
             raise ValueError(
                 f"layout.defer_reduction belongs to fsdp and hsdp; {self.strategy} reduces once per step anyway"
+            )
+        if self.offload and self.strategy not in ("auto", "fsdp", "hsdp"):
+            raise ValueError(
+                f"layout.offload belongs to fsdp and hsdp, whose shards have a place of their own; {self.strategy} "
+                "computes with its parameters where they are"
             )
         if self.bucket_mb is not None and self.strategy not in ("auto", "ddp"):
             raise ValueError(f"layout.bucket_mb belongs to ddp, but the strategy is {self.strategy}")

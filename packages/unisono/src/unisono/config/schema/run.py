@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
-from unisono.config.schema import NonNegative, Positive, Settings, foreign_settings, store_options
+from unisono.config.schema import NonNegative, Only, Positive, Settings, foreign_settings, store_options
 from unisono.config.schema.layout import Launch, Layout
 from unisono.config.schema.optimizers import Muon, Optimizer
 from unisono.config.schema.schedules import Schedule
@@ -101,10 +101,11 @@ class Lora(Settings):
         description="linear layers: their names, the last parts of these, or globs, e.g. [q_proj,v_proj]; empty: all "
         "but the heads",
     )
-    base_dtype: Literal["auto", "kept", "bf16"] = Field(
+    base_dtype: Literal["auto", "kept", "bf16", "nf4"] = Field(
         "auto",
         description="of the frozen matrices under train.precision=bf16, which computes with them in bf16 anyway; auto: "
-        "bf16 where their values are of that dtype, as saved weights often are; bf16: round them; kept: fp32",
+        "bf16 where their values are of that dtype, as saved weights often are; bf16: round them; kept: fp32; nf4: "
+        "those with an adapter in 4 bits (QLoRA), in any precision but fp64",
     )
 
 
@@ -148,6 +149,16 @@ class Eval(Settings):
     )
     metric: str = Field("loss", min_length=1, description="what eval.patience looks at, as named in events")
     mode: Literal["min", "max"] = Field("min", description="whether less or more of eval.metric is better")
+    harness: Annotated[list[str], Only("torch", "JAX compiles what it computes, so no rows can be asked for")] = Field(
+        [], description="benchmarks to run in each evaluation; of language: tasks of lm-eval by name, or YAML files"
+    )
+    harness_limit: PositiveInt | None = Field(None, description="examples of each of them; null: all")
+
+    @model_validator(mode="after")
+    def _check_harness(self) -> Eval:
+        if self.harness_limit is not None and not self.harness:
+            raise ValueError("eval.harness_limit has no effect without eval.harness; set it, e.g. to [hellaswag]")
+        return self
 
     @model_validator(mode="after")
     def _check_patience(self) -> Eval:
@@ -316,6 +327,14 @@ class RunConfig(Settings):
                 f"adapter.base_dtype=bf16 needs train.precision=bf16, which computes with the matrices in bf16 "
                 f"(it is {self.train.precision})"
             )
+        if self.adapter is not None and self.adapter.base_dtype == "nf4":
+            if self.train.precision == "fp64":
+                raise ValueError("adapter.base_dtype=nf4 has no kernels in fp64; use train.precision=bf16 or fp32")
+            if self.layout.strategy not in ("auto", "single", "ddp"):
+                raise ValueError(
+                    f"adapter.base_dtype=nf4 is for layout.strategy=single and ddp: {self.layout.strategy} would cut "
+                    "or copy matrices without the scales of their blocks"
+                )
         return self
 
     @model_validator(mode="after")

@@ -79,7 +79,16 @@ class Import(Settings):
     """Of `unisono import`."""
 
     out: Path = Field(description="NAME.safetensors for one file, else a folder to create")
-    key: str | None = Field(None, description="where in a .pt file the weights are, e.g. state_dict, or a/b for a in b")
+    key: str | None = Field(
+        None,
+        description="where in a .pt file, or a folder of torch.distributed.checkpoint, weights are, e.g. state_dict, "
+        "or a/b for a in b",
+    )
+    like: Path | None = Field(
+        None,
+        description="folder of a transformers model that the weights are for: names of torchtitan are translated, all "
+        "names and shapes checked, and its settings and tokenizer copied",
+    )
     shard_mb: Positive = Field(5000.0, description="MB per file of a folder")
     timeout: Positive | None = Field(None, description="s to read a pickle; null: 600, and 1 for each 4 MB")
 

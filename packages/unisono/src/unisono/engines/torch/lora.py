@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from unisono.config.schema.run import Lora
 from unisono.engines.state import ArrayShard, StateReader
+from unisono.engines.torch import four_bit
 from unisono.engines.torch.guards import replicas
 from unisono.runtime.errors import CheckpointError, ConfigError, nearest
 from unisono.runtime.rng import key
@@ -50,11 +51,14 @@ class Adapter:
         self._tuner = _inject_adapters(config, model, seed)
 
     def narrow_base(self, model: nn.Module, precision: str) -> None:
-        """Keep the base's frozen matrices in bf16, if that is asked for or changes no value of them.
+        """Keep the base's frozen matrices in bf16, if that is asked for or changes no value of them; or in 4 bits.
 
         Under autocast a linear layer computes with its weight in bf16, so the results have the same bits. Other
         parameters (norms, embeddings) are computed with in fp32 and stay as they are.
         """
+        if self._config is not None and self._config.base_dtype == "nf4":
+            four_bit.quantise(model, precision)
+            return
         if self._config is None or precision != "bf16" or self._config.base_dtype == "kept":
             return
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -95,9 +99,11 @@ class Adapter:
 
 
 def check_peft_installed(config: Lora | None) -> None:
-    """Raise if a run has adapters but PEFT is not installed."""
+    """Raise if a run has adapters but PEFT is not installed, or a base in 4 bits without what reads it."""
     if config is not None and find_spec("peft") is None:
         raise ConfigError("adapter=lora needs the package 'peft': pip install 'unisono[lora]'")
+    if config is not None and config.base_dtype == "nf4":
+        four_bit.check_installed()
 
 
 def check_same_base(model: nn.Module, reader: StateReader) -> None:

@@ -44,9 +44,9 @@ class EarlyStopping(Callback):
         if config.eval.every is None:
             raise ConfigError("EarlyStopping needs evaluations, but eval.every is null; set it, e.g. eval.every=100")
 
-    def refuse_no_rows(self, held_out: int) -> None:
-        """Reject a task that has no rows to evaluate."""
-        if not held_out:
+    def refuse_no_rows(self, held_out: int, config: RunConfig) -> None:
+        """Reject a run that has nothing to evaluate: neither held-out rows nor benchmarks."""
+        if not held_out and not config.eval.harness:
             raise ConfigError(
                 f"{self.title or type(self).__name__} would never stop the run, since the task holds out no rows; "
                 "define held_out() (a recipe has a setting for it), or leave it out"
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
 
     def on_start(self, run: RunInfo) -> Stop | None:
         """Stop at once if the run had already stopped and patience was not increased since."""
-        self.refuse_no_rows(run.held_out)
+        self.refuse_no_rows(run.held_out, run.config)
         return self._verdict()
 
     def on_evaluation(self, step: int, values: Mapping[str, float]) -> Stop | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config.schema.layout import Layout
@@ -166,16 +166,18 @@ def _shard_module(
             _set_pg_timeout(timedelta(seconds=timeout), group)
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    # Pages can be pinned for a device alone; on a CPU the shards are in the host's memory anyway.
+    place = CPUOffloadPolicy(pin_memory=device.type != "cpu") if layout.offload else OffloadPolicy()
     # Inputs are not cast: a float label has to stay what it is, and autocast casts where arithmetic wants it.
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
     low = full
     if precision == "bf16":
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         if norms := [module for unit in units for module in unit.modules() if _has_vectors_only(module)]:
-            fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False)
+            fully_shard(norms, mesh=mesh, mp_policy=full, reshard_after_forward=False, offload_policy=place)
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=low)
-    fully_shard(step, mesh=mesh, mp_policy=full)
+        fully_shard(unit, mesh=mesh, mp_policy=low, offload_policy=place)
+    fully_shard(step, mesh=mesh, mp_policy=full, offload_policy=place)
     for module in step.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
