@@ -11,8 +11,11 @@ import biom
 import numpy as np
 import pytest
 
+import unisono
 from recipes.microbiome.tests.made import TINY, data
+from unisono import RunResult
 from unisono.cli import main
+from unisono.supervise.step_sync import AS_REQUESTED
 from unisono_microbiome.crossvalidation import find_half_width, measure_coverage
 from unisono_microbiome.study.simulate import simulate_study
 
@@ -87,9 +90,30 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     assert "were trained on by some of the models" in capsys.readouterr().err
 
 
-def test_settings_of_a_fold_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["crossvalidate", "microbiome", "data.fold=1"]) != 0
-    assert "data.fold: each fold has its own" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("data.fold=1", "data.fold: each fold has its own"),
+        ("model.from_run=runs/other", "was trained on groups that some of the folds hold out"),
+        ("data.held_out=0", "holds out no group"),
+        ("data.held_out=0.0", "holds out no group"),
+    ],
+)
+def test_settings_that_folds_cannot_have_are_refused_before_any_is_trained(
+    word: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["crossvalidate", "microbiome", f"out={tmp_path / 'cv'}", *words(tmp_path), word]) != 0
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "cv").exists()
+
+
+@pytest.mark.parametrize("why", [AS_REQUESTED, "run.stop_after=2"])
+def test_a_fold_that_was_stopped_is_not_scored(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(unisono, "train", lambda *_: RunResult(tmp_path, 2, stopped=why))
+    assert main.main(["crossvalidate", "microbiome", f"out={tmp_path / 'cv'}", *words(tmp_path)]) != 0
+    assert f"fold-0 was stopped after step 2 ({why}), so there are no scores yet" in capsys.readouterr().err
 
 
 def test_every_group_weighs_the_same_in_an_interval() -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 import unisono
-from unisono import ConfigError, Run, open_run, read_asset, write_table
+from unisono import ConfigError, Run, RunError, RunResult, open_run, read_asset, write_table
 from unisono.recipe_tools import format_examples, write_whole
 from unisono_microbiome import scoring
 from unisono_microbiome.predict import PredictedTarget, Predictions, Predictor, Rows, predict_samples, scores
@@ -52,15 +52,13 @@ def crossvalidate(
         seed: of the rarefactions and the forests.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
     """
-    for word in overrides:
-        if (name := word.partition("=")[0]) in _OWN:
-            raise ConfigError(f"{name}: each fold has its own; the runs go to out={out}")
+    _check_overrides(overrides, out)
     made: list[Predictions] = []
     scored: list[dict[str, float]] = []
     folds = 1
     while len(made) < folds:
         own = [f"data.fold={len(made)}", f"run.dir={out}", f"run.name=fold-{len(made)}"]
-        unisono.train("microbiome", [*overrides, *own])
+        _refuse_unfinished(len(made), unisono.train("microbiome", [*overrides, *own]))
         run = open_run(out / f"fold-{len(made)}")
         predicted = predict_samples(Predictor(run, draws, seed=seed, device=device), "held_out")
         groups = np.array(predicted.library.groups)
@@ -82,6 +80,33 @@ def crossvalidate(
     write_whole(out / FILE, json.dumps(record))
     for name, value in coverage.items():
         yield f"{name}: {value:.3f}"
+
+
+def _check_overrides(overrides: Sequence[str], out: Path) -> None:
+    """Refuse, before a fold is trained, settings with which no fold could be scored, or not on unseen groups."""
+    for word in overrides:
+        name, _, value = word.partition("=")
+        if name in _OWN:
+            raise ConfigError(f"{name}: each fold has its own; the runs go to out={out}")
+        if name == "data.held_out" and value.strip("0.") == "":
+            raise ConfigError(
+                f"{word} holds out no group, so there is nothing to score; set the share of a fold, e.g. 0.2 for five"
+            )
+        if name == "model.from_run" and value not in ("null", ""):
+            raise ConfigError(
+                f"{word}: that run was trained on groups that some of the folds hold out, so their models would have "
+                "seen them. Leave it out, or train each fold by itself, from a run that holds out the same groups: "
+                "unisono train microbiome … data.fold=N model.from_run=RUN_OF_FOLD_N"
+            )
+
+
+def _refuse_unfinished(fold: int, ended: RunResult) -> None:
+    """Refuse to score a fold that a user stopped; one that a callback stopped, such as `eval.patience`, is finished."""
+    if ended.stopped == "as requested" or ended.stopped.startswith("run.stop_after="):
+        raise RunError(
+            f"fold-{fold} was stopped after step {ended.step} ({ended.stopped}), so there are no scores yet. The same "
+            "command trains it to its end, without run.stop_after, and then the other folds"
+        )
 
 
 def pool(made: Sequence[Predictions]) -> dict[str, Any]:
