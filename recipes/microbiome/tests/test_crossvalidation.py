@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from recipes.microbiome.tests.made import TINY, data
 from unisono import RunResult
 from unisono.cli import main
 from unisono.supervise.step_sync import AS_REQUESTED
-from unisono_microbiome.crossvalidation import find_half_width, measure_coverage
+from unisono_microbiome.crossvalidation import (
+    combine,
+    find_half_width,
+    measure_coverage,
+    pool,
+    reach_level,
+    score_pooled,
+    tabulate,
+    write_predictions,
+)  # fmt: skip
+from unisono_microbiome.predict import PredictedTarget, Predictions, write
+from unisono_microbiome.study.library import open_library
 from unisono_microbiome.study.simulate import simulate_study
 
 
@@ -45,7 +57,7 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     command = ["crossvalidate", "microbiome", f"out={out}", "draws=2", *words(tmp_path)]
     assert main.main(command) == 0
     said = capsys.readouterr().out
-    assert "coverage of 95% intervals with the model's error: " in said
+    assert "coverage of 75% intervals with the model's error: " in said  # of three subjects in the other fold
     rows = read(out / "predictions.tsv")
     assert len({row["sample-id"] for row in rows}) == len(rows) == 18
     for fold in ("fold-0", "fold-1"):
@@ -74,7 +86,7 @@ def test_every_group_is_predicted_by_a_model_that_has_not_seen_it(
     changes = ["data=study", f"data.table={tmp_path / 'new.biom'}", f"data.metadata={tmp_path / 'new.tsv'}"]
     ensemble = ["predict", str(out / "fold-0"), "ensemble=true", "rows=all", "draws=1", f"out={tmp_path / 'e.tsv'}"]
     assert main.main([*ensemble, "baseline=false", *changes]) == 0
-    assert "intervals of share: 95% of unseen groups, by the errors in the folds" in capsys.readouterr().out
+    assert "intervals of share: 86% of unseen groups, by the errors in the folds" in capsys.readouterr().out
     width = json.loads((out / "crossvalidation.json").read_text())["half_width"]
     together = read(tmp_path / "e.tsv")
     assert all(float(row["share_high"]) - float(row["share"]) == pytest.approx(width, abs=1e-5) for row in together)
@@ -130,6 +142,87 @@ def test_intervals_hold_their_share_of_groups_drawn_alike() -> None:
     for _ in range(200):
         errors, groups = np.abs(rng.normal(size=400)), np.repeat(np.arange(100), 4).astype(str)
         width = find_half_width(errors, groups)
-        pooled = {"group": groups, "error": np.abs(rng.normal(size=400)), "half_width": width, "drawn": 0.0}
+        errors, level = np.abs(rng.normal(size=400)), np.full(400, reach_level(100))
+        pooled = {"group": groups, "error": errors, "half_width": width, "level": level, "drawn": 0.0}
         held.append(list(measure_coverage(pooled).values()))
     assert np.mean(held, axis=0) == pytest.approx([0.95, 0.0], abs=0.02)
+
+
+# what is made of predictions, without training any model ------------------------------------------------------------
+
+
+def made_up(cache: Path, fold: int, deviation: float | None = 0.1, **settings: Any) -> Predictions:
+    """Predictions of a fold's held-out samples: numbers that are a tenth too high."""
+    library = open_library(data(cache, held_out=0.5, fold=fold, **settings))
+    assert library.target is not None
+    numbers = library.held_out().rows
+    mean = library.target.values[numbers] + 0.1
+    spread = None if deviation is None else np.full(len(mean), deviation)
+    target = PredictedTarget(library.target.name, None, mean, mean - 0.2, mean + 0.2, "", spread)
+    return Predictions(library, numbers, np.zeros((len(mean), 1)), None, target, {})
+
+
+def test_a_level_that_so_few_groups_cannot_reach_is_not_printed(tmp_path: Path) -> None:
+    assert [reach_level(groups) for groups in (3, 6, 18, 19, 30)] == pytest.approx([0.75, 6 / 7, 18 / 19, 0.95, 0.95])
+    pooled = pool([made_up(tmp_path, fold) for fold in range(2)])
+    assert measure_coverage(pooled) == pytest.approx(
+        {
+            "coverage of 75% intervals with the model's error": 1.0,
+            "coverage of 95% intervals of rarefaction alone": 1.0,
+        }
+    )
+
+
+def test_quantiles_are_not_called_intervals_of_rarefaction(tmp_path: Path) -> None:
+    coverage = measure_coverage(pool([made_up(tmp_path, fold, deviation=None) for fold in range(2)]))
+    assert list(coverage) == ["coverage of 75% intervals with the model's error"]
+
+
+def test_the_constant_of_each_sample_is_that_of_its_fold_and_has_not_seen_it(tmp_path: Path) -> None:
+    made = [made_up(tmp_path, fold) for fold in range(2)]
+    values = made[0].library.target.values  # type: ignore[union-attr]
+    errors = [np.abs(values[one.numbers] - np.delete(values, one.numbers).mean()) for one in made]
+    told = score_pooled(None, pool(made))
+    assert told["target/mae of the mean"] == pytest.approx(np.concatenate(errors).mean())
+    assert told["target/mae"] == pytest.approx(0.1)
+
+
+def test_the_spread_over_folds_is_that_of_a_sample_of_folds(tmp_path: Path) -> None:
+    made = [made_up(tmp_path, fold) for fold in range(2)]
+    told = tabulate(made, [{"x": 1.0}, {"x": 2.0}])
+    assert told["fold"] == ["0", "1", "mean", "sd"]
+    assert told["x"] == ["1.0000", "2.0000", "1.5000", f"{0.5**0.5:.4f}"]
+
+
+def test_the_spread_of_an_ensemble_is_not_cut_where_chances_end(tmp_path: Path) -> None:
+    one = made_up(tmp_path, 0)
+    mean = np.array([[0.9, 0.1]])
+    low, high = np.clip(mean - 0.392, 0, 1), np.clip(mean + 0.392, 0, 1)
+    target = PredictedTarget("kind", ["a", "b"], mean, low, high, "", np.full((1, 2), 0.2))
+    both = combine([replace(one, target=target)] * 2, None).target
+    assert both is not None
+    assert both.deviation == pytest.approx(np.full((1, 2), 0.2))
+    assert both.low == pytest.approx(low) and both.high == pytest.approx(high)
+
+
+@pytest.mark.parametrize("name", ["group", "fold"])
+def test_a_target_replaces_no_other_column(name: str, tmp_path: Path) -> None:
+    made = [made_up(tmp_path, fold) for fold in range(2)]
+    library, pooled = made[0].library, pool(made)
+    assert library.target is not None
+    library = replace(library, target=replace(library.target, name=name))
+    rows = read(write_predictions(tmp_path / "p.tsv", library, pooled))
+    assert {row["group"] for row in rows} == set(library.groups)
+    assert {row["fold"] for row in rows} == {"fold-0", "fold-1"}
+    assert float(rows[0][f"predicted {name}"]) == pytest.approx(float(rows[0][f"true {name}"]) + 0.1)
+    assert f"predicted {name}_low" in rows[0]
+
+
+def test_a_target_that_is_called_as_a_diversity_has_a_column_of_its_own(tmp_path: Path) -> None:
+    one = made_up(tmp_path, 0)
+    assert one.target is not None
+    shannon = np.arange(len(one.numbers), dtype=float)
+    named = replace(one, target=replace(one.target, column="shannon"), diversities={"shannon": (shannon, 0 * shannon)})
+    rows = read(write(named, tmp_path / "p.tsv")[0])
+    assert [float(row["shannon"]) for row in rows] == shannon.tolist()
+    assert [float(row["predicted shannon"]) for row in rows] == pytest.approx(one.target.mean.tolist(), rel=1e-5)

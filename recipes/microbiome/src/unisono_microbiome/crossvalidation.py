@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,22 +20,31 @@ import unisono
 from unisono import ConfigError, Run, RunError, RunResult, open_run, read_asset, write_table
 from unisono.recipe_tools import format_examples, write_whole
 from unisono_microbiome import scoring
-from unisono_microbiome.predict import PredictedTarget, Predictions, Predictor, Rows, predict_samples, scores
+from unisono_microbiome.predict import (
+    PredictedTarget,
+    Predictions,
+    Predictor,
+    Rows,
+    name_column,
+    predict_samples,
+    scores,
+)  # fmt: skip
 from unisono_microbiome.study.artifacts import write_metadata
 from unisono_microbiome.study.library import Library
 
 FILE = "crossvalidation.json"
-LEVEL = 0.95  # of the intervals
+LEVEL = 0.95  # of the intervals, where there are enough groups for it
 Array = NDArray[np.float64]
 _OWN = ("data.fold", "data.held_out_groups", "run.name", "run.dir")  # settings that each fold has of its own
 
 
 class CrossValidation(TypedDict):
-    """What `predict ensemble=true` reads: the folds' runs, their samples, and the half width of an interval."""
+    """What `predict ensemble=true` reads: the folds' runs, their samples, half width and level of an interval."""
 
     folds: list[str]
     samples: list[str]
     half_width: float | None
+    level: NotRequired[float]  # cross-validations of earlier versions lack it
 
 
 def crossvalidate(
@@ -69,14 +78,17 @@ def crossvalidate(
     half_width, coverage = None, {}
     if (target := made[0].target) is not None:
         pooled = pool(made)
-        scored.append(score_pooled(made[0].library, pooled))
+        scored.append(score_pooled(target.classes, pooled))
         if target.classes is None:
             coverage = measure_coverage(pooled)
             half_width = find_half_width(pooled["error"], pooled["group"])
         yield str(write_predictions(out / "predictions.tsv", made[0].library, pooled))
     yield str(write_table(out / "folds.tsv", tabulate(made, scored)))
     samples = [made[0].library.samples[number] for one in made for number in one.numbers]
-    record = CrossValidation(folds=[f"fold-{n}" for n in range(folds)], samples=samples, half_width=half_width)
+    record = CrossValidation(
+        folds=[f"fold-{n}" for n in range(folds)], samples=samples, half_width=half_width,
+        level=reach_level(len(set(made[0].library.groups))),
+    )  # fmt: skip
     write_whole(out / FILE, json.dumps(record))
     for name, value in coverage.items():
         yield f"{name}: {value:.3f}"
@@ -113,9 +125,10 @@ def pool(made: Sequence[Predictions]) -> dict[str, Any]:
     """The predictions of all folds of a target: arrays by name, with a value per sample.
 
     Returns:
-        `sample`, `group` and `fold` of each; `predicted` and `true`, numbers or (n, classes) and classes; and, of
-        numbers, `error` (absolute), `drawn` (half width of the interval over rarefactions) and `half_width` (of the
-        interval that holds the model's error, from the errors in the other folds).
+        `sample`, `group` and `fold` of each; `predicted` and `true`, numbers or (n, classes) and classes; `constant`,
+        the mean or most frequent class of the samples that its fold was trained on; and, of numbers, `error`
+        (absolute), `half_width` and `level` of the interval that holds the model's error, from the errors in the other
+        folds, and `drawn`, half width of the interval over rarefactions, unless the interval is one of quantiles.
     """
     library = made[0].library
     assert library.target is not None
@@ -127,15 +140,19 @@ def pool(made: Sequence[Predictions]) -> dict[str, Any]:
         "fold": np.repeat(np.arange(len(made)), [len(one.numbers) for one in made]),
         "predicted": np.concatenate([one.mean for one in targets]),
         "true": library.target.values[numbers],
+        "constant": np.concatenate([np.full(len(one.numbers), scoring.find_constant(one.library)) for one in made]),
     }
     if library.target.classes is None:
         found["error"] = np.abs(found["predicted"] - found["true"])
-        found["drawn"] = np.concatenate([one.high - one.mean for one in targets])
-        found["half_width"] = np.zeros(len(numbers))
+        drawn = [1.96 * one.deviation for one in targets if one.deviation is not None]
+        if drawn:
+            found["drawn"] = np.concatenate(drawn)
+        found |= {name: np.zeros(len(numbers)) for name in ("half_width", "level")}
         for fold in range(len(made)):
             others = found["fold"] != fold
-            width = find_half_width(found["error"][others], found["group"][others])
-            found["half_width"][~others] = width
+            known = found["group"][others]
+            found["half_width"][~others] = find_half_width(found["error"][others], known)
+            found["level"][~others] = reach_level(len(set(known)))
     return found
 
 
@@ -152,34 +169,33 @@ def find_half_width(errors: Array, groups: NDArray[np.str_], level: float = LEVE
     return float(errors[order[min(place, len(errors) - 1)]])
 
 
+def reach_level(groups: int) -> float:
+    """The share of unseen groups that an interval from the errors of so many groups holds: `LEVEL`, or less of few."""
+    return min(LEVEL, groups / (groups + 1))
+
+
 def measure_coverage(pooled: Mapping[str, Any]) -> dict[str, float]:
     """How many samples of unseen groups the intervals hold, every group weighing the same."""
     _, places, sizes = np.unique(pooled["group"], return_inverse=True, return_counts=True)
     weight = 1 / sizes[places] / len(sizes)
-    return {
-        f"coverage of {LEVEL:.0%} intervals with the model's error": float(
-            (weight * (pooled["error"] <= pooled["half_width"])).sum()
-        ),
-        f"coverage of {LEVEL:.0%} intervals of rarefaction alone": float(
-            (weight * (pooled["error"] <= pooled["drawn"])).sum()
-        ),
-    }
+    level = float((weight * pooled["level"]).sum())
+    widths = {f"coverage of {level:.0%} intervals with the model's error": pooled["half_width"]}
+    if "drawn" in pooled:
+        widths["coverage of 95% intervals of rarefaction alone"] = pooled["drawn"]
+    return {name: float((weight * (pooled["error"] <= width)).sum()) for name, width in widths.items()}
 
 
-def score_pooled(library: Library, pooled: Mapping[str, Any]) -> dict[str, float]:
-    """Scores of all samples at once, each predicted by the model that has not seen it."""
-    assert library.target is not None
-    if library.target.classes is None:
-        mean = float(np.mean(library.target.values))
-        return scoring.score_regression("target", pooled["predicted"], pooled["true"], mean)
-    return scoring.score_classification("target", pooled["predicted"], pooled["true"], pooled["true"])
+def score_pooled(classes: Sequence[str] | None, pooled: Mapping[str, Any]) -> dict[str, float]:
+    """Scores of all samples at once, each predicted by the model, or the constant, that has not seen it."""
+    score = scoring.score_regression if classes is None else scoring.score_classification
+    return score("target", pooled["predicted"], pooled["true"], pooled["constant"])
 
 
 def tabulate(made: Sequence[Predictions], scored: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
     """The table of folds: a row for each, their mean and standard deviation, and, of a target, all samples at once."""
     names = list(dict.fromkeys(name for one in scored for name in one))
     values = np.array([[one.get(name, np.nan) for name in names] for one in scored[: len(made)]])
-    rows = [*values, values.mean(0), values.std(0)]
+    rows = [*values, values.mean(0), values.std(0, ddof=1)]
     labels = [*(str(fold) for fold in range(len(made))), "mean", "sd"]
     if len(scored) > len(made):
         labels.append("all samples at once")
@@ -207,13 +223,14 @@ def write_predictions(path: Path, library: Library, pooled: Mapping[str, Any]) -
         "group": pooled["group"].tolist(),
         "fold": [f"fold-{number}" for number in pooled["fold"]],
     }
+    name = name_column(target.name, columns)
     if target.classes is None:
         made, width = pooled["predicted"], pooled["half_width"]
-        columns |= {f"true {target.name}": pooled["true"], target.name: made}
-        columns |= {f"{target.name}_low": made - width, f"{target.name}_high": made + width}
+        columns |= {f"true {target.name}": pooled["true"], name: made}
+        columns |= {f"{name}_low": made - width, f"{name}_high": made + width}
     else:
         columns[f"true {target.name}"] = [target.classes[number] for number in pooled["true"]]
-        columns[target.name] = [target.classes[number] for number in pooled["predicted"].argmax(1)]
+        columns[name] = [target.classes[number] for number in pooled["predicted"].argmax(1)]
         columns |= {f"p({label})": pooled["predicted"][:, number] for number, label in enumerate(target.classes)}
     return write_metadata(path, columns)
 
@@ -239,10 +256,10 @@ def predict_ensemble(run: Run, rows: Rows, draws: int, micro_batch: int, seed: i
         if not made:
             _refuse_known(predictor.library, predictor.numbers(rows), record, folder)
         made.append(predict_samples(predictor, rows))
-    return combine(made, record["half_width"])
+    return combine(made, record["half_width"], record.get("level", LEVEL))
 
 
-def combine(made: Sequence[Predictions], half_width: float | None) -> Predictions:
+def combine(made: Sequence[Predictions], half_width: float | None, level: float = LEVEL) -> Predictions:
     """The mean of several models' predictions of the same samples.
 
     Of diversities and classes, intervals are those of rarefaction and of the differences between the models.
@@ -260,14 +277,14 @@ def combine(made: Sequence[Predictions], half_width: float | None) -> Prediction
         means = np.array([other.mean for other in targets])
         mean = means.mean(0)
         if half_width is not None:
-            covers = f"{LEVEL:.0%} of unseen groups, by the errors in the folds"
+            covers = f"{level:.0%} of unseen groups, by the errors in the folds"
             target = PredictedTarget(one.target.column, None, mean, mean - half_width, mean + half_width, covers)
         else:
-            inner = np.array([(other.high - other.low) / (2 * 1.96) for other in targets])
-            width = 1.96 * np.sqrt(means.var(0) + np.square(inner).mean(0))
-            low, high = np.clip(mean - width, 0, 1), np.clip(mean + width, 0, 1)
+            inner = np.array([other.deviation for other in targets])
+            deviation = np.sqrt(means.var(0) + np.square(inner).mean(0))
+            low, high = np.clip(mean - 1.96 * deviation, 0, 1), np.clip(mean + 1.96 * deviation, 0, 1)
             covers = "95 % of rarefactions and models, by their standard deviation"
-            target = PredictedTarget(one.target.column, one.target.classes, mean, low, high, covers)
+            target = PredictedTarget(one.target.column, one.target.classes, mean, low, high, covers, deviation)
     return replace(one, distances=distances, target=target, diversities=diversities)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ class PredictedTarget:
         low: lower end of the interval, of the same shape.
         high: upper end.
         covers: what the interval covers, in words.
+        deviation: standard deviation over the draws, of which the interval was made; None if it was made otherwise.
     """
 
     column: str
@@ -46,6 +47,7 @@ class PredictedTarget:
     low: Array
     high: Array
     covers: str
+    deviation: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -197,10 +199,11 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
     columns: dict[str, Any] = {"sample-id": names}
     if (target := predicted.target) is not None:
         ends = (("", target.mean), ("_low", target.low), ("_high", target.high))
+        name = name_column(target.column, [*columns, *predicted.diversities])
         if target.classes is None:
-            columns |= {f"{target.column}{end}": list(values) for end, values in ends}
+            columns |= {f"{name}{end}": list(values) for end, values in ends}
         else:
-            columns[target.column] = [target.classes[number] for number in target.mean.argmax(1)]
+            columns[name] = [target.classes[number] for number in target.mean.argmax(1)]
             for number, label in enumerate(target.classes):
                 columns |= {f"p({label}){end}": list(values[:, number]) for end, values in ends}
     for name, (mean, sd) in predicted.diversities.items():
@@ -210,6 +213,11 @@ def write(predicted: Predictions, path: Path) -> list[Path]:
         beside = path.with_suffix(f".distances{path.suffix}")
         written.append(artifacts.write_distances(beside, names, predicted.distances))
     return written
+
+
+def name_column(target: str, others: Collection[str]) -> str:
+    """What the column of a predicted target is called in a table with other columns, none of which it replaces."""
+    return f"predicted {target}" if target in others else target
 
 
 def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dict[str, float]:
@@ -228,16 +236,16 @@ def scores(predicted: Predictions, baseline: bool = False, seed: int = 0) -> dic
         found |= scoring.score_regression("distance", predicted.distances[upper], true, mean)
     if predicted.target is not None and library.target is not None:
         made, values = {"target": predicted.target.mean}, library.target.values
+        constant = scoring.find_constant(library)
         if baseline:
             seen = np.hstack([scoring.read_shares(library), scoring.read_covariates(library)])
             made["forest"] = scoring.predict_with_forest(library, seen, numbers, seed)
             made["number of reads"] = scoring.predict_with_forest(library, scoring.read_depths(library), numbers, seed)
         for name, one in made.items():
             if library.target.classes is None:
-                true, mean = values[numbers].astype(float), float(values[training].mean())
-                found |= scoring.score_regression(name, one, true, mean)
+                found |= scoring.score_regression(name, one, values[numbers].astype(float), constant)
             else:
-                found |= scoring.score_classification(name, one, values[numbers], values[training])
+                found |= scoring.score_classification(name, one, values[numbers], constant)
     return found
 
 
@@ -256,11 +264,11 @@ def _summarise_target(task: Microbiome, drawn: Array, numbers: NDArray[np.int64]
     if classes is not None:
         mean, sd = drawn.mean(0), drawn.std(0)
         low, high = np.clip(mean - 1.96 * sd, 0, 1), np.clip(mean + 1.96 * sd, 0, 1)
-        return PredictedTarget(column, classes, mean, low, high, _OVER_DRAWS)
+        return PredictedTarget(column, classes, mean, low, high, _OVER_DRAWS, sd)
     values = task.learnt.scale_back(drawn, numbers)
     if config.loss == "quantile":
         mean, levels = np.sort(values.mean(0), axis=1), config.quantiles
         covers = f"quantiles {levels[0]:g} to {levels[-1]:g}"
         return PredictedTarget(column, None, mean[:, len(levels) // 2], mean[:, 0], mean[:, -1], covers)
     mean, sd = values.mean(0)[:, 0], values.std(0)[:, 0]
-    return PredictedTarget(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS)
+    return PredictedTarget(column, None, mean, mean - 1.96 * sd, mean + 1.96 * sd, _OVER_DRAWS, sd)

@@ -13,8 +13,15 @@ from unisono_microbiome.targets import encode_covariates, fit_covariates
 Array = NDArray[np.float64]
 
 
-def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[str, float]:
-    """Scores of predicted numbers, (n,), each called `name/…`; `mean` is that of the training samples."""
+def find_constant(library: Library) -> Any:
+    """What a constant prediction of the target is: the mean or the most frequent class of the training samples."""
+    assert library.target is not None
+    values = library.target.values[library.training().rows]
+    return float(values.mean()) if library.target.classes is None else int(np.bincount(values).argmax())
+
+
+def score_regression(name: str, made: Array, true: Array, mean: Array | float) -> dict[str, float]:
+    """Scores of predicted numbers, (n,), each called `name/…`; `mean` is that of training samples, one or (n,)."""
     spread = float(true.std())
     return {
         f"{name}/mae": float(np.abs(made - true).mean()),
@@ -25,14 +32,15 @@ def score_regression(name: str, made: Array, true: Array, mean: float) -> dict[s
     }
 
 
-def score_classification(name: str, made: Array, true: NDArray[Any], training: NDArray[Any]) -> dict[str, float]:
+def score_classification(
+    name: str, made: Array, true: NDArray[Any], often: NDArray[np.int64] | int
+) -> dict[str, float]:
     """Scores of probabilities, (n, classes), each called `name/…`, with the area under the curve of two classes.
 
-    `training` are the classes of the training samples.
+    `often` is the most frequent class of training samples, one or (n,).
     """
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-    often = np.bincount(training).argmax()
     scores = {
         f"{name}/accuracy": float((made.argmax(1) == true).mean()),
         f"{name}/accuracy of the most frequent": float((true == often).mean()),
