@@ -23,13 +23,17 @@ ROWS = 500_000
 LONG = "x" * 2500
 
 
-def repeated(path: Path, kind: str) -> Path:
-    """A table in which half a million rows are one text of 2,500 bytes, stored once."""
-    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(ROWS, dtype=np.int32)), pa.array([LONG]))
-    column = texts if kind == "plain" else pa.StructArray.from_arrays([texts], ["inner"])
+def texts(kind: str) -> Any:
+    """A column in which half a million rows are one text of 2,500 bytes, stored once."""
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(ROWS, dtype=np.int32)), pa.array([LONG]))
     if kind == "list":
-        column = pa.ListArray.from_arrays(pa.array(np.arange(ROWS + 1, dtype=np.int32)), texts)
-    pq.write_table(pa.table({"a": column}), path, compression="zstd", store_schema=False)
+        return pa.ListArray.from_arrays(pa.array(np.arange(ROWS + 1, dtype=np.int32)), column)
+    return column if kind == "plain" else pa.StructArray.from_arrays([column], ["inner"])
+
+
+def repeated(path: Path, kind: str) -> Path:
+    """A table of such a column."""
+    pq.write_table(pa.table({"a": texts(kind)}), path, compression="zstd", store_schema=False)
     return path
 
 
@@ -37,6 +41,16 @@ def repeated(path: Path, kind: str) -> Path:
 def test_a_parquet_file_of_a_long_repeated_text_is_refused_unread(tmp_path: Path, kind: str) -> None:
     """8.6 kB became 2.4 GB."""
     source = open_source(repeated(tmp_path / "a.parquet", kind))
+    with pytest.raises(DataError, match=r"row group 0 unpacks to 1\.[23] GB, more than 1 GiB"):
+        _ = source[0]
+
+
+@pytest.mark.parametrize("wanted", [["a.b"], None])
+def test_such_a_column_is_refused_whatever_it_is_called(tmp_path: Path, wanted: list[str] | None) -> None:
+    """Columns with a dot in their name were not counted: 47 kB became 20 GB."""
+    columns = {"a.b": texts("list"), "a": pa.array([["x"]] * ROWS)}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    source = open_source(tmp_path / "a.parquet", wanted)
     with pytest.raises(DataError, match=r"row group 0 unpacks to 1\.[23] GB, more than 1 GiB"):
         _ = source[0]
 
@@ -76,12 +90,13 @@ def dictionary_last(path: Path, column: pa.Array) -> Path:
     first: list[bytes] = []
     then: list[bytes] = []
     with pa.memory_map(str(path)) as source:
+        window = parquet_pages._Window(source, len(content), 0)
         while seen < chunk.num_values:
-            header, length = parquet_pages._read_header(source, at)
-            page = bytes(content[at : at + length + header[3]])
-            values = header.get(5, {})
-            (first if values.get(2) == 0 else then).append(page)
-            at, seen = at + len(page), seen + values.get(1, 0)
+            header, length = parquet_pages._read_header(window, at)
+            page = bytes(content[at : at + length + header[3][1]])
+            values, encoding = parquet_pages._read_values(header, header[1][1])
+            (first if values and encoding == 0 else then).append(page)
+            at, seen = at + len(page), seen + values
     assert first and len(then) > 1
     content[chunk.dictionary_page_offset : at] = b"".join(first + then)
     path.write_bytes(content)

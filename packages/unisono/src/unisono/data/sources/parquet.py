@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from unisono.data.sources import tables
 from unisono.data.sources.column_schema import ColumnRequest
-from unisono.data.sources.parquet_pages import ColumnPages, read_pages
+from unisono.data.sources.parquet_pages import READ_AHEAD, ColumnPages, read_pages
 from unisono.data.sources.storage import File, wrap_read_errors
 from unisono.data.sources.tables import TableBlock
 from unisono.runtime.errors import DataError
+from unisono.runtime.remote import is_remote
 
 _BATCH_ROWS = 256  # rows converted at a time in sequential reading
 _AT_ONCE = 1 << 30  # bytes of texts, at most, that are unpacked before they are counted
@@ -98,12 +99,17 @@ class _Leaf(NamedTuple):
     width: int  # bytes of a value that is not a text, at most
 
 
+def _lies_in(path: str, column: str) -> bool:
+    """Whether a leaf may be of a column: names have dots of their own, too, so all that it could be is counted."""
+    return path == column or path.startswith(f"{column}.")
+
+
 def _find_leaves(footer: Any, names: Sequence[str]) -> list[_Leaf]:
     """The leaves of some columns."""
     found = []
     for place in range(footer.num_columns):
         column = footer.schema.column(place)
-        if column.path.split(".", 1)[0] in names:
+        if any(_lies_in(column.path, name) for name in names):
             is_text, in_lists = column.physical_type == "BYTE_ARRAY", column.max_repetition_level > 0
             found.append(_Leaf(place, column.path, is_text, in_lists, max(8, column.length)))
     return found
@@ -229,17 +235,17 @@ class ParquetReader:
                 pages = self._read_pages(number, places, opened)
         else:
             pages = self._read_pages(number, places, source)
-        fixed, per_row, nested = 0, 0, {}
+        fixed, per_row, nested = 0, 0, list[tuple[str, ColumnPages]]()
         for leaf in wanted:
             found = pages.get(leaf.place)
             if not leaf.is_text:
                 fixed += (found.values if found else rows) * leaf.width
             elif found and found.repeated and leaf.in_lists:
-                nested[leaf.path] = found
+                nested.append((leaf.path, found))
             elif found and found.repeated:
                 per_row += found.largest
         self._file.check_unpacked(fixed, what)
-        if sum(found.repeated * found.largest for found in nested.values()) > _AT_ONCE:
+        if sum(found.repeated * found.largest for _, found in nested) > _AT_ONCE:
             self._check_nested(number, fixed, nested)
         at_once = max(1, _AT_ONCE // max(1, per_row))
         if column is None:
@@ -264,7 +270,8 @@ class ParquetReader:
         footer: Any = self._footer
         group = footer.row_group(number)
         with wrap_read_errors(self._file):
-            found = {place: read_pages(source, group.column(place)) for place in places}
+            ahead = READ_AHEAD if is_remote(self._file.path) else 0
+            found = {place: read_pages(source, group.column(place), ahead) for place in places}
         for place, pages in found.items():
             if pages.late_dictionary:
                 raise DataError(
@@ -274,13 +281,13 @@ class ParquetReader:
                 )
         return found
 
-    def _check_nested(self, number: int, fixed: int, columns: Mapping[str, ColumnPages]) -> None:
+    def _check_nested(self, number: int, fixed: int, columns: Sequence[tuple[str, ColumnPages]]) -> None:
         """Refuse lists of texts that would take far more memory than the file, by their dictionaries."""
         size = fixed
-        if plain := [path for path, pages in columns.items() if not pages.delta]:
+        if plain := [path for path, pages in columns if not pages.delta]:
             longest = self._longest_texts(number, plain)
-            size += sum(columns[path].repeated * length for path, length in longest.items())
-        size += sum(pages.repeated * pages.largest for pages in columns.values() if pages.delta)
+            size += sum(pages.repeated * longest.get(path, 0) for path, pages in columns if not pages.delta)
+        size += sum(pages.repeated * pages.largest for _, pages in columns if pages.delta)
         self._file.check_unpacked(size, f"row group {number}")
 
     def _longest_texts(self, number: int, paths: list[str]) -> dict[str, int]:
@@ -293,7 +300,7 @@ class ParquetReader:
         found: dict[str, int] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             longest = max((pc.max(pc.binary_length(each)).as_py() or 0 for each in _dictionaries(column)), default=0)
-            found |= {path: longest for path in paths if path == name or path.startswith(f"{name}.")}
+            found |= {path: max(longest, found.get(path, 0)) for path in paths if _lies_in(path, name)}
         return found
 
     def _check_nulls(self) -> None:

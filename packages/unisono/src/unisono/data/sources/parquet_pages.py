@@ -9,12 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_VALUES = {0: (5, 2), 3: (8, 4)}  # of the types of pages that hold values: fields of their header and of its encoding
 _DICTIONARY_PAGE = 2
+_INTEGER, _STRUCTURE = 5, 12  # types of fields
 _REPEATING = (2, 7, 8)  # PLAIN_DICTIONARY, DELTA_BYTE_ARRAY, RLE_DICTIONARY
 _DELTA = 7
 _EMPTY_PAGES = 1000  # of one column, at most
 _MAX_HEADER, _MAX_DEPTH = 16 << 20, 8  # bytes, as Arrow has it; structures in each other
 _WINDOW = 256  # bytes that are read for a header at first
+READ_AHEAD = 8 << 20  # bytes of a column that are asked of a server at once
+
+
+_Fields = dict[int, tuple[int, Any]]  # types and values, by the numbers of the fields
 
 
 @dataclass(frozen=True)
@@ -36,80 +42,119 @@ class ColumnPages:
     delta: bool
 
 
-def read_pages(source: Any, column: Any) -> ColumnPages:
-    """Read the headers of a column's pages.
+class _Window:
+    """A file of which what follows is read too, as far as it belongs to a column."""
+
+    def __init__(self, source: Any, end: int, ahead: int) -> None:
+        self._source, self._end, self._ahead = source, end, ahead
+        self._first, self._content = 0, b""
+
+    def read(self, at: int, size: int) -> bytes:
+        """At most `size` bytes from `at`; fewer where the file ends."""
+        begin = at - self._first
+        if begin < 0 or begin + size > len(self._content):
+            self._source.seek(at)
+            self._content = bytes(self._source.read(max(size, min(self._ahead, self._end - at))))
+            self._first, begin = at, 0
+        return self._content[begin : begin + size]
+
+
+def read_pages(source: Any, column: Any, ahead: int = 0) -> ColumnPages:
+    """Read the headers of a column's pages, as Arrow understands them.
 
     Args:
         source: The file, as a `pyarrow.NativeFile`.
         column: Its `pyarrow.parquet.ColumnChunkMetaData`.
+        ahead: Bytes of the column that are read at once, where each reading is a request.
 
     Raises:
-        ValueError: If a header cannot be read, or there are many pages without values.
+        ValueError: If a header cannot be read or is ambiguous, or there are many pages without values.
     """
     offsets = [column.data_page_offset]
     if column.has_dictionary_page and column.dictionary_page_offset:
         offsets.append(column.dictionary_page_offset)
-    at, end = min(offsets), source.size()
+    at, size = min(offsets), source.size()
+    window = _Window(source, min(size, at + column.total_compressed_size + _WINDOW), ahead)
     seen = empty = repeated = largest = 0
     late = delta = False
-    while seen < column.num_values and at < end:
-        header, length = _read_header(source, at)
-        packed, unpacked = header.get(3, -1), header.get(2, -1)
+    while seen < column.num_values and at < size:
+        header, length = _read_header(window, at)
+        kind, unpacked, packed = (_field(header, number, _INTEGER, -1) for number in (1, 2, 3))
         if packed < 0 or unpacked < 0:
             raise ValueError("a page has a negative size")
-        largest = max(largest, unpacked)
-        if header.get(1) == _DICTIONARY_PAGE:
-            late |= seen > 0
-        else:
-            inner = header.get(5) or header.get(8) or {}
-            values, encoding = inner.get(1, 0), inner.get(2 if 5 in header else 4)
-            empty += values <= 0
-            if empty > _EMPTY_PAGES:
-                raise ValueError(f"it has more than {_EMPTY_PAGES} pages without values")
-            seen += max(0, values)
-            repeated += values if encoding in _REPEATING else 0
-            delta |= encoding == _DELTA
+        largest = max(largest, packed, unpacked)  # what is not compressed is as long as it is stored
+        late |= kind == _DICTIONARY_PAGE and seen > 0
+        values, encoding = _read_values(header, kind)
+        empty += values == 0
+        if empty > _EMPTY_PAGES:
+            raise ValueError(f"it has more than {_EMPTY_PAGES} pages without values")
+        seen += values
+        repeated += values if encoding in _REPEATING else 0
+        delta |= encoding == _DELTA
         at += length + packed
     return ColumnPages(seen, repeated, largest, late, delta)
 
 
-def _read_header(source: Any, at: int) -> tuple[dict[int, Any], int]:
-    """A page's header by numbers of its fields, and its length in bytes."""
+def _read_values(header: _Fields, kind: int) -> tuple[int, int]:
+    """How many values a page has, and their encoding; none in pages of other types, which Arrow skips."""
+    if kind not in _VALUES:
+        return 0, 0
+    place, encoding = _VALUES[kind]
+    inner = _field(header, place, _STRUCTURE, None)
+    if inner is None:
+        raise ValueError("a page of values does not say how many it has")
+    values = _field(inner, 1, _INTEGER, -1)
+    if values < 0:
+        raise ValueError("a page has a negative number of values")
+    return values, _field(inner, encoding, _INTEGER, 0)
+
+
+def _field(fields: _Fields, number: int, kind: int, missing: Any) -> Any:
+    """The value of a field, which readers skip if it is of another type."""
+    found, value = fields.get(number, (kind, missing))
+    if found != kind:
+        raise ValueError(f"field {number} of a page's header is of a type that it never has")
+    return value
+
+
+def _read_header(window: _Window, at: int) -> tuple[_Fields, int]:
+    """A page's header, and its length in bytes."""
     size = _WINDOW
     while True:
-        source.seek(at)
-        content = bytes(source.read(size))
+        content = window.read(at, size)
         try:
-            header, length = _structure(content, 0, 0)
-            return header, length
+            return _structure(content, 0, 0)
         except IndexError:
             if len(content) < size or size >= _MAX_HEADER:
                 raise ValueError("a header of a page is cut off") from None
             size *= 8
 
 
-def _structure(content: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
+def _structure(content: bytes, at: int, depth: int) -> tuple[_Fields, int]:
     """A structure in Thrift's compact protocol, and where it ends."""
     if depth > _MAX_DEPTH:
         raise ValueError("a header of a page is nested too deeply")
-    fields: dict[int, Any] = {}
+    fields: _Fields = {}
     number = 0
     while kind := content[at]:
         at += 1
         if kind >> 4:
             number += kind >> 4
         else:
-            number, at = _integer(content, at)
-        fields[number], at = _value(content, at, kind & 15, depth)
+            number, at = _integer(content, at, 16)
+        if number in fields:
+            raise ValueError(f"a header of a page has field {number} twice")
+        value, at = _value(content, at, kind & 15, depth)
+        fields[number] = kind & 15, value
     return fields, at + 1
 
 
 def _value(content: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     if kind in (1, 2):  # true and false
         return kind == 1, at
-    if kind in (4, 5, 6):
-        return _integer(content, at)
-    if kind == 12:
+    if kind in (4, _INTEGER, 6):
+        return _integer(content, at, {4: 16, _INTEGER: 32, 6: 64}[kind])
+    if kind == _STRUCTURE:
         return _structure(content, at, depth + 1)
     if kind in (3, 7, 8):  # a byte, a double, or bytes
         size = {3: 1, 7: 8}.get(kind)
@@ -121,8 +166,11 @@ def _value(content: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     raise ValueError("a header of a page holds what none has")
 
 
-def _integer(content: bytes, at: int) -> tuple[int, int]:
+def _integer(content: bytes, at: int, bits: int) -> tuple[int, int]:
+    """A number, of which other readers would keep the last bits."""
     value, at = _varint(content, at)
+    if value >> bits:
+        raise ValueError("a number in a header of a page is too long")
     return (value >> 1) ^ -(value & 1), at
 
 
