@@ -14,7 +14,7 @@ from packages.unisono.tests.runs import ADAMW, configuration, trace
 from recipes.microbiome.tests.made import ALL, task
 from recipes.microbiome.tests.studies import changed, study
 from unisono.runtime.communication.communicator import ProcessInfo, SingleProcess
-from unisono.runtime.errors import DataError
+from unisono.runtime.errors import ConfigError, DataError
 from unisono.task import Context, GlobalBatch, SampleContext
 from unisono_microbiome.study.library import open_library
 from unisono_microbiome.targets import Covariate
@@ -225,6 +225,8 @@ def test_covariates_are_numbers_or_levels_of_the_training_samples() -> None:
     assert levels.encode(["2", "9"]).tolist() == [[0, 1], [0, 0]]
     with pytest.raises(DataError, match="is 'x' in all training samples"):
         Covariate.fit("site", ["x", "x", "x", "y"], training, "")
+    with pytest.raises(DataError, match="is '1' in all training samples"):
+        Covariate.fit("dose", ["1", "1.0", "1e0", "2"], training, "")
     with pytest.raises(DataError, match=r"1 of 3 values \('two'\) of 'age' are not finite numbers"):
         Covariate.fit("age", ["1", "two", "3", "4"], training, "numeric")
 
@@ -238,13 +240,14 @@ def test_a_sample_without_a_covariate_is_refused_or_left_out(tmp_path: Path) -> 
         study(tmp_path, covariates=["age"])
 
 
-def test_distances_without_a_maximum_are_learnt_on_a_scale(cache: Path) -> None:
-    made = task(cache, {"distance": 1.0}, metric="aitchison")
+@pytest.mark.parametrize("metric", ["aitchison", "weighted_unifrac"])
+def test_distances_without_a_maximum_are_learnt_on_a_scale(cache: Path, metric: str) -> None:
+    made = task(cache, {"distance": 1.0}, metric=metric)
     batch = batch_of(made, [0, 1, 2, 3])
     loss, outputs = loss_of(made, batch, training=False)
     training = made.library.training().rows
     scale = made.learnt.distance_scale
-    assert scale == 1.25 * made.library.distances()[np.ix_(training, training)].max() > 1
+    assert scale == 1.25 * made.library.distances()[np.ix_(training, training)].max() != 1
     found = outputs["embedding"].detach().numpy()
     apart = np.tanh(np.linalg.norm(found[:, None] - found[None], axis=-1) / 10)
     truth = made.library.distances()[np.ix_(batch["sample"], batch["sample"])]
@@ -252,6 +255,19 @@ def test_distances_without_a_maximum_are_learnt_on_a_scale(cache: Path) -> None:
     assert loss.sums["distance"].item() / 4 == pytest.approx(np.square(apart - truth / scale)[upper].mean(), rel=1e-10)
     total, rows = loss.metrics["distance/error"]
     assert total.item() / float(rows) == pytest.approx(np.abs(scale * apart - truth)[upper].mean(), rel=1e-10)
+
+
+def test_a_run_that_learnt_distances_without_a_scale_predicts_as_before(cache: Path, tmp_path: Path) -> None:
+    made = task(cache, {"distance": 1.0}, metric="weighted_unifrac")
+    made.save_assets(tmp_path)
+    made.save_assets(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "distance_scale": 1.0}))
+    with pytest.raises(ConfigError, match="began with an earlier version"):
+        made.save_assets(tmp_path)
+    opened = task(cache, {"distance": 1.0}, metric="weighted_unifrac")
+    opened.load_assets(tmp_path)
+    assert opened.learnt.distance_scale == 1.0
 
 
 def test_shannon_diversity_is_learnt_standardised(cache: Path) -> None:

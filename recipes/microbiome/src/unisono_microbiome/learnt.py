@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from unisono import ConfigError, DataError, Scaling
 from unisono_microbiome.settings import DIVERSITIES
 from unisono_microbiome.study.library import Library
+from unisono_microbiome.study.matrices import BOUNDED
 from unisono_microbiome.targets import Covariate, TargetScaling, encode_covariates, fit_covariates
 
 _BEYOND = 1.25  # how much further apart than training samples others may be
@@ -71,7 +72,7 @@ class LearntValues:
         """What distances are divided by to be learnt: metrics without a maximum, by more than any training sample's."""
         if self.known:
             return float(self.known.get("distance_scale", 1.0))
-        if "distance" not in self.losses or self.library.config.metric != "aitchison":
+        if "distance" not in self.losses or self.library.config.metric in BOUNDED:
             return 1.0
         training = self.library.training().rows
         return _BEYOND * float(self.library.distances()[np.ix_(training, training)].max())

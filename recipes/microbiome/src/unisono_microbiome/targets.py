@@ -88,14 +88,15 @@ class Covariate:
             DataError: if it is the same in all training samples.
         """
         known = [values[number] for number in training]
-        if len(set(known)) < 2:
+        is_text = kind == "categorical" or (not kind and any(parse_number(value) is None for value in values))
+        numbers = None if is_text else _numbers(name, known)
+        if len(set(known)) < 2 or (numbers is not None and numbers.min() == numbers.max()):  # as 1 and 1.0 are
             raise DataError(
                 f"data.covariates: '{name}' is '{known[0]}' in all training samples, so nothing can be learnt from it; "
                 "leave it out"
             )
-        if kind == "categorical" or (not kind and any(parse_number(value) is None for value in values)):
+        if numbers is None:
             return cls(name, sorted(set(known)))
-        numbers = _numbers(name, known)
         return cls(name, None, float(numbers.mean()), float(numbers.std()))
 
     @property

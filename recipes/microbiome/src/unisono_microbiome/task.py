@@ -377,6 +377,14 @@ class Microbiome(Task):
                 "transform": None if scaling is None else asdict(scaling.overall),
                 "categories": categories,
             }
+        if (directory / FILE).is_file() and self.data_config.metric == "weighted_unifrac":  # once without a scale
+            begun: Assets = read_asset(directory, FILE, Assets)
+            if begun.get("distance_scale", 1.0) == 1.0 != self.learnt.distance_scale:
+                raise ConfigError(
+                    "this run began with an earlier version, which learnt weighted UniFrac distances as they are; they "
+                    "are now learnt over a scale, since many exceed 1. It still predicts; to train further, start a "
+                    "new run"
+                )
         (directory / FILE).write_text(json.dumps(assets), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
