@@ -40,6 +40,8 @@ def test_made_up_communities_are_trained_on_by_two_processes(tmp_path: Path) -> 
         (["model.features=30", "model.heads=4"], "model.features=30 is not divisible by model.heads=4"),
         (["task.weights.distance=0"], "task.weights are all 0"),
         (["task.weights.distanc=1"], "did you mean 'task.weights.distance'"),
+        (["data.covariates=[kind]"], "data.covariates is for the target: set data.target"),
+        (["data.target_by=kind"], "data.target_by is for the target: set data.target"),
         (["model.kernel=4"], "model.kernel=4 is even, but must be odd; use 5"),
         (["data.metric=faith_pd"], "data.metric=faith_pd is of single samples"),
         (["model.freeze=true"], "set model.from_run to the run that trained them"),

@@ -236,8 +236,6 @@ def test_a_sample_without_a_covariate_is_refused_or_left_out(tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"1 of 8 samples \('s3'\) have no value of 'age' \[no_covariate\]"):
         open_library(study(tmp_path, **given))
     assert len(open_library(study(tmp_path, **given, leave_out=["no_covariate"]))) == 7
-    with pytest.raises(ValueError, match=r"data\.covariates is for the target: set data\.target"):
-        study(tmp_path, covariates=["age"])
 
 
 @pytest.mark.parametrize("metric", ["aitchison", "weighted_unifrac"])

@@ -129,6 +129,36 @@ def test_samples_of_another_table_are_predicted(run: Path, folder: Path) -> None
     assert "distance/mae" not in scores(found)  # nothing to have the true ones from
 
 
+def test_samples_whose_target_is_unknown_are_predicted_with_what_else_the_model_is_given(folder: Path) -> None:
+    run = trained(
+        folder, "given",
+        **{"data.target_by": "kind", "data.covariates": ["kind", "subject"], "task.weights": {"target": 1.0}},
+    )  # fmt: skip
+    study = simulate_study(data(folder / "cache"))
+    assert study.metadata is not None
+    rows = read(study.metadata)
+    names = [name for name in rows[0] if name != "share"]
+
+    def unknown() -> tuple[str, ...]:
+        lines = ["\t".join(row[name] for name in names) for row in [dict(zip(names, names, strict=True)), *rows]]
+        path = folder / "unknown.tsv"
+        path.write_text("\n".join(lines) + "\n")
+        return ("data=study", f"data.table={study.table}", f"data.metadata={path}", "data.target=null")
+
+    whole, found = predicted(run, rows="all", draws=1), predicted(run, unknown(), rows="all", draws=1)
+    assert whole.target is not None and found.target is not None
+    assert found.library.target is None and scores(found) == {}
+    assert np.array_equal(found.target.mean, whole.target.mean)  # in the units of each kind, by its covariates
+    (one, *_), least = np.unique([row["kind"] for row in rows]), rows[3]
+    for words in ((), ("data.covariates=[]",)):
+        least["kind"] = "NA"
+        with pytest.raises(DataError, match=r"1 of 18 samples \('.*'\) have no value of 'kind' \[no_covariate\]"):
+            predicted(run, (*unknown(), *words), rows="all", draws=1)
+        least["kind"] = str(one)
+    with pytest.raises(ConfigError, match=r"a column of the metadata: set data\.metadata"):
+        predicted(run, ("data=study", f"data.table={study.table}", "data.target=null", "data.group=null"), rows="all")
+
+
 def test_learnt_vectors_follow_their_taxa_into_another_table(folder: Path) -> None:
     run = trained(folder, "taxa", **{"model.encoder": "taxon", "task.weights.nucleotides": 0.0, "data.rarefy": None})
     study = simulate_study(data(folder / "cache"))

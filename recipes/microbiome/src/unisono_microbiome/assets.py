@@ -18,12 +18,13 @@ class Transform(TypedDict):
 
 
 class Target(TypedDict):
-    """The target column; `categories` are the transforms of `data.target_by`."""
+    """The target column; `categories` are the transforms by the column `by` (`data.target_by`)."""
 
     column: str
     classes: list[str] | None
     transform: Transform | None
     categories: NotRequired[dict[str, Transform]]
+    by: NotRequired[str | None]
 
 
 class Shape(TypedDict):

@@ -59,11 +59,6 @@ class LearntValues:
     @cached_property
     def encoded_covariates(self) -> NDArray[np.float32]:
         """The covariates of every sample, (samples, numbers)."""
-        if lacking := [one.name for one in self.covariates if one.name not in self.library.metadata]:
-            raise ConfigError(
-                f"the model is given {', '.join(lacking)} of each sample: set data.metadata and data.covariates=["
-                f"{','.join(lacking)}]"
-            )
         found = encode_covariates(self.covariates, self.library.metadata, len(self.library))
         return found.astype(np.float32)
 

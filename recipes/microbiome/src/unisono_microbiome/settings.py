@@ -92,9 +92,6 @@ class Samples(Data):
             )
         if self.distances_of == "rarefied" and self.rarefy is None:
             raise ValueError("data.distances_of=rarefied needs data.rarefy: how many reads of each sample are drawn")
-        if self.target is None and (self.covariates or self.target_by is not None):
-            name = "covariates" if self.covariates else "target_by"
-            raise ValueError(f"data.{name} is for the target: set data.target, or leave it out")
         if self.target in self.covariates or len(set(self.covariates)) != len(self.covariates):
             raise ValueError("data.covariates names the target, or a column twice")
         if self.classes is not None and len(set(self.classes)) != len(self.classes):

@@ -329,6 +329,9 @@ class Microbiome(Task):
         weights, data = self._weights, self.data_config
         if weights.keys() & {"target"} and data.target is None:
             raise ConfigError("task.weights.target needs a column of the metadata: set data.target")
+        if data.target is None and (data.covariates or data.target_by is not None):
+            name = "covariates" if data.covariates else "target_by"
+            raise ConfigError(f"data.{name} is for the target: set data.target, or leave it out")
         if self.model_config.encoder == "taxon" and "nucleotides" in weights:
             raise ConfigError(
                 "task.weights.nucleotides needs an encoder that reads DNA, and model.encoder=taxon does not: set it to "
@@ -376,6 +379,7 @@ class Microbiome(Task):
                 "classes": target.classes,
                 "transform": None if scaling is None else asdict(scaling.overall),
                 "categories": categories,
+                "by": self.data_config.target_by,
             }
         if (directory / FILE).is_file() and self.data_config.metric == "weighted_unifrac":  # once without a scale
             begun: Assets = read_asset(directory, FILE, Assets)
@@ -388,17 +392,21 @@ class Microbiome(Task):
         (directory / FILE).write_text(json.dumps(assets), encoding="utf-8")
 
     def load_assets(self, directory: Path) -> None:
-        """The sizes of the run's model, which has all its weights, and the numbers of its classes."""
+        """The sizes of the run's model, which has all its weights, its classes, and the columns that it is given."""
         from unisono_microbiome.model import ModelShape
 
         self.assets: Assets = read_asset(directory, FILE, Assets)
         self._of_run = self.assets
         self.shape = ModelShape(**self.assets["shape"])
         self.model_config = self.model_config.model_copy(update={"from_run": None, "freeze": False})
-        target = self.assets["target"]
-        if target is not None and target["classes"] is not None and self.data_config.target == target["column"]:
-            known = {"classes": target["classes"], "target_kind": "classification"}
-            self.data_config = self.data_config.model_copy(update=known)
+        target, data = self.assets["target"], self.data_config
+        given = [one["name"] for one in self.assets.get("covariates", [])]
+        known: dict[str, Any] = {"covariates": list(dict.fromkeys([*given, *data.covariates]))}
+        if target is not None and data.target_by is None:
+            known["target_by"] = target.get("by")
+        if target is not None and target["classes"] is not None and data.target == target["column"]:
+            known |= {"classes": target["classes"], "target_kind": "classification"}
+        self.data_config = data.model_copy(update=known)
 
     def shrink(self, limit: int) -> Microbiome | None:
         """The same data and losses, and a model of fewer layers and features, with random weights."""
