@@ -105,6 +105,18 @@ def test_a_delimited_file_that_would_mislead_is_refused(
         open_source(path, expect=expect)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("number", [1, 2, 3, 5000])
+def test_the_line_of_a_byte_that_is_not_utf8_is_named(tmp_path: Path, number: int, end: str) -> None:
+    """Its position was one within a piece of the file that nobody sees."""
+    lines = [f"row {line} é".encode() for line in range(6000)]
+    lines[number - 1] = b"caf\xe9"
+    path = tmp_path / "t.csv"
+    path.write_bytes(end.encode().join(lines))
+    with pytest.raises(DataError, match=rf"t\.csv, line {number}: byte 0xe9 is not UTF-8 .*save the file as UTF-8"):
+        open_source(path)
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_spreadsheet_computes_no_cell_and_a_terminal_obeys_none(tmp_path: Path, suffix: str) -> None:
     texts = [

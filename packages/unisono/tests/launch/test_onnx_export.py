@@ -13,9 +13,12 @@ import unisono
 from packages.unisono.tests.tasks import LinearTask
 from unisono.cli import main
 from unisono.config.schema.verbs import Export
+from unisono.launch import onnx_export
 from unisono.launch.onnx_export import MODEL_FILE, export_onnx
-from unisono.runtime.errors import RunError
+from unisono.launch.run import Run
+from unisono.runtime.errors import DataError, RunError
 from unisono.task import Context
+from unisono.task_config import load_config
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -77,6 +80,49 @@ def test_a_model_that_differs_or_cannot_be_a_graph_is_not_written(
     with pytest.raises(RunError, match=why):
         export_onnx(opened, Export(to="onnx", out=tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+class Damaged(LinearTask):
+    """Its held-out file cannot be read."""
+
+    def held_out(self) -> Any:
+        raise DataError("held.arrow cannot be read")
+
+
+class TwoRows(LinearTask):
+    """Its data are two rows."""
+
+    def data(self) -> Any:
+        return super().data()[:2]
+
+    def held_out(self) -> Any:
+        return None
+
+
+def opened(task: LinearTask, tmp_path: Path) -> Run:
+    return Run(tmp_path, load_config(f"{FILE}:LinearTask", [])[0], task)
+
+
+def test_held_out_rows_that_cannot_be_read_are_not_replaced_by_others(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"held\.arrow cannot be read"):
+        onnx_export._real_batches(opened(Damaged(), tmp_path))
+
+
+def test_rows_that_are_compared_twice_are_counted_once(tmp_path: Path) -> None:
+    batches, rows = onnx_export._real_batches(opened(TwoRows(), tmp_path))
+    assert [len(batch["x"]) for batch in batches] == [2, 2, 1] and rows == 2
+
+
+def test_an_input_and_an_output_of_one_name_are_refused() -> None:
+    graph = type("Graph", (), {"__iter__": lambda self: iter(()), "inputs": [], "outputs": []})()
+    with pytest.raises(RunError, match=r"'x' is the name of an input and of an output.*give it two names"):
+        onnx_export._name(graph, ["x"], ["x"])
+
+
+def test_a_model_that_onnxruntime_cannot_open_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / MODEL_FILE).write_bytes(b"no model")
+    with pytest.raises(RunError, match="onnxruntime cannot open the exported model, so it was not written: "):
+        onnx_export._open_session(tmp_path / MODEL_FILE)
 
 
 @pytest.mark.parametrize("words", [{"dtype": "bf16"}, {"merge": True}, {"processes": 2}, {"shard_mb": 10}])

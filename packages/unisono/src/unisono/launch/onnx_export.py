@@ -34,11 +34,12 @@ from unisono.launch import predict
 from unisono.launch.run import Run
 from unisono.optim import schedules
 from unisono.protocols import Exportable, resolve_features
-from unisono.runtime.errors import ConfigError, DataError, RunError
+from unisono.runtime.errors import ConfigError, DataError, RunError, UnisonoError
 from unisono.runtime.files import atomic_folder
+from unisono.runtime.native_errors import wrap_native_errors
 from unisono.runtime.text import one_line
 from unisono.runtime.untrusted import safe_paths
-from unisono.task import Batch, Context, Source
+from unisono.task import Batch, Context, Source, run_setup
 
 Compute = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 MODEL_FILE = "model.onnx"
@@ -146,11 +147,12 @@ class _Graph(nn.Module):
 
 def _real_batches(run: Run) -> tuple[list[dict[str, Tensor]], int]:
     """A few micro-batches of the run's data, as its evaluation builds them, and their rows; the last is one row."""
-    try:
-        parts = predict.select_sources(run.task, "held_out")
-    except DataError:
-        parts = predict.select_sources(run.task, "training")
-    rows: Source = Joined(parts)
+    run_setup(run.task)
+    held_out = run.task.held_out()
+    if held_out is None or not len(held_out):
+        rows: Source = Joined(predict.select_sources(run.task, "training"))
+    else:
+        rows = Joined({"held_out": held_out})
     if len(rows) < 2:
         raise DataError("to=onnx compares real rows, and this run's data have fewer than 2")
     transfer, found, first = Transfer(torch.device("cpu"), "fp32"), list[dict[str, Tensor]](), 0
@@ -163,7 +165,7 @@ def _real_batches(run: Run) -> tuple[list[dict[str, Tensor]], int]:
         tensors = {name: value for name, value in transfer.to_device(batch).items() if isinstance(value, Tensor)}
         found.append(tensors)
         first += size
-    return found, first
+    return found, min(first, len(rows))
 
 
 def _trace(model: nn.Module, compute: Compute, batch: dict[str, Tensor]) -> Any:
@@ -178,6 +180,8 @@ def _trace(model: nn.Module, compute: Compute, batch: dict[str, Tensor]) -> Any:
         program = torch.onnx.export(exported, verbose=False)
         _name(program.model.graph, read, list(compute(batch)))
         return program
+    except UnisonoError:
+        raise
     except Exception as error:  # of any kind, from inside of the exporter
         cause: BaseException = error
         while cause.__cause__ is not None:  # which is what the last one says, below advice to the exporter's authors
@@ -203,6 +207,11 @@ def _names_read(exported: torch.export.ExportedProgram, batch: Mapping[str, Tens
 
 def _name(graph: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Name what goes in and out; a value inside of the graph that has such a name gets another."""
+    if both := sorted({*inputs} & {*outputs}):
+        raise RunError(
+            f"to=onnx: '{both[0]}' is the name of an input and of an output, which a graph cannot have; give it two "
+            "names, in infer() and inference_inputs() (docs/export.md)"
+        )
     for node in graph:
         for value in node.outputs:
             if value.name in {*inputs, *outputs}:
@@ -217,7 +226,8 @@ def _open_session(path: Path) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    with wrap_native_errors("onnxruntime cannot open the exported model, so it was not written", RunError):
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def _largest_difference(session: Any, compute: Compute, batches: list[dict[str, Tensor]]) -> float:
@@ -227,13 +237,9 @@ def _largest_difference(session: Any, compute: Compute, batches: list[dict[str, 
     for batch in batches:
         with torch.no_grad():
             expected = compute(batch)
-        try:
+        what = f"onnxruntime cannot compute real rows ({_describe(batch)}) with the exported model"
+        with wrap_native_errors(f"{what}, so it was not written", RunError):
             found = session.run(None, {name: batch[name].numpy() for name in inputs})
-        except Exception as error:  # onnxruntime's are of many kinds
-            raise RunError(
-                f"onnxruntime cannot compute real rows ({_describe(batch)}) with the exported model, so it was not "
-                f"written: {one_line(error, 400)}"
-            ) from error
         for name, value in zip(outputs, found, strict=True):
             wanted = expected[name].numpy()
             part = _difference(value, wanted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import re
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from unisono.runtime.untrusted import safe_paths
 
 _BLOCK_ROWS = 4096
 _READ_BYTES = 1 << 20
+_LINE_ENDS = re.compile(rb"\r\n?|\n")
 _INFERRED = (pa.int64(), pa.float64())
 
 
@@ -92,7 +94,14 @@ def _read_columns(file: File, stream: io.RawIOBase) -> dict[str, Any]:
         rows = (_check_width(file, line, header, reader.line_num) for line in filled)
         while part := list(islice(rows, _BLOCK_ROWS)):
             chunks.append([pa.array(values, pa.string()) for values in zip(*part, strict=True)])
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        # The lines before it that were decoded are read; those of the same piece of the file are not.
+        number = reader.line_num + 1 + len(_LINE_ENDS.findall(error.object[: error.start]))
+        raise DataError(
+            f"{file.path}, line {number}: byte {error.object[error.start]:#04x} is not UTF-8 ({error.reason}); save "
+            "the file as UTF-8"
+        ) from error
+    except csv.Error as error:
         raise DataError(f"{file.path} cannot be read as {file.format}: {error}") from error
     return {
         name: pa.chunked_array([chunk[number] for chunk in chunks], pa.string()) for number, name in enumerate(header)
