@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packages.unisono.tests.tasks import LinearTask
 from unisono.config import compose
+from unisono.runtime import user_code
 from unisono.runtime.user_code import describe_error, format_error, format_user_error
 
 
@@ -18,7 +20,7 @@ def catch(call: Callable[[], Any]) -> Exception:
     return caught.value
 
 
-class Mistaken:  # with methods of a task
+class Mistaken(LinearTask):
     def counts(self, batch: Any) -> Any:
         return {"row": batch["y"].isnan()}
 
@@ -47,6 +49,33 @@ def test_a_wrong_type_is_told_with_what_the_method_receives_and_its_line(method:
     assert text in shown.splitlines()[0] and shown.splitlines()[-3].endswith(f"in {method}")
     assert "Traceback" not in shown
     assert "\n" not in (line := describe_error(error)) and f"{__file__}:" in line and f"in {method}); " in line
+
+
+def loss(value: Any) -> Any:
+    return value + "1"
+
+
+def loss_of(value: Any, others: Any) -> Any:
+    def loss(value: Any) -> Any:  # of a function that has a task beside it
+        return value.sqrt(), others
+
+    return loss(value)
+
+
+def test_a_helper_that_has_the_name_of_a_method_is_no_method() -> None:
+    for call in (lambda: loss(1.0), lambda: loss_of(1.0, Mistaken())):
+        assert "receives" not in format_error(catch(call)) + describe_error(catch(call))
+
+
+def test_a_function_that_we_call_is_known_without_a_task() -> None:
+    """Such as that of a callback."""
+    scope: dict[str, Any] = {}
+    exec(compile("def call(function):\n    function({'mse': 1.0})\n", user_code.__file__, "exec"), scope)
+
+    def summary(values: Any) -> Any:
+        return values["mse"].sqrt()
+
+    assert "; summary() receives the means as floats" in format_error(catch(lambda: scope["call"](summary)))
 
 
 def test_an_error_of_ours_keeps_its_traceback_although_the_user_called() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unisono.runtime.errors import ConfigError, UnisonoError, nearest
-from unisono.runtime.source_files import is_user_file
+from unisono.runtime.user_code import format_user_error
 
 T = TypeVar("T")
 _MODULE_PREFIX = "unisono_task_"  # of the modules of files that lie in no package
@@ -170,7 +170,7 @@ def _module_name(path: Path) -> str:
 
 @contextmanager
 def explain_errors(what: str) -> Iterator[None]:
-    """Report an error of the user's code as Python does, without the frames of ours and of the import system.
+    """Report an error of the user's code without the frames of ours and of the import system.
 
     Args:
         what: cannot be done then, with the file.
@@ -183,9 +183,8 @@ def explain_errors(what: str) -> Iterator[None]:
     except UnisonoError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
-        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-        raise ConfigError(f"{what}:\n{''.join(lines).rstrip()}") from error
+        text = format_user_error(error) or "".join(traceback.format_exception_only(error)).rstrip()
+        raise ConfigError(f"{what}:\n{text}") from error
 
 
 def _extend_search_path(path: Path) -> None:

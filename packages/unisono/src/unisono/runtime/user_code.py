@@ -6,6 +6,7 @@ Frames of ours and of libraries are left out. The whole traceback is in the log 
 from __future__ import annotations
 
 import traceback
+import types
 
 from unisono.runtime.errors import UnisonoError
 from unisono.runtime.source_files import is_our_file, is_user_file
@@ -34,7 +35,7 @@ def format_user_error(error: BaseException) -> str:
         return ""
     notes = list(getattr(error, "__notes__", []))
     text = "".join(traceback.format_exception_only(error)).rstrip().removesuffix("\n".join(notes)).rstrip()
-    return "\n".join([text + _describe_inputs(error, frames), "".join(traceback.format_list(frames)).rstrip(), *notes])
+    return "\n".join([text + _describe_inputs(error), "".join(traceback.format_list(frames)).rstrip(), *notes])
 
 
 def format_error(error: BaseException) -> str:
@@ -47,10 +48,9 @@ def format_error(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> str:
     """An error in one line, with the innermost line of the user's code rather than that of a library."""
-    own = _find_frames(error)
-    frame = (own or traceback.extract_tb(error.__traceback__))[-1]
+    frame = (_find_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
     place = f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return f"{type(error).__name__}: {error} ({place}){_describe_inputs(error, own)}"
+    return f"{type(error).__name__}: {error} ({place}){_describe_inputs(error)}"
 
 
 def _find_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -63,9 +63,22 @@ def _failed_in_user_code(error: BaseException) -> bool:
     return next((is_user_file(file) for file in reversed(files) if is_user_file(file) or is_our_file(file)), False)
 
 
-def _describe_inputs(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+def _describe_inputs(error: BaseException) -> str:
     """What the method of a task receives in which a value was of another type than its author thought."""
     if not isinstance(error, AttributeError | TypeError):
         return ""
-    method = next((frame.name for frame in frames if frame.name in _RECEIVES), None)
-    return f"; {method}() receives {_RECEIVES[method]}" if method else ""
+    caller = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in _RECEIVES and is_user_file(file) and (is_our_file(caller) or _is_method_of_task(frame)):
+            return f"; {name}() receives {_RECEIVES[name]}"
+        caller = file
+    return ""
+
+
+def _is_method_of_task(frame: types.FrameType) -> bool:
+    """Whether a function is a method of a task, and not a helper of the same name."""
+    arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    owner = type(frame.f_locals.get(arguments[0])) if arguments else object
+    # By its name, as the class is above this module.
+    return any((kind.__module__, kind.__name__) == ("unisono.task", "Task") for kind in owner.__mro__)
