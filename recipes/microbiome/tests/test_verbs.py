@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import biom
@@ -91,6 +92,34 @@ def test_predictions_are_a_table_of_held_out_samples(
     assert (table == table.T).all()
     assert (np.diag(table) == 0).all()
     assert table[0, 1:].min() > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["rows=all"], "be scored on samples that they were trained on; rows=held_out has others"),
+        (["rows=training"], "be scored on samples that they were trained on"),
+        (["data.fold=1"], "not be trained on the same samples as the model"),
+        (["data.subjects=8"], "not be trained on the same samples as the model"),
+    ],
+)
+def test_forests_that_would_not_be_comparable_are_left_out(
+    run: Path, folder: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["predict", str(run), f"out={folder / 'none.tsv'}", "draws=1", *words]) == 0
+    told = capsys.readouterr().out
+    assert f"no forests: they would {why}" in told
+    assert "target/mae:" in told and "forest/" not in told and "number of reads/" not in told
+
+
+def test_forests_that_do_not_fit_into_memory_are_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Predictor(unisono.open_run(run))
+    library, trained_on = opened.library, opened.task.assets["training"]
+    held = library.held_out().rows
+    assert scoring.explain_no_forests(library, held, trained_on) is None
+    monkeypatch.setattr(scoring.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    told = scoring.explain_no_forests(library, held, trained_on)
+    assert told is not None and told.startswith("they need about 0.0 GB of memory")
 
 
 def test_draws_are_averaged(run: Path) -> None:

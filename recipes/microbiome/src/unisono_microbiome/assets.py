@@ -51,6 +51,7 @@ class Assets(TypedDict):
 
     shape: Shape
     taxa: list[str]
+    training: NotRequired[str]  # fingerprint of the samples that were trained on
     faith_pd: Transform | None
     shannon: NotRequired[Transform | None]
     target: Target | None

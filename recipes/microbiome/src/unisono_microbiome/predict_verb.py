@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono import Run
+from unisono_microbiome import scoring
 from unisono_microbiome.crossvalidation import predict_ensemble
 from unisono_microbiome.predict import Predictor, Rows, predict_samples, scores, write
+from unisono_microbiome.task import Microbiome
 
 
 def predict(
@@ -31,7 +33,8 @@ def predict(
         draws: number of rarefactions to average.
         micro_batch: number of samples per forward pass.
         seed: of the rarefactions.
-        baseline: also score random forests, on the model's inputs (reads and covariates) and on the number of reads.
+        baseline: also score random forests, on the model's inputs (reads and covariates) and on the number of reads;
+            left out where they would not be trained on the model's samples, or be scored on samples that they know.
         ensemble: average the models of all folds of a cross-validation, of which the run is one; its intervals hold
             the models' error.
         device: cpu, cuda, …; auto uses an accelerator if there is one.
@@ -43,5 +46,11 @@ def predict(
     yield from map(str, write(predicted, out or run.folder / "predictions.tsv"))
     if predicted.target is not None:
         yield f"intervals of {predicted.target.column}: {predicted.target.covers}"
+    if baseline and predicted.target is not None and predicted.library.target is not None:
+        assert isinstance(run.task, Microbiome)
+        trained_on = run.task.assets.get("training")
+        if (why := scoring.explain_no_forests(predicted.library, predicted.numbers, trained_on)) is not None:
+            baseline = False
+            yield f"no forests: {why}"
     for name, value in scores(predicted, baseline, seed).items():
         yield f"{name}: {value:.4f}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from unisono_microbiome.study.library import Library
 from unisono_microbiome.targets import encode_covariates, fit_covariates
 
 Array = NDArray[np.float64]
+_DENSE_BYTES = 3 * 8  # of a value of the dense table: reads, shares, and what the forests copy
 
 
 def find_constant(library: Library) -> Any:
@@ -68,6 +70,25 @@ def read_covariates(library: Library) -> Array:
 def read_depths(library: Library) -> Array:
     """The number of reads per sample, (samples, 1): predictions from it reflect only the sequencing."""
     return np.asarray(library.counts.sum(1), dtype=np.float64).reshape(-1, 1)
+
+
+def explain_no_forests(library: Library, numbers: NDArray[np.int64], trained_on: str | None) -> str | None:
+    """Why no forest is trained to predict some samples; None if it can be.
+
+    Args:
+        library: of the samples.
+        numbers: which of them.
+        trained_on: fingerprint of the samples that the model was trained on, or None if it is not known.
+    """
+    training = library.training()
+    if training.fingerprint != trained_on:
+        return "they would not be trained on the same samples as the model"
+    if np.isin(numbers, training.rows).any():
+        return "they would be scored on samples that they were trained on; rows=held_out has others"
+    needed = _DENSE_BYTES * len(library) * len(library.taxa)
+    if needed > (there := psutil.virtual_memory().available):
+        return f"they need about {needed / 1e9:.1f} GB of memory, but {there / 1e9:.1f} GB are free"
+    return None
 
 
 def predict_with_forest(

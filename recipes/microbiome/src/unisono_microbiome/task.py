@@ -366,6 +366,7 @@ class Microbiome(Task):
         assets: dict[str, Any] = {
             "shape": asdict(self.shape),
             "taxa": self.library.taxa,
+            "training": self.library.training().fingerprint,
             "faith_pd": fitted.get("faith_pd"),
             "shannon": fitted.get("shannon"),
             "target": None,
