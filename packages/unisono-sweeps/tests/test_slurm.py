@@ -174,6 +174,9 @@ def test_what_slurm_would_refuse_is_refused_before_anything_starts(here: Path, a
     assert "Invalid partition name specified" in said
     said = ask(*sweep("optim.lr=0.1", "train.steps=3", "memory_gb=900"), code=2)
     assert "--mem=921600M" in said
+    said = ask(*sweep("optim.lr=0.1", "train.steps=3", "time=3m"), code=2)
+    assert "time=3m: Slurm warns a job warn_seconds=120 before its limit" in said
+    assert "use time=4m or more, or a smaller warn_seconds=" in said
     said = ask(*sweep("optim.lr=0.1", "train.steps=3", "nodes=2", "layout.world_size=1"), code=2)
     assert "nodes=2: run has 1 process, which cannot be divided among them" in said
     assert not (here / "runs").exists()
@@ -189,3 +192,100 @@ def test_a_single_run_and_a_proof_are_jobs_too(here: Path, ask: Callable[..., st
     assert "PASS" in ask(*unisono, "prove", TASK, *BASE[:3], "layouts=[ddp:2]", "vary=[]", *SLURM)
     assert "unknown key 'optim.lrr'" in ask(*unisono, "train", TASK, *words, "optim.lrr=1", code=2)
     assert len(list((here / "runs/launched").glob("*.ended.json"))) == 3
+
+
+def test_a_job_reserves_what_its_words_and_its_run_say(here: Path, ask: Callable[..., str]) -> None:
+    """Cores: a tenth of the memory in GB, or the workers of the run if these are more; Slurm may requeue it."""
+    words = ("gpus=2", "memory_gb=32", "partition=urgent", "sbatch={comment: mine}", "train.steps=3")
+    ask(*sweep("optim.lr=0.1", *words, "data.workers=2"))
+    ask(*sweep("optim.lr=0.1", *words, "data.workers=4", "name=t"))
+    for name, cores in (("s", 3), ("t", 4)):
+        number = json.loads((here / f"runs/{name}/console/run.slurm.json").read_text())["job"]
+        shown = ask("scontrol", "show", "job", "--oneliner", number)
+        for said in (
+            f"NumCPUs={cores} ",
+            "TresPerNode=gres:gpu:2",
+            "MinMemoryNode=32G",
+            "Partition=urgent",
+            "Requeue=1",
+        ):
+            assert said in shown
+        assert "TimeLimit=01:00:00" in shown
+        assert "Comment=mine" in shown
+    assert "--gpus-per-node=3" in ask(*sweep("optim.lr=0.1", "gpus=3", "train.steps=3", "--dry-run"), code=2)
+
+
+def test_a_run_that_reaches_its_limit_too_often_stays_saved_and_the_same_command_resumes_it(
+    here: Path, cluster: dict[str, str], ask: Callable[..., str]
+) -> None:
+    command = sweep("optim.lr=0.01", "train.steps=1500", "checkpoint.every=1000", "time=10m", "max_num_timeout=0")
+    process = subprocess.Popen(command, env={**os.environ, **cluster}, stdout=subprocess.PIPE, text=True)
+    run = here / "runs/s/run"
+    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    ask("scancel", "--signal=USR1", json.loads((here / "runs/s/console/run.slurm.json").read_text())["job"])
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 1
+    assert "run: saved and stopped: " in said
+    assert "timed-out too many times. What it has saved resumes with the same command" in said
+    step = read_run_facts(run).steps_done
+    assert f"run: resumes after step {step}" in ask(*command)
+    assert read_run_facts(run).steps_done == 1500
+
+
+def test_a_run_of_several_nodes_that_is_warned_saves_and_continues_in_the_queue(
+    here: Path, cluster: dict[str, str], ask: Callable[..., str]
+) -> None:
+    words = sweep("optim.lr=0.01", "train.steps=1500", "checkpoint.every=1000", "layout.world_size=2", "nodes=2")
+    process = subprocess.Popen(words, env={**os.environ, **cluster}, stdout=subprocess.PIPE, text=True)
+    run = here / "runs/s/run"
+    jobs.wait_for(lambda: (run / "config.yaml").is_file() and read_run_facts(run).steps_done > 50, 300)
+    number = json.loads((here / "runs/s/console/run.slurm.json").read_text())["job"]
+    ask("scancel", "--signal=USR1", number)
+    jobs.wait_for(lambda: number in queued(ask, "pending"), 120)
+    while process.poll() is None:
+        release_held(ask)
+        time.sleep(1)
+    assert "run: finished" in process.communicate()[0]
+    assert "resuming after step" in printed(run)
+    assert read_run_facts(run).steps_done == 1500
+
+
+SPACE = """
+def space(trial):
+    number = trial.suggest_int("number", 0, 99)  # the sixth trial learns nothing, and is long
+    bad = trial.number == 5
+    return {"optim.lr": 1e-9 if bad else 0.01, "train.steps": 20000 if bad else 40, "eval.every": 10}
+"""
+
+
+def test_a_search_survives_its_command_and_prunes(here: Path, cluster: dict[str, str], ask: Callable[..., str]) -> None:
+    pytest.importorskip("optuna")
+    Path("mine.py").write_text(SPACE)
+    evaluated = TASK.replace("LinearTask", "TransformerTask")
+    base = ("optim=adamw", "train.global_batch=9", "layout.device=cpu", *SLURM)
+    command = (
+        sys.executable, "-m", "unisono", "search", evaluated, *base, "space=mine.py", "trials=6", "jobs=1", "name=q"
+    )  # fmt: skip
+    first = subprocess.Popen(command, env={**os.environ, **cluster})
+    jobs.wait_for(lambda: (here / "runs/q/trial-00001/config.yaml").exists() or first.poll() is not None, 300)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    said = ask(*command)
+    assert "trial-00005: pruned after step" in said
+    assert "best of 5: trial-" in said
+    assert [read_run_facts(here / f"runs/q/trial-0000{number}").steps_done for number in range(5)] == [40] * 5
+    assert read_run_facts(here / "runs/q/trial-00005").steps_done < 20000
+
+
+def test_data_that_a_job_prepares_are_those_of_this_host_byte_for_byte(here: Path, ask: Callable[..., str]) -> None:
+    text = "data.path=text.txt"
+    Path("text.txt").write_text("\n".join(f"line {number} of a small corpus" for number in range(2000)))
+    command = (sys.executable, "-m", "unisono", "data", "prepare", "language", "data=corpus", text)
+    ask(*command, "out=here")
+    assert "submitted" in ask(*command, "out=there", "workers=2", *SLURM)
+    files = [
+        {path.name: path.read_bytes() for path in (here / name).iterdir() if path.suffix != ".json"}
+        for name in ("here", "there")
+    ]
+    assert files[0]
+    assert files[0] == files[1]

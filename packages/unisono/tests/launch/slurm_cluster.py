@@ -34,7 +34,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     folder.chmod(0o755)
     config = folder / "slurm.conf"
     nodes = {host: free_port(), f"{host}-b": free_port()}  # ranks meet at the first, whose name has to resolve
-    shared = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=4000"
+    shared = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=40000 Gres=gpu:2"
+    for number in range(2):
+        (folder / f"gpu{number}").touch()  # an accelerator that Slurm counts, and nobody has
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-1]\n")
     config.write_text(
         f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -58,6 +61,7 @@ SlurmdParameters=config_overrides
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=20

@@ -11,7 +11,7 @@ import yaml
 
 from unisono.runtime.errors import RunError
 from unisono.supervise import identity, run_lock
-from unisono.supervise.run_facts import read_run_facts
+from unisono.supervise.run_facts import find_cause, read_run_facts
 
 CONFIG = {"recipe": "spirals", "train": {"steps": 3}, "optim": {"kind": "sgd", "lr": 0.1}}
 
@@ -39,6 +39,13 @@ def test_a_run_with_all_its_steps_is_finished(tmp_path: Path) -> None:
 def test_an_error_that_ended_a_run_is_its_reason(tmp_path: Path, code: int, state: str) -> None:
     facts = read_run_facts(folder_of(tmp_path, *STEP[:2], fault=code))
     assert (facts.state, facts.why, facts.code) == (state, "rank 0: gone", code)
+
+
+def test_an_error_on_which_all_processes_agree_is_that_of_the_lowest_rank_whoever_wrote_it_first() -> None:
+    same = {"kind": "NonFiniteError", "text": "step 2: the loss is not finite", "code": 3}
+    other = {"rank": 0, "kind": "OSError", "text": "no space", "code": 1, "time": 3.0}
+    faults = [{**same, "rank": 2, "time": 1.0}, {**same, "rank": 1, "time": 2.0}, other]
+    assert find_cause(faults, []) == (3, ["rank 1: step 2: the loss is not finite"])
 
 
 def test_a_run_that_a_process_holds_is_running_and_one_that_nobody_ended_was_killed(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ _POLL = 1.0  # seconds between looks for outcomes
 _QUEUE_EVERY = 10.0  # seconds between questions to the controller of the cluster, which serves everybody
 _VANISHED_AFTER = 30.0  # seconds without an outcome after a job has left the queue: files of other hosts appear late
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+_WARNED_EARLY = 60  # seconds by which Slurm may send the warning early
 _UNITS = {"m": 1, "min": 1, "h": 60, "d": 24 * 60}
 
 
@@ -128,6 +129,13 @@ class SlurmLauncher:
 
     def check(self, jobs: Sequence[Job]) -> None:
         """See the interface; Slurm itself is asked whether it would take such jobs."""
+        warned = -(-(self._settings.warn_seconds + _WARNED_EARLY) // 60)  # minutes before the limit, at most
+        if self._settings.time <= warned:
+            raise ConfigError(
+                f"time={self._settings.time}m: Slurm warns a job warn_seconds={self._settings.warn_seconds} before its "
+                f"limit, or up to a minute earlier, so that it would save and stop as it begins; use time={warned + 1}m "
+                "or more, or a smaller warn_seconds="
+            )
         for job in jobs:
             refuse_misfit(job, self.hosts())
         for one in {json.dumps(self._parameters(job, 1)): job for job in jobs}.values():

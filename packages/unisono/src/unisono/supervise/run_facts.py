@@ -128,13 +128,14 @@ def planned_steps(folder: Path) -> int | None:
 def find_cause(faults: Sequence[dict[str, Any]], findings: Sequence[dict[str, Any]]) -> tuple[int | None, list[str]]:
     """Return the exit code and the message of a run that did not end well; None and no line if nothing is recorded.
 
-    Waits that timed out come last, as on the console.
+    Waits that timed out come last, as on the console. Of processes that agree on an error, the lowest rank has it.
     """
     own = sorted((f for f in faults if f["kind"] != "DeadlineError"), key=lambda fault: fault["time"])
     if own:
         text = own[0]["text"].strip().splitlines()
         shown = [one_line(line, _MAX_TEXT) for line in (text[0], *(["…", *text[-3:]] if len(text) > 4 else text[1:]))]
-        return own[0]["code"], [f"rank {own[0]['rank']}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
+        rank = min(fault["rank"] for fault in own if fault["text"] == own[0]["text"])
+        return own[0]["code"], [f"rank {rank}: {shown[0]}", *(f"  {line}" for line in shown[1:])]
     if findings:
         first = min(findings, key=lambda found: found["time"])
         return first["code"], [one_line(first["text"], _MAX_TEXT)]
