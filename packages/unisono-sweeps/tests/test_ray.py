@@ -13,7 +13,7 @@ import pytest
 from packages.unisono.tests.launch import jobs
 from unisono.supervise.run_facts import read_run_facts
 
-from .eight import half_done, measured_table, sweep_process
+from .eight import STEPS, half_done, measured_table, sweep_process
 from .written import TASK
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -96,3 +96,33 @@ def test_a_search_a_single_run_and_a_proof_run_there_too(ask: Callable[..., str]
     assert read_run_facts(here / "runs/mine").config["layout"]["world_size"] == 2
     assert "exit code 3" in ask("train.steps=5", "optim.lr=1e30", verb="train", code=3)
     assert "PASS" in ask("layouts=[ddp:2]", "vary=[]", verb="prove")
+
+
+def test_a_run_whose_host_dies_resumes_on_another_one_and_the_others_do_not_notice(here: Path) -> None:
+    """A raylet is killed, as a host that loses its power; the tables are those of an unbroken sweep."""
+    from ray.cluster_utils import Cluster
+
+    whole, broken = here / "whole", here / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    assert sweep_process(whole).wait(900) == 0
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    mortal = made.add_node(num_cpus=1)
+    try:
+        words = ("launcher=ray", f"address={made.address}", "jobs=2", "cpus=1")
+        with (broken / "said").open("wb") as said:
+            first = sweep_process(broken, *words, steps=STEPS, output=said)
+        jobs.wait_for(lambda: len(half_done(broken)) > 0 or first.poll() is not None, 600)
+        made.remove_node(mortal, allow_graceful=False)  # each of the two hosts has a run
+        lost = "a host of the run is lost"
+        jobs.wait_for(lambda: lost in (broken / "said").read_text() or first.poll() is not None, 600)
+        made.add_node(num_cpus=1)
+        assert first.wait(900) == 0
+    finally:
+        made.shutdown()
+    text = (broken / "said").read_text()
+    assert text.count("it resumes on another one") == 1
+    assert ": failed with exit code" not in text
+    tables = [measured_table(folder / "runs/s") for folder in (whole, broken)]
+    assert tables[0].num_rows == 8
+    assert tables[0].equals(tables[1])
