@@ -133,8 +133,8 @@ class SlurmLauncher:
         if self._settings.time <= warned:
             raise ConfigError(
                 f"time={self._settings.time}m: Slurm warns a job warn_seconds={self._settings.warn_seconds} before its "
-                f"limit, or up to a minute earlier, so that it would save and stop as it begins; use time={warned + 1}m "
-                "or more, or a smaller warn_seconds="
+                f"limit, or up to a minute earlier, so that it would save and stop as it begins; use "
+                f"time={warned + 1}m or more, or a smaller warn_seconds="
             )
         for job in jobs:
             refuse_misfit(job, self.hosts())
