@@ -56,7 +56,7 @@ def test_a_sweep_is_written_as_one_jobset_for_each_run(command: Command) -> None
 
 def test_the_pods_of_a_run_of_several_nodes_meet_at_the_first(command: Command) -> None:
     words = settings(
-        nodes=2, gpus=4, memory_gb=64, env={"NCCL_DEBUG": "WARN"}, secret="token", queue="team", namespace="ml"
+        nodes=2, gpus=4, memory_gb=64, pod_env={"NCCL_DEBUG": "WARN"}, secret="token", queue="team", namespace="ml"
     )
     made = build_jobset(job(processes=8, devices=8, workers=16), words)
     refuse_unknown(made)

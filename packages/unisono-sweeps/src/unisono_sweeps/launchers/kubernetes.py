@@ -51,7 +51,7 @@ class KubernetesLauncher:
             None, description="cores of each; null: max(memory_gb // 10, workers), and one for each process at least"
         )
         memory_gb: Positive | None = Field(None, description="memory of each; null: no limit")
-        env: Annotated[dict[str, str], BeforeValidator(parse_list)] = Field(
+        pod_env: Annotated[dict[str, str], BeforeValidator(parse_list)] = Field(
             {}, description="environment variables, e.g. {NCCL_DEBUG: WARN}"
         )
         secret: str | None = Field(
@@ -125,7 +125,7 @@ def build_jobset(job: Job, settings: KubernetesLauncher.Settings) -> dict[str, A
         "image": settings.image,
         "command": command,
         "workingDir": str(settings.mount),
-        "env": [{"name": key, "value": value} for key, value in settings.env.items()],
+        "env": [{"name": key, "value": value} for key, value in settings.pod_env.items()],
         **({"envFrom": [{"secretRef": {"name": settings.secret}}]} if settings.secret else {}),
         "resources": _resources(job, settings),
         "volumeMounts": [
