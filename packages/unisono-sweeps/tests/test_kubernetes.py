@@ -102,7 +102,8 @@ def test_names_are_those_of_kubernetes_and_differ_between_runs() -> None:
 def test_what_cannot_run_on_a_cluster_is_refused(command: Command) -> None:
     code, _, err = command("sweep", TASK, *BASE, "optim.lr=0.1,0.01")
     assert code == 2
-    assert "image is missing: add image=…; claim is missing: add claim=…" in err
+    assert "image is missing: add image=… (container image with Unisono" in err
+    assert "; claim is missing: add claim=… (PersistentVolumeClaim" in err
     code, _, err = command("sweep", TASK, *BASE, *PLACE, "optim.lr=0.1,0.01", "nodes=2", "layout.world_size=1")
     assert "nodes=2: lr0.1 has 1 process, which cannot be divided among them" in err
     code, _, err = command("sweep", TASK, *BASE, *PLACE, "optim.lr=0.1,0.01", "run.dir=/elsewhere")
