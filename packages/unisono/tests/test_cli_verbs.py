@@ -130,6 +130,8 @@ def test_a_verb_that_nobody_has_is_refused_with_the_nearest(
     assert "did you mean 'echo'?" in command("echoo", mine, "x")[2]
     assert "unknown verb 'weigths', did you mean 'weights'?" in command("weigths")[2]
     assert "unisono weights needs a run" in command("weights")[2]
+    assert "unisono crossvalidate needs a recipe: unisono crossvalidate RECIPE" in command("crossvalidate")[2]
+    assert command("crossvalidate", "--help")[1].startswith("usage: unisono crossvalidate RECIPE [out=")
     assert "nowhere is neither a run (no nowhere/config.yaml) nor a task" in command("weights", "nowhere", "x")[2]
 
 

@@ -88,10 +88,12 @@ def main(argv: Sequence[str], core: Collection[str] = ()) -> int:
     verb = argv[0]
     given = [word for word in words if word not in _HELP]
     if not given:
-        say("\n\n".join(f"{_help(verb, 'RUN', found)}\n\nfor: {name}" for name, found in _find_in_recipes(verb, core)))
+        having = [(name, found, _target_word(found)) for name, found in _find_in_recipes(verb, core)]
+        say("\n\n".join(f"{_help(verb, target, found)}\n\nfor: {name}" for name, found, target in having))
         if len(given) < len(words):
             return 0
-        raise ConfigError(f"unisono {verb} needs a run: unisono {verb} RUN")
+        target = having[0][2]
+        raise ConfigError(f"unisono {verb} needs a {target.lower()}: unisono {verb} {target}")
     try:
         with preparing(f"opening {given[0]}"), paused_collector():
             reference = _reference(given[0], parsed.task, parsed.trust)
@@ -244,6 +246,13 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     return None if text == "null" else yaml.safe_load(text)
+
+
+def _target_word(function: Callable[..., Any]) -> str:
+    """Return what a verb is about, as its usage has it: a recipe if it starts runs of its own, else a run."""
+    import inspect
+
+    return "RECIPE" if "overrides" in inspect.signature(function).parameters else "RUN"
 
 
 def _usage(verb: str, target: str, function: Callable[..., Any]) -> str:
