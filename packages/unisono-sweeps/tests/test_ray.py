@@ -39,7 +39,7 @@ def ask(cluster: str, here: Path) -> Callable[..., str]:
 
     def run(*words: str, code: int = 0, verb: str = "sweep", task: str = TASK) -> str:
         command = [sys.executable, "-m", "unisono", *verb.split(), task, "launcher=ray", f"address={cluster}"]
-        command += [*(BASE if verb == "sweep" else BASE[:3]), *words]
+        command += [*{"sweep": BASE, "data prepare": ()}.get(verb, BASE[:3]), *words]
         done = jobs.finished(command, here)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -126,3 +126,21 @@ def test_a_run_whose_host_dies_resumes_on_another_one_and_the_others_do_not_noti
     tables = [measured_table(folder / "runs/s") for folder in (whole, broken)]
     assert tables[0].num_rows == 8
     assert tables[0].equals(tables[1])
+
+
+def test_data_that_a_host_prepares_are_those_of_this_one_byte_for_byte(ask: Callable[..., str], here: Path) -> None:
+    (here / "texts").mkdir()
+    for number in range(40):
+        (here / f"texts/{number}.txt").write_text(f"text {number} of a small corpus\n" * (number + 1))
+    words = ("data", "prepare", "language", "data=corpus", "data.path=texts")
+    alone = jobs.finished([sys.executable, "-m", "unisono", *words, "out=here"], here)
+    assert alone.returncode == 0, alone.stderr
+    assert "submitted" in ask(
+        "data=corpus", "data.path=texts", "out=there", "workers=2", verb="data prepare", task=words[2]
+    )
+    files = [
+        {path.name: path.read_bytes() for path in (here / name).iterdir() if path.suffix != ".json"}
+        for name in ("here", "there")
+    ]
+    assert files[0]
+    assert files[0] == files[1]
